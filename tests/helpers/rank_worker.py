@@ -1,0 +1,121 @@
+"""The side of the pool (``ranks.py``) that runs in a rank's process: take a job, run it, answer, forget it."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call for one rank; ``call`` is the pickled ``(fn, args, after)``. In its place, None asks for a reset."""
+
+    rank: int
+    world_size: int
+    store: str
+    timeout_s: float
+    call: bytes
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The pickled result, or the traceback of what was raised."""
+
+    result: bytes = b""
+    error: str = ""
+
+
+def serve(connection: Connection, log: str, initializer: Callable[[], object]) -> None:
+    """Run jobs until the pool closes its end. Output goes to the file ``log``."""
+    _own_process(log)
+    connection.send_bytes(pickle.dumps(_reply(initializer, keep=False)))
+    while True:
+        try:
+            job: Job | None = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            os._exit(0)
+        if job is None:
+            reply = _reply(reset, keep=False)
+        else:
+            os.ftruncate(1, 0)
+            reply = _reply(lambda job=job: _run(job), keep=True)
+        connection.send_bytes(pickle.dumps(reply))
+
+
+def reset() -> None:
+    """Forget the last job: its process groups, megatron-core's globals, its garbage."""
+    import torch.distributed
+    from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    parallel_state.destroy_model_parallel()
+    num_microbatches_calculator.destroy_num_microbatches_calculator()
+    rerun_state_machine.destroy_rerun_state_machine()
+    initialize_rng_tracker(force_reset=True)
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    gc.collect()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _run(job: Job) -> object:
+    import numpy
+    import torch
+    import torch.distributed
+
+    torch.distributed.init_process_group(
+        "gloo",
+        store=torch.distributed.FileStore(job.store, job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+    os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    torch.manual_seed(SEED)
+    fn, args, after = pickle.loads(job.call)
+    result = fn(job.rank, *args)
+    if after is not None:
+        after(job.rank)
+    return result
+
+
+def _reply(call: Callable[[], object], keep: bool) -> Reply:
+    """Call and pack what came of it; ``keep`` tells whether the result is wanted."""
+    try:
+        result = call()
+        return Reply(result=pickle.dumps(result if keep else None))
+    except BaseException:  # SystemExit and pytest's outcomes too: the pool must hear of whatever ended the job
+        return Reply(error=traceback.format_exc())
+
+
+def _own_process(log: str) -> None:
+    """Die with the server, leave Ctrl-C to the parent, write to ``log``, show the stack on SIGUSR2, use one thread."""
+    import torch
+    from torch.multiprocessing import _prctl_pr_set_pdeathsig
+
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    output = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    torch.set_num_threads(1)

@@ -1,0 +1,243 @@
+"""A pool of rank processes, started once and used by test after test.
+
+Importing torch and megatron-core takes seconds, a collective takes microseconds. So a fork server imports them once,
+ranks are forked from it when first needed, and they stay: a test costs the milliseconds of its own work. Every run
+gets a new process group over a new file store, of exactly the size it asked for, and afterwards each rank is put back
+to the state of a new process (``rank_worker.reset``).
+
+A rank that raises, dies or stays silent fails the run, with a report from every rank (``RankFailure``), and the whole
+pool is killed: the next run gets a new one. After torch's ``testing/_internal/common_distributed.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import forkserver, get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.rank_worker import Job, Reply, serve
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S = 120.0
+LOG_TAIL_BYTES = 8000
+
+
+def install_cpu_platform() -> None:
+    """The default initialiser: what a rank runs once, before its first job."""
+    importlib.import_module("megatron.zero_bubble.platforms.cpu").install()
+
+
+class RankFailure(Exception):
+    """At least one rank raised, died or did not answer in time.
+
+    Attributes:
+        reports: for every rank, ``"ok"`` or what happened to it: its traceback, the signal or exit status it died of,
+            or the stack it was in when the time was up, and then the end of what it printed.
+    """
+
+    def __init__(self, summary: str, reports: dict[int, str]) -> None:
+        self.reports = reports
+        sections = (f"--- rank {rank}: {report.rstrip()}" for rank, report in sorted(reports.items()))
+        super().__init__("\n".join([summary, *sections]))
+
+
+@dataclass
+class _Rank:
+    """The parent's handle on one process of the pool."""
+
+    process: BaseProcess
+    connection: Connection
+    log: Path
+
+    def describe_death(self) -> str:
+        self.process.join()
+        status = self.process.exitcode or 0
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return f"{how} before it answered\n{self.log_tail()}"
+
+    def describe_silence(self) -> str:
+        """Have the rank write its stack to its log (it registered faulthandler for this signal)."""
+        before = self.log.stat().st_size
+        os.kill(self.process.pid or 0, signal.SIGUSR2)
+        deadline = time.monotonic() + 1.0
+        while self.log.stat().st_size == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        return f"did not answer; it was here:\n{self.log_tail()}"
+
+    def log_tail(self) -> str:
+        return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
+
+
+class RankPool:
+    """Runs functions on ranks 0 .. n-1, each a process with gloo initialised for n.
+
+    Args:
+        initializer: a picklable top-level function, called once in every new process.
+    """
+
+    def __init__(self, initializer: Callable[[], object] = install_cpu_platform) -> None:
+        self._initializer = initializer
+        self._ranks: list[_Rank] = []
+        self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        self._serial = 0
+
+    def run(
+        self,
+        num_ranks: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout: float = 60.0,
+        grace: float = 1.0,
+        after: Callable[[int], object] | None = None,
+    ) -> list[Any]:
+        """Call ``fn(rank, *args)`` on ranks ``0 .. num_ranks - 1``; return their results in rank order.
+
+        ``fn``, ``args`` and the results are pickled by value: tensors arrive as copies, and a view brings its whole
+        storage, so return ``view.clone()``. Python, numpy and torch are seeded alike on every rank and run.
+
+        Args:
+            fn: a top-level function of an importable module.
+            timeout: seconds for the slowest rank, starting the processes not counted.
+            grace: seconds the other ranks still have to answer once one has failed; give it the time a fault test
+                allows its survivors.
+            after: called as ``after(rank)`` when ``fn`` has returned, with the process group still up: the place to
+                assert that no buffer, handle or patch is left.
+
+        Raises:
+            RankFailure: when a rank raised, died or was silent for ``timeout``; the pool has been replaced.
+        """
+        try:
+            self._grow(num_ranks)
+            self._serial += 1
+            store = str(self._folder / f"store-{self._serial}")
+            call = pickle.dumps((fn, args, after))
+            jobs = [Job(rank, num_ranks, store, timeout, call) for rank in range(num_ranks)]
+            name = f"{fn.__module__}.{fn.__qualname__}"
+            results = self._exchange(jobs, f"{name} on {num_ranks} ranks", timeout, grace)
+            self._exchange([None] * num_ranks, f"putting the ranks back after {name}", timeout, grace)
+        except BaseException:
+            self._kill()
+            raise
+        return results
+
+    def pids(self) -> list[int]:
+        """The processes of the pool, in rank order."""
+        return [rank.process.pid or 0 for rank in self._ranks]
+
+    def close(self) -> None:
+        """End every process and remove what the pool wrote."""
+        self._kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _grow(self, num_ranks: int) -> None:
+        """Start the processes that are missing, all at once."""
+        first, started = len(self._ranks), range(len(self._ranks), num_ranks)
+        if not started:
+            return
+        _start_server()
+        context = get_context("forkserver")
+        for index in started:
+            ours, theirs = context.Pipe()
+            log = self._folder / f"rank-{index}.log"
+            log.touch()
+            process = context.Process(
+                target=serve, args=(theirs, str(log), self._initializer), name=f"rank-{index}", daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._ranks.append(_Rank(process, ours, log))
+        self._collect(self._ranks[first:], "starting the ranks", START_TIMEOUT_S, grace=1.0)
+
+    def _exchange(self, jobs: Sequence[Job | None], what: str, timeout: float, grace: float) -> list[Any]:
+        """Send one job to each rank and return the answers."""
+        ranks = self._ranks[: len(jobs)]
+        for rank, job in zip(ranks, jobs, strict=True):
+            try:
+                rank.connection.send_bytes(pickle.dumps(job))
+            except BrokenPipeError:
+                pass  # It died since its last job; _collect reports that.
+        return self._collect(ranks, what, timeout, grace)
+
+    def _collect(self, ranks: Sequence[_Rank], what: str, timeout: float, grace: float) -> list[Any]:
+        """Wait for one reply of every rank; the first failure shortens the wait to ``grace``."""
+        start = time.monotonic()
+        deadline = start + timeout
+        results: dict[int, Any] = {}
+        failures: dict[int, str] = {}
+        while len(results) + len(failures) < len(ranks) and (left := deadline - time.monotonic()) > 0:
+            pending = [i for i in range(len(ranks)) if i not in results and i not in failures]
+            waitables = [w for i in pending for w in (ranks[i].connection, ranks[i].process.sentinel)]
+            ready = set(wait(waitables, timeout=left))
+            unharmed = not failures
+            for index in pending:
+                rank = ranks[index]
+                if rank.connection in ready or rank.process.sentinel in ready:
+                    reply = _receive(rank.connection)
+                    if reply is None:
+                        failures[index] = rank.describe_death()
+                    elif reply.error:
+                        failures[index] = f"raised\n{reply.error}{rank.log_tail()}"
+                    else:
+                        results[index] = pickle.loads(reply.result)
+            if unharmed and failures:
+                deadline = min(deadline, time.monotonic() + grace)
+        if len(results) == len(ranks):
+            return [results[index] for index in range(len(ranks))]
+        silent = [i for i in range(len(ranks)) if i not in results and i not in failures]
+        elapsed = time.monotonic() - start
+        failures |= {i: ranks[i].describe_silence() for i in silent}
+        summary = f"{what}: {len(failures)} of {len(ranks)} ranks failed after {elapsed:.1f} s"
+        raise RankFailure(summary, {i: failures.get(i, "ok") for i in range(len(ranks))})
+
+    def _kill(self) -> None:
+        for rank in self._ranks:
+            rank.process.kill()
+        for rank in self._ranks:
+            rank.process.join()
+            rank.process.close()
+            rank.connection.close()
+        self._ranks = []
+
+
+def _receive(connection: Connection) -> Reply | None:
+    """The next reply, or None when the other end closed before a whole one arrived."""
+    try:
+        return pickle.loads(connection.recv_bytes()) if connection.poll() else None
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _start_server() -> None:
+    """Start the fork server, with what every rank needs in its environment and its imports done."""
+    get_context("forkserver").set_forkserver_preload(["tests.helpers.rank_worker", "tests.helpers.rank_imports"])
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    with _environment(PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1"):
+        forkserver.ensure_running()
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """``os.environ`` with ``values`` in it, for a child process to inherit."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,199 @@
+"""The pool of ranks: reuse, sizes, and every way a rank can fail."""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import num_microbatches_calculator, parallel_state
+
+from tests.helpers.ranks import RankFailure, RankPool
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    """A pool of this module's own, because most tests here break theirs."""
+    pool = RankPool(initializer=nothing)
+    yield pool
+    pool.close()
+
+
+def nothing() -> None:
+    pass
+
+
+def broken_start() -> None:
+    raise ImportError("no platform here")
+
+
+def where_am_i(rank: int, offset: int) -> tuple[int, int, int, int]:
+    total = torch.tensor(rank + offset)
+    dist.all_reduce(total)
+    return rank, dist.get_world_size(), os.getpid(), int(total)
+
+
+def raise_on(rank: int, bad: int) -> None:
+    print(f"printed by rank {rank}")
+    if rank == bad:
+        raise ValueError(f"boom on {rank}")
+    dist.barrier()
+
+
+def exit_on(rank: int, bad: int, status: int) -> None:
+    if rank == bad:
+        os._exit(status)
+    dist.barrier()
+
+
+def kill_on(rank: int, bad: int) -> None:
+    if rank == bad:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+
+
+def sleep_in_the_named_function(rank: int) -> None:
+    time.sleep(60)
+
+
+def leave_through_sys_exit(rank: int) -> None:
+    sys.exit(2)
+
+
+def random_tensor(rank: int) -> torch.Tensor:
+    return torch.rand(3, requires_grad=True)
+
+
+def unpicklable(rank: int) -> object:
+    return lambda: None
+
+
+def use_model_parallel(rank: int, pipeline_size: int) -> int:
+    assert not parallel_state.is_initialized()
+    assert num_microbatches_calculator._GLOBAL_NUM_MICROBATCHES_CALCULATOR is None
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=pipeline_size)
+    num_microbatches_calculator.init_num_microbatches_calculator(rank, None, 4, 2, 1)
+    return parallel_state.get_pipeline_model_parallel_rank()
+
+
+def assert_rank_zero(rank: int) -> None:
+    assert dist.is_initialized()
+    assert rank == 0, "left over"
+
+
+def test_each_size_runs_on_the_same_processes(pool: RankPool) -> None:
+    pids: dict[int, list[int]] = {}
+    for size in (2, 4, 1, 4, 2):
+        results = pool.run(size, where_am_i, 10)
+        assert [result[:2] for result in results] == [(rank, size) for rank in range(size)]
+        assert {result[3] for result in results} == {sum(range(10, 10 + size))}
+        pids.setdefault(size, [result[2] for result in results])
+        assert [result[2] for result in results] == pids[size]
+    assert pids[4][:2] == pids[2]
+    assert pool.pids() == pids[4]
+
+
+def test_a_warm_run_takes_no_time(pool: RankPool) -> None:
+    pool.run(4, where_am_i, 0)
+    start = time.monotonic()
+    pool.run(4, where_am_i, 0)
+    assert time.monotonic() - start < 2.0
+
+
+def test_tensors_come_back_and_seeds_are_alike(pool: RankPool) -> None:
+    first, second = pool.run(2, random_tensor)
+    again, _ = pool.run(2, random_tensor)
+    assert torch.equal(first, second) and torch.equal(first, again) and first.requires_grad
+
+
+def test_megatron_is_new_for_every_run(pool: RankPool) -> None:
+    assert pool.run(4, use_model_parallel, 2) == [0, 0, 1, 1]
+    assert pool.run(4, use_model_parallel, 4) == [0, 1, 2, 3]
+
+
+def test_an_exception_reports_every_rank_and_replaces_the_pool(pool: RankPool) -> None:
+    pool.run(3, where_am_i, 0)
+    before = pool.pids()
+    with pytest.raises(RankFailure, match="boom on 1") as failure:
+        pool.run(3, raise_on, 1)
+    assert set(failure.value.reports) == {0, 1, 2}
+    assert "ValueError: boom on 1" in failure.value.reports[1]
+    assert "printed by rank 0" in failure.value.reports[0]
+    assert pool.pids() == []
+    assert not any(is_running(pid) for pid in before)
+    assert [result[3] for result in pool.run(2, where_am_i, 0)] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "message"),
+    [(exit_on, (1, 7), "exited with status 7"), (kill_on, (1,), "was killed by SIGKILL")],
+)
+def test_a_death_is_seen_at_once(pool: RankPool, fn: object, args: tuple[int, ...], message: str) -> None:
+    pool.run(2, where_am_i, 0)
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match=message) as failure:
+        pool.run(2, fn, *args)
+    assert time.monotonic() - start < 5.0
+    assert message in failure.value.reports[1]
+
+
+def test_survivors_may_answer_within_the_grace(pool: RankPool) -> None:
+    with pytest.raises(RankFailure) as failure:
+        pool.run(3, kill_on, 2, grace=30.0)
+    assert failure.value.reports[0] == failure.value.reports[1] == "ok"
+    assert "SIGKILL" in failure.value.reports[2]
+
+
+def test_silence_ends_at_the_timeout_with_the_stacks(pool: RankPool) -> None:
+    pool.run(2, where_am_i, 0)
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="2 of 2 ranks failed") as failure:
+        pool.run(2, sleep_in_the_named_function, timeout=0.5)
+    assert time.monotonic() - start < 5.0
+    assert all("sleep_in_the_named_function" in report for report in failure.value.reports.values())
+
+
+def test_a_dead_process_between_runs_is_reported(pool: RankPool) -> None:
+    pool.run(2, where_am_i, 0)
+    os.kill(pool.pids()[0], signal.SIGKILL)
+    with pytest.raises(RankFailure, match="was killed by SIGKILL"):
+        pool.run(2, where_am_i, 0)
+
+
+@pytest.mark.parametrize(("fn", "message"), [(leave_through_sys_exit, "SystemExit: 2"), (unpicklable, "pickle")])
+def test_whatever_else_ends_a_job_is_reported(pool: RankPool, fn: object, message: str) -> None:
+    with pytest.raises(RankFailure, match=message):
+        pool.run(1, fn)
+
+
+def test_the_hook_runs_on_each_rank_after_the_function(pool: RankPool) -> None:
+    pool.run(1, where_am_i, 0, after=assert_rank_zero)
+    with pytest.raises(RankFailure, match="left over") as failure:
+        pool.run(2, where_am_i, 0, after=assert_rank_zero)
+    assert failure.value.reports[0] == "ok"
+
+
+def test_a_broken_initializer_is_reported() -> None:
+    pool = RankPool(initializer=broken_start)
+    with pytest.raises(RankFailure, match="no platform here"):
+        pool.run(2, where_am_i, 0)
+    pool.close()
+
+
+def test_close_leaves_no_process() -> None:
+    pool = RankPool(initializer=nothing)
+    pool.run(2, where_am_i, 0)
+    pids = pool.pids()
+    pool.close()
+    assert not any(is_running(pid) for pid in pids)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
