@@ -1,0 +1,42 @@
+"""``ScheduleError``: a broken rule, with the grid around the bad cell."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.ir import Pass, Schedule
+
+_COLUMNS = 6
+_ROWS = 8
+
+
+class ScheduleError(ValueError):
+    """A schedule breaks a rule: ``rank`` and ``bad``, the pass, say where.
+
+    The message is one sentence and, below it, the grid (a row a rank, a column a position) with the cell between
+    ``>`` and ``<``. ``column`` is its position in the rank's order; one past the end marks a pass that is missing.
+    """
+
+    def __init__(self, rule: str, schedule: Schedule, rank: int, column: int, bad: Pass) -> None:
+        super().__init__(f"{schedule.name}: {rule}\n{mark(schedule, rank, column, bad)}")
+        self.rule = rule
+        self.rank = rank
+        self.bad = bad
+        self._arguments = (rule, schedule, rank, column, bad)
+
+    def __reduce__(self) -> tuple[type[ScheduleError], tuple[object, ...]]:
+        """Worker processes send their errors by pickle, which would otherwise call us with the message alone."""
+        return type(self), self._arguments
+
+
+def mark(schedule: Schedule, rank: int, column: int, bad: Pass) -> str:
+    """The part of the grid around the cell, which prints as ``>2B1<``."""
+    first, last = max(0, column - _COLUMNS), column + _COLUMNS + 1
+    top = max(0, rank - _ROWS)
+    lines: list[list[str]] = []
+    for r, row in enumerate(schedule.order[top : rank + _ROWS + 1], start=top):
+        cells = [f" {p} " for p in row[first:last]]
+        if r == rank:
+            cells[column - first : column - first + 1] = [f">{bad}<"]
+        before, after = "..." if first else "", "..." if len(row) > last else ""
+        lines.append([f"rank {r}", before, *cells, after])
+    width = max(len(cell) for line in lines for cell in line)
+    return "\n".join("".join(cell.ljust(width) for cell in line).rstrip() for line in lines)

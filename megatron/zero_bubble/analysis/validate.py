@@ -1,0 +1,144 @@
+"""Is a schedule one that a pipeline can run? One function a rule; the first fault found is raised.
+
+Later rules lean on earlier ones: once every pass is there exactly once and on its rank, ``progress`` decides the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.zero_bubble.analysis.errors import ScheduleError
+from megatron.zero_bubble.analysis.progress import progress
+from megatron.zero_bubble.ir import Kind, Pass, Schedule
+
+__all__ = ["ScheduleError", "validate"]
+
+Cell = tuple[int, int, Pass]
+"""Rank, position in the rank's order (one past the end: missing) and the pass."""
+Faults = Iterator[tuple[str, Cell]]
+
+
+def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
+    """Check every rule; ``forward_only`` expects an order without any backward, as an evaluation runs.
+
+    Raises:
+        ScheduleError: the rule in one sentence, and the grid with the bad cell marked.
+        ValueError: when there is not one list of passes a rank.
+    """
+    if len(schedule.order) != schedule.num_ranks:
+        raise ValueError(
+            f"{schedule.name}: the order must have one list for each of the {schedule.num_ranks} ranks; "
+            f"got {len(schedule.order)}"
+        )
+    backwards = no_backward if forward_only else every_backward
+    for rule in (
+        known_passes,
+        right_rank,
+        at_most_once,
+        split_or_fused,
+        every_forward,
+        backwards,
+        wgrad_after_backward,
+    ):
+        for sentence, (rank, column, bad) in rule(schedule):
+            raise ScheduleError(sentence, schedule, rank, column, bad)
+    no_deadlock(schedule)
+
+
+def known_passes(schedule: Schedule) -> Faults:
+    """Stages, microbatches and slices are within their counts."""
+    for rank, column, p in _cells(schedule):
+        for what, value, count in (
+            ("stage", p.stage, schedule.num_stages),
+            ("microbatch", p.microbatch, schedule.num_microbatches),
+            ("slice", p.slice, schedule.num_slices),
+        ):
+            if not 0 <= value < count:
+                yield f"a {what} must be within 0..{count - 1}; rank {rank} has {p}", (rank, column, p)
+
+
+def right_rank(schedule: Schedule) -> Faults:
+    """A pass runs where its stage lives."""
+    for rank, column, p in _cells(schedule):
+        home = schedule.placement.stage_to_rank[p.stage]
+        if rank != home:
+            yield f"{p} must run on rank {home}, which holds stage {p.stage}; it is on rank {rank}", (rank, column, p)
+
+
+def at_most_once(schedule: Schedule) -> Faults:
+    """No pass is repeated."""
+    seen: set[Pass] = set()
+    for rank, column, p in _cells(schedule):
+        if p in seen:
+            yield f"{p} must run once; rank {rank} repeats it", (rank, column, p)
+        seen.add(p)
+
+
+def split_or_fused(schedule: Schedule) -> Faults:
+    """A backward is one BW, or a B and a W, never both."""
+    for rank, column, p in _cells(schedule):
+        if p.kind in (Kind.B, Kind.W) and (p.stage, p.microbatch, p.slice) in schedule.fused:
+            fused = schedule.backward_of(p.stage, p.microbatch, p.slice)
+            yield f"a backward is either fused or split; rank {rank} has both {fused} and {p}", (rank, column, p)
+
+
+def every_forward(schedule: Schedule) -> Faults:
+    """Every stage runs F of every microbatch and slice."""
+    present = set(schedule.passes())
+    for p in _forwards(schedule):
+        if p not in present:
+            yield _missing(schedule, p)
+
+
+def every_backward(schedule: Schedule) -> Faults:
+    """Every F has its backward, and a B has its W."""
+    present = set(schedule.passes())
+    for p in _forwards(schedule):
+        backward = schedule.backward_of(p.stage, p.microbatch, p.slice)
+        if backward not in present:
+            yield _missing(schedule, backward)
+        wgrad = Pass(p.stage, Kind.W, p.microbatch, p.slice)
+        if backward.kind is Kind.B and wgrad not in present:
+            yield _missing(schedule, wgrad)
+
+
+def no_backward(schedule: Schedule) -> Faults:
+    """An evaluation runs forwards only."""
+    for rank, column, p in _cells(schedule):
+        if p.kind is not Kind.F:
+            yield f"a forward-only order has nothing but F; rank {rank} has {p}", (rank, column, p)
+
+
+def wgrad_after_backward(schedule: Schedule) -> Faults:
+    """W comes after the B that hands it its inputs."""
+    done: set[Pass] = set()
+    for rank, column, p in _cells(schedule):
+        done.add(p)
+        if p.kind is Kind.W and not done.issuperset(schedule.dependencies(p)):
+            (needed,) = schedule.dependencies(p)
+            yield f"{p} must come after {needed} on rank {rank}", (rank, column, p)
+
+
+def no_deadlock(schedule: Schedule) -> None:
+    """Ranks that run their lists in order never wait for each other in a circle; raises by itself."""
+    for _ in progress(schedule):
+        pass
+
+
+def _cells(schedule: Schedule) -> Iterator[Cell]:
+    for rank, row in enumerate(schedule.order):
+        for column, p in enumerate(row):
+            yield rank, column, p
+
+
+def _forwards(schedule: Schedule) -> Iterator[Pass]:
+    """F of every stage, microbatch and slice, whether the order has it or not."""
+    for stage in range(schedule.num_stages):
+        for microbatch in range(schedule.num_microbatches):
+            for slice_ in range(schedule.num_slices):
+                yield Pass(stage, Kind.F, microbatch, slice_)
+
+
+def _missing(schedule: Schedule, p: Pass) -> tuple[str, Cell]:
+    rank = schedule.placement.stage_to_rank[p.stage]
+    return f"rank {rank} must run {p}; it is missing", (rank, len(schedule.order[rank]), p)

@@ -1,0 +1,48 @@
+"""Schedules written as letters.
+
+A rank's row is a string such as ``"FFFBFBW"``. The letters say what comes next; a cursor a letter says which microbatch
+it is for, so no schedule numbers microbatches by hand.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+
+
+def forward_backward(num_microbatches: int, warmup: int) -> str:
+    """F and B of one rank: warm-up forwards, then one F, one B, then the remaining backwards.
+
+    With fewer microbatches than ``warmup`` the warm-up is all there is of forwards.
+    """
+    warmup = min(warmup, num_microbatches)
+    steady = num_microbatches - warmup
+    return "F" * warmup + "FB" * steady + "B" * warmup
+
+
+def delay_wgrad(letters: str, lag: int) -> str:
+    """Add the W's: each B after the first ``lag`` is followed by the oldest W waiting, and the rest come last."""
+    *before_each_b, after = letters.split("B")
+    row = "".join(part + ("B" if k < lag else "BW") for k, part in enumerate(before_each_b))
+    return row + after + "W" * min(lag, len(before_each_b))
+
+
+def write(stage: int, letters: str, backward: Kind = Kind.B) -> tuple[Pass, ...]:
+    """Number the letters: the n-th of a kind is for microbatch n. ``backward`` is what the letter B stands for."""
+    kinds = {"F": Kind.F, "B": backward, "W": Kind.W}
+    cursor: Counter[str] = Counter()
+    row = []
+    for letter in letters:
+        row.append(Pass(stage, kinds[letter], cursor[letter]))
+        cursor[letter] += 1
+    return tuple(row)
+
+
+def linear(
+    name: str, num_ranks: int, num_microbatches: int, row: Callable[[int], str], backward: Kind = Kind.B
+) -> Schedule:
+    """A schedule with one stage a rank, from ``row(rank)``, the letters of a rank."""
+    order = tuple(write(rank, row(rank), backward) for rank in range(num_ranks))
+    return Schedule(name, Placement.linear(num_ranks), num_microbatches, order)
