@@ -2,16 +2,18 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 
-from tests.helpers.ranks import RankFailure, RankPool
+from tests.helpers.ranks import REPOSITORY, RankFailure, RankPool
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +63,10 @@ def sleep_in_the_named_function(rank: int) -> None:
 
 def leave_through_sys_exit(rank: int) -> None:
     sys.exit(2)
+
+
+def start_a_child(rank: int) -> int:
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid
 
 
 def random_tensor(rank: int) -> torch.Tensor:
@@ -185,15 +191,32 @@ def test_a_broken_initializer_is_reported() -> None:
 
 def test_close_leaves_no_process() -> None:
     pool = RankPool(initializer=nothing)
-    pool.run(2, where_am_i, 0)
-    pids = pool.pids()
+    children = pool.run(2, start_a_child)
+    pids = pool.pids() + children
+    assert all(is_running(pid) for pid in pids)
     pool.close()
+    assert_all_end(pids)
+
+
+def test_a_killed_parent_leaves_no_process() -> None:
+    code = (
+        "from tests.test_ranks import *; p = RankPool(nothing); p.run(2, where_am_i, 0); print(*p.pids(), flush=True);"
+    )
+    code += "p.run(2, sleep_in_the_named_function)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        parent.kill()
+    assert len(pids) == 2
+    assert_all_end(pids)
+
+
+def assert_all_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 5.0
+    while any(is_running(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert not any(is_running(pid) for pid in pids)
 
 
 def is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -4,6 +4,7 @@ Objects alive at the fork are frozen out of the garbage collector: a collection 
 and does not copy the pages that the ranks share.
 """
 
+import atexit
 import gc
 
 import megatron.core.distributed
@@ -16,3 +17,4 @@ import pytest  # noqa: F401  (a rank imports the test module that its function l
 
 gc.collect()
 gc.freeze()
+atexit.register(gc.unfreeze)  # or extension modules report everything frozen as leaked when the server ends

@@ -9,11 +9,13 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing import parent_process
+from multiprocessing.connection import Connection, wait
 
 SEED = 1234
 
@@ -99,17 +101,16 @@ def _reply(call: Callable[[], object], keep: bool) -> Reply:
     try:
         result = call()
         return Reply(result=pickle.dumps(result if keep else None))
-    except BaseException:  # SystemExit and pytest's outcomes too: the pool must hear of whatever ended the job
+    except BaseException:  # noqa: BLE001 (SystemExit and pytest's outcomes too: the pool must hear what ended the job)
         return Reply(error=traceback.format_exc())
 
 
 def _own_process(log: str) -> None:
-    """Die with the server, leave Ctrl-C to the parent, write to ``log``, show the stack on SIGUSR2, use one thread."""
+    """Lead a session that dies with the pool, write to ``log``, show the stack on SIGUSR2, use one thread."""
     import torch
-    from torch.multiprocessing import _prctl_pr_set_pdeathsig
 
-    _prctl_pr_set_pdeathsig(signal.SIGKILL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.setsid()  # Ctrl-C stays with the parent, and one signal reaches what a job starts (checkpoint writers)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -119,3 +120,11 @@ def _own_process(log: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     torch.set_num_threads(1)
+
+
+def _die_with_parent() -> None:
+    """The fork server lives as long as its ranks, so a rank must see for itself that the tests were killed."""
+    parent = parent_process()
+    assert parent is not None, "a rank is started by the pool"
+    wait([parent.sentinel])
+    os.killpg(0, signal.SIGKILL)

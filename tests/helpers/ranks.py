@@ -11,6 +11,7 @@ pool is killed: the next run gets a new one. After torch's ``testing/_internal/c
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import pickle
@@ -19,7 +20,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
@@ -61,6 +62,11 @@ class _Rank:
     connection: Connection
     log: Path
 
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None, "it was started"
+        return self.process.pid
+
     def describe_death(self) -> str:
         self.process.join()
         status = self.process.exitcode or 0
@@ -70,7 +76,7 @@ class _Rank:
     def describe_silence(self) -> str:
         """Have the rank write its stack to its log (it registered faulthandler for this signal)."""
         before = self.log.stat().st_size
-        os.kill(self.process.pid or 0, signal.SIGUSR2)
+        os.kill(self.pid, signal.SIGUSR2)
         deadline = time.monotonic() + 1.0
         while self.log.stat().st_size == before and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -93,6 +99,7 @@ class RankPool:
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._serial = 0
+        atexit.register(self.close)  # before multiprocessing's own exit, which would wait for the ranks
 
     def run(
         self,
@@ -135,10 +142,11 @@ class RankPool:
 
     def pids(self) -> list[int]:
         """The processes of the pool, in rank order."""
-        return [rank.process.pid or 0 for rank in self._ranks]
+        return [rank.pid for rank in self._ranks]
 
     def close(self) -> None:
         """End every process and remove what the pool wrote."""
+        atexit.unregister(self.close)
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -153,9 +161,7 @@ class RankPool:
             ours, theirs = context.Pipe()
             log = self._folder / f"rank-{index}.log"
             log.touch()
-            process = context.Process(
-                target=serve, args=(theirs, str(log), self._initializer), name=f"rank-{index}", daemon=True
-            )
+            process = context.Process(target=serve, args=(theirs, str(log), self._initializer), name=f"rank-{index}")
             process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, log))
@@ -204,6 +210,8 @@ class RankPool:
 
     def _kill(self) -> None:
         for rank in self._ranks:
+            with suppress(ProcessLookupError):  # the rank and what it started, if it got as far as leading a session
+                os.killpg(rank.pid, signal.SIGKILL)
             rank.process.kill()
         for rank in self._ranks:
             rank.process.join()
