@@ -155,6 +155,8 @@ def read_costs_file(path: str | Path, placement: Placement) -> tuple[PassCosts, 
         return costs_from_json(Path(path).read_text(encoding="utf-8"), placement)
     except OSError as error:
         raise ValueError(f"cannot read the costs file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"costs file {path}: costs must be JSON in UTF-8; this is not text") from None
     except ValueError as error:
         raise ValueError(f"costs file {path}: {error}") from None
 

@@ -17,7 +17,7 @@ def build(name: str, *, num_ranks: int, num_microbatches: int) -> Schedule:
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
-    for count, value in (("ranks", num_ranks), ("microbatches", num_microbatches)):
+    for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
-            raise ValueError(f"a schedule needs at least 1 of {count}; got {value}")
+            raise ValueError(f"{count} must be 1 or more; got {value}")
     return SCHEDULES[name].build(num_ranks, num_microbatches)

@@ -1,5 +1,9 @@
 """1F1B, what stock Megatron runs: warm-up forwards, then one forward, one fused backward.
 
+rank 0 |F0 F1 F2 F3 ..................BW0-- F4 BW1-- F5 BW2-- F6 BW3-- F7 BW4-- ...BW5-- ...BW6-- ...BW7-- |
+rank 1 |...F0 F1 F2 ............BW0-- F3 BW1-- F4 BW2-- F5 BW3-- F6 BW4-- F7 BW5-- ...BW6-- ...BW7-- ......|
+rank 2 |......F0 F1 ......BW0-- F2 BW1-- F3 BW2-- F4 BW3-- F5 BW4-- F6 BW5-- F7 BW6-- ...BW7-- ............|
+rank 3 |.........F0 BW0-- F1 BW1-- F2 BW2-- F3 BW3-- F4 BW4-- F5 BW5-- F6 BW6-- F7 BW7-- ..................|
 """
 
 from megatron.zero_bubble.ir import Kind, Schedule

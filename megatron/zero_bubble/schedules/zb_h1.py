@@ -3,6 +3,10 @@
 The memory is 1F1B's and the bubble about a third of its (arXiv 2401.10241, section 3.1). W lags B by i on rank i, so
 that B reaches the previous rank as early as it can and the cool-down is filled with W.
 
+rank 0 |F0 F1 F2 F3 .........B0 W0 F4 B1 W1 F5 B2 W2 F6 B3 W3 F7 B4 W4 B5 W5 B6 W6 B7 W7 |
+rank 1 |...F0 F1 F2 ......B0 F3 B1 W0 F4 B2 W1 F5 B3 W2 F6 B4 W3 F7 B5 W4 B6 W5 B7 W6 W7 |
+rank 2 |......F0 F1 ...B0 F2 B1 F3 B2 W0 F4 B3 W1 F5 B4 W2 F6 B5 W3 F7 B6 W4 B7 W5 W6 W7 |
+rank 3 |.........F0 B0 F1 B1 F2 B2 F3 B3 W0 F4 B4 W1 F5 B5 W2 F6 B6 W3 F7 B7 W4 W5 W6 W7 |
 """
 
 from megatron.zero_bubble.ir import Schedule

@@ -1,0 +1,110 @@
+"""Plans as JSON: what ``zero-bubble plan --format json`` prints and ``--schedule-file`` reads.
+
+The keys are a contract with other tools (docs/plan-json.md). Reading takes the schedule and leaves the rates alone:
+they belong to the costs they were computed with.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.validate import ScheduleError, validate
+from megatron.zero_bubble.ir import Placement, Schedule
+
+
+def plan_to_json(timeline: Timeline) -> str:
+    """The plan's JSON text, a line a key and a line a rank's order."""
+    schedule = timeline.schedule
+    content: dict[str, Any] = {
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_stages": schedule.num_stages,
+        "num_microbatches": schedule.num_microbatches,
+        "stage_to_rank": schedule.placement.stage_to_rank,
+        "order": schedule.to_text(),
+        "makespan_ms": timeline.makespan_ms,
+        "span_ms": timeline.span_ms,
+        "bubble_rate_makespan": timeline.bubble_rate("makespan"),
+        "bubble_rate_span": timeline.bubble_rate("span"),
+        "peak_activation": timeline.peak_activation,
+    }
+    lines = []
+    for key, value in content.items():
+        text = json.dumps(value)
+        if key == "order":
+            text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """The schedule of a plan's JSON, validated. Keys other than the five that define it are not looked at.
+
+    Raises:
+        ScheduleError: when the order breaks a rule; the message shows the grid with the bad cell marked.
+        ValueError: one sentence when the text is not a plan.
+    """
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"a plan must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"a plan must be a JSON object; got {text.strip()[:40]!r}")
+    name = _read(content, "schedule", "a string", _is_text)
+    num_microbatches = _read(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
+    stage_to_rank = _read(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
+    rows = _read(content, "order", 'a list a rank of passes such as "0F0"', lambda v: _is_list(v, _is_row))
+    placement = Placement(tuple(stage_to_rank))
+    # Sliced sequences need no key of their own: every slice has an F, so the order holds their number.
+    flat = Schedule.from_text(name, placement, num_microbatches, rows)
+    num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
+    schedule = Schedule(name, placement, num_microbatches, flat.order, num_slices)
+    for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
+        if content.get(key, value) != value:
+            raise ValueError(f"{key} must agree with stage_to_rank, which says {value}; got {content[key]!r}")
+    validate(schedule)
+    return schedule
+
+
+def read_schedule_file(path: str | Path) -> Schedule:
+    """``schedule_from_json`` of a file; its ``ValueError`` names the file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the schedule file {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"schedule file {path}: a plan must be JSON in UTF-8; this is not text") from None
+    try:
+        return schedule_from_json(text)
+    except ScheduleError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"schedule file {path}: {error}") from None
+
+
+def _read(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
+    if key not in content:
+        raise ValueError(f"a plan must have the key {key}, {form}; it is missing")
+    if not fits(content[key]):
+        raise ValueError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
+    return content[key]
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(fits, value))
+
+
+def _is_row(value: object) -> bool:
+    return _is_list(value, _is_text)

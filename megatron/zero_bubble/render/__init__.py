@@ -1,0 +1,1 @@
+"""Timelines as pictures: text for terminals and docstrings, SVG for files."""

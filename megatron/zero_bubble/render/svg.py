@@ -1,0 +1,114 @@
+"""A timeline as a self-contained SVG: a row a rank, time in ms to the right, grey is idle.
+
+Several timelines are drawn above each other on one time scale, for example the planned above the measured one. All
+passes of one kind on a rank are one path, which keeps a plan of 32 ranks and 256 microbatches below a megabyte.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.render.text import headline
+
+_COLOURS = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
+_MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW fused backward"}
+_STYLE = (
+    "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
+    ".title{font-size:15px;font-weight:600;fill:#111827}.mb{font-size:10px;fill:#fff;text-anchor:middle}"
+    ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
+    + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _COLOURS.items())
+)
+_LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
+_DIGIT = 6.5
+"""Width of a digit of a microbatch number, in pixels."""
+
+
+def render_svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 1200) -> str:
+    """The drawing of one or more timelines, each from its own start, ``width`` pixels wide.
+
+    ``titles`` are put before each timeline's name, for example ``("planned", "measured")``.
+
+    Raises:
+        ValueError: without timelines, or when titles are given but not one a timeline.
+    """
+    if not timelines or len(titles) not in (0, len(timelines)):
+        raise ValueError(
+            f"a drawing needs at least one timeline and no title or one for each; "
+            f"got {len(timelines)} timelines and {len(titles)} titles"
+        )
+    longest_ms = max(timeline.makespan_ms for timeline in timelines) or 1.0
+    scale = (width - _LEFT - _RIGHT) / longest_ms
+    bodies, top = [], 8.0
+    for timeline, title in zip(timelines, titles or [""] * len(timelines), strict=True):
+        body, height = _panel(timeline, title, scale, top)
+        bodies.append(body)
+        top += height
+    height = round(top + _FOOTER)
+    kinds = {span.pass_.kind for timeline in timelines for row in timeline.spans for span in row}
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+        f'<style>{_STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>\n'
+        + "".join(_axis(longest_ms, scale, top))
+        + "".join(bodies)
+        + _legend([kind for kind in Kind if kind in kinds], top + 42)
+        + "</svg>\n"
+    )
+
+
+def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[str, float]:
+    """One timeline's title and rows, and the height they take."""
+    pitch = 26 if len(timeline.spans) <= 16 else 18
+    text = f"{title}: {headline(timeline)}" if title else headline(timeline)
+    lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{escape(text)}</text>\n']
+    for rank in range(len(timeline.spans)):
+        lines.extend(_row(timeline, rank, scale, top + _HEADER - 8 + rank * pitch, pitch - 4))
+    return "".join(lines), _HEADER + len(timeline.spans) * pitch
+
+
+def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> Iterator[str]:
+    placement = timeline.schedule.placement
+    chunks = len(placement.stages_of(rank))
+    paths: defaultdict[tuple[Kind, int], list[str]] = defaultdict(list)
+    labels = []
+    for p, start_ms, end_ms in timeline.spans[rank]:
+        x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
+        # A hair of background between neighbours, but never so much that a thin pass disappears.
+        drawn = w - min(1.0, 0.15 * w)
+        paths[p.kind, placement.chunk_of(p.stage)].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
+        label = f"{p.microbatch}.{p.slice}" if p.slice else str(p.microbatch)
+        if _DIGIT * len(label) < drawn:
+            labels.append(f'<text class="mb" x="{x + drawn / 2:.1f}" y="{y + height / 2 + 3.5:g}">{label}</text>')
+    middle = y + height / 2 + 4
+    yield f'<text class="rank" x="{_LEFT - 8}" y="{middle:g}">rank {rank}</text>'
+    yield f'<rect class="idle" x="{_LEFT}" y="{y:g}" width="{timeline.makespan_ms * scale:.2f}" height="{height}"/>'
+    for (kind, chunk), path in paths.items():
+        # Later chunks of the same rank are paler.
+        yield f'<path class="{kind.value}" fill-opacity="{1 - 0.5 * chunk / chunks:.3g}" d="{"".join(path)}"/>'
+    yield "".join(labels) + "\n"
+
+
+def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:
+    """Vertical lines at round times, behind the rows, with their ms below."""
+    magnitude = 10.0 ** math.floor(math.log10(longest_ms / 8))
+    step = next(magnitude * factor for factor in (1, 2, 5, 10) if longest_ms / (magnitude * factor) <= 10)
+    for k in range(int(longest_ms / step * (1 + 1e-9)) + 1):
+        x = f"{_LEFT + k * step * scale:.1f}"
+        unit = " ms" if k == 0 else ""
+        yield f'<path class="grid" d="M{x} 36V{bottom:g}"/>'
+        yield f'<text class="tick" x="{x}" y="{bottom + 14:g}">{k * step:.6g}{unit}</text>'
+    yield "\n"
+
+
+def _legend(kinds: Sequence[Kind], y: float) -> str:
+    parts = []
+    entries = [(kind.value, _MEANING[kind]) for kind in kinds] + [("idle", "idle")]
+    for k, (style, text) in enumerate(entries):
+        x = _LEFT + 156 * k
+        parts.append(f'<rect class="{style}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>')
+        parts.append(f'<text x="{x + 18}" y="{y:g}">{text}</text>')
+    return "".join(parts) + "\n"

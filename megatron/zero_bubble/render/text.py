@@ -1,0 +1,87 @@
+"""A timeline as characters: one row a rank, time runs to the right, dots are idle.
+
+At unit costs this is the picture in the schedules' docstrings::
+
+    rank 0 |F0 F1 ......B0 W0 |
+    rank 1 |...F0 B0 F1 B1 ...|
+"""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.ir import Kind, Pass
+
+_LONGEST = 12
+"""A pass is drawn no wider than this, even if the shortest ones then lose their numbers."""
+_CUT = " ~~ "
+
+
+def render_text(timeline: Timeline, max_width: int | None = None) -> str:
+    """The picture, one line a rank; a row wider than ``max_width`` characters loses its middle.
+
+    A pass prints as kind and microbatch, ``F12``, with its stage in front where ranks hold several, and as its kind
+    alone where that does not fit. Fused backwards and other long passes are drawn out with dashes.
+    """
+    ms_per_character = _scale(timeline)
+    width = round(timeline.makespan_ms / ms_per_character) if ms_per_character else 0
+    heads = [f"rank {rank} |" for rank in range(len(timeline.spans))]
+    margin = max(map(len, heads), default=0)
+    lines = []
+    for head, spans in zip(heads, timeline.spans, strict=True):
+        row = "".join(_cells(timeline, spans, ms_per_character)).ljust(width, ".")
+        lines.append(head.rjust(margin) + _shorten(row, max_width and max_width - margin - 1) + "|")
+    return "\n".join(lines) + "\n"
+
+
+def headline(timeline: Timeline) -> str:
+    """Name, size and both bubble rates in one line."""
+    schedule = timeline.schedule
+    return (
+        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
+        f"{timeline.makespan_ms:,.1f} ms, bubble {timeline.bubble_rate('makespan'):.1%} of makespan, "
+        f"{timeline.bubble_rate('span'):.1%} of span"
+    )
+
+
+def _label(timeline: Timeline, p: Pass) -> str:
+    one_stage_a_rank = timeline.schedule.num_stages == timeline.schedule.num_ranks
+    return str(p).removeprefix(str(p.stage)) if one_stage_a_rank else str(p)
+
+
+def _scale(timeline: Timeline) -> float:
+    """Milliseconds a character, so that the shortest pass holds the longest label and a blank."""
+    spans = [span for row in timeline.spans for span in row if span.end_ms > span.start_ms]
+    if not spans:
+        return 0.0
+    # BW is left out: it lasts as long as B and W together, so its longer label fits where theirs do.
+    label = max((len(_label(timeline, span.pass_)) for span in spans if span.pass_.kind is not Kind.BW), default=1)
+    shortest = min(span.end_ms - span.start_ms for span in spans)
+    longest = max(span.end_ms - span.start_ms for span in spans)
+    return max(shortest / (label + 1), longest / max(_LONGEST, label + 1))
+
+
+def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float) -> list[str]:
+    """The pieces of a row: dots up to each pass, then the pass."""
+    cells = []
+    column = 0
+    for p, start_ms, end_ms in spans:
+        if end_ms == start_ms:
+            continue
+        start, end = (round((ms - timeline.start_ms) / ms_per_character) for ms in (start_ms, end_ms))
+        cells.append("." * (start - column))
+        cells.append(_cell(_label(timeline, p), p.kind.value, end - start))
+        column = end
+    return cells
+
+
+def _cell(label: str, kind: str, width: int) -> str:
+    text = label if len(label) < width else kind
+    return (text.ljust(width - 1, "-") + " ")[:width] if len(text) < width else text[:width]
+
+
+def _shorten(row: str, width: int | None) -> str:
+    """Cut the middle out: warm-up and cool-down are at the ends, and what lies between repeats."""
+    if width is None or len(row) <= width:
+        return row
+    half = (width - len(_CUT)) // 2
+    return row[:half] + _CUT + row[-half:]
