@@ -1,0 +1,76 @@
+"""What a user decides, as one frozen value, and whether the job around it can honour it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ZeroBubbleConfig:
+    """Options of zero-bubble training.
+
+    Attributes:
+        schedule: a name of ``zero-bubble list``.
+        schedule_file: a file that ``zero-bubble plan --format json`` wrote; exactly one of the two is given.
+        peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
+            torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
+    """
+
+    schedule: str | None = None
+    schedule_file: str | None = None
+    peer_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.schedule is None) == (self.schedule_file is None):
+            raise ValueError(
+                "exactly one of a schedule's name and a schedule file must be given; got "
+                f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; drop one"
+            )
+        if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
+            raise ValueError(f"the peer timeout must be positive; got {self.peer_timeout_s} s; give it in seconds")
+
+
+def check_model_config(config: Any) -> None:
+    """Refuse what a reordered backward cannot honour in a Megatron ``TransformerConfig``.
+
+    Raises:
+        ValueError: the rule, the value and the remedy.
+    """
+    for option, allowed, why, flag in _REFUSED:
+        value = getattr(config, option, allowed)
+        if value not in (allowed, None):
+            raise ValueError(f"zero-bubble schedules need {option}={allowed!r} because {why}; got {value!r}; {flag}")
+
+
+# option, the one value that works, why, what to do about it
+_REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    (
+        "cuda_graph_impl",
+        "none",
+        "Megatron captures its graphs in the order of its own 1F1B",
+        "set --cuda-graph-impl none",
+    ),
+    (
+        "overlap_moe_expert_parallel_comm",
+        False,
+        "it schedules B and W inside a layer itself",
+        "drop --overlap-moe-expert-parallel-comm",
+    ),
+    ("delay_wgrad_compute", False, "it defers W a second time", "drop --delay-wgrad-compute"),
+    (
+        "fine_grained_activation_offloading",
+        False,
+        "it assumes Megatron's order of chunks",
+        "drop --fine-grained-activation-offloading",
+    ),
+    ("cpu_offloading", False, "it assumes Megatron's order of backwards", "drop --cpu-offloading-num-layers"),
+    ("variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"),
+    (
+        "use_ring_exchange_p2p",
+        False,
+        "the transport posts its own sends and receives",
+        "drop --use-ring-exchange-p2p",
+    ),
+    ("overlap_p2p_comm", False, "the transport overlaps by itself", "drop --overlap-p2p-communication"),
+)

@@ -1,0 +1,139 @@
+"""The proof that a plan cannot deadlock, by running it once without time.
+
+Every op either never waits, or waits for an op of another rank that, once done, stays done. Such a system is
+deterministic: if one order of execution reaches the end, every order does, at any speed. So one run of the ranks
+against each other, each going as far as it can, is a proof; a run that stops short shows the deadlock.
+
+``single_queue`` proves it under the stricter rule of one hardware queue a device (CUDA_DEVICE_MAX_CONNECTIONS=1, which
+Megatron asks for): a transfer that waits for the previous one of its channel holds back all that the rank issues after.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+
+from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
+
+
+class PlanError(ValueError):
+    """A plan that must not run; the message shows where each rank stands."""
+
+
+def prove(plan: Plan, single_queue: bool = False) -> None:
+    """Run ``plan`` without time until every rank is through.
+
+    Raises:
+        PlanError: a pass without its inputs, a send and a receive that do not match, a buffer never released, or ranks
+            that wait for each other; with the op of each rank marked.
+    """
+    _Proof(plan, single_queue).run()
+
+
+class _Proof:
+    def __init__(self, plan: Plan, single_queue: bool) -> None:
+        self.plan = plan
+        self.single_queue = single_queue
+        self.position = [0] * len(plan.ops)
+        self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.posted: dict[tuple[int, int], list[Message]] = defaultdict(list)
+        self.open: set[Message] = set()
+        self.expected: set[Message] = set()
+        self.arrived: set[Message] = set()
+        self.done: set[Pass] = set()
+        self.peers: list[set[int]] = [set() for _ in plan.ops]
+        for rank, ops in enumerate(plan.ops):
+            for op in ops:
+                if isinstance(op, (Send, Recv)):
+                    self.peers[rank] |= {op.message.source, op.message.target} - {rank}
+
+    def run(self) -> None:
+        ready = deque(range(len(self.plan.ops)))
+        while ready:
+            rank = ready.popleft()
+            ops = self.plan.ops[rank]
+            started = self.position[rank]
+            while self.position[rank] < len(ops) and self._possible(rank, ops[self.position[rank]]):
+                self._execute(rank, ops[self.position[rank]])
+                self.position[rank] += 1
+            if self.position[rank] > started:
+                ready.extend(peer for peer in self.peers[rank] if peer not in ready)
+        if any(position < len(ops) for position, ops in zip(self.position, self.plan.ops, strict=True)):
+            raise self._error("the ranks wait for each other")
+        self._check_ends()
+
+    def _possible(self, rank: int, op: Op) -> bool:
+        """Whether the op can go on without waiting, given what the other ranks have done."""
+        if isinstance(op, Compute):
+            return all(self._available(rank, needed) for needed in self.plan.schedule.dependencies(op.work))
+        if isinstance(op, Settle):
+            return op.message in self.expected
+        if self.single_queue and isinstance(op, Send):
+            return len(self.posted[op.message.channel]) >= len(self.sent[op.message.channel])
+        if self.single_queue and isinstance(op, Recv):
+            return len(self.sent[op.message.channel]) >= len(self.posted[op.message.channel])
+        return True
+
+    def _available(self, rank: int, needed: Pass) -> bool:
+        source = self.plan.schedule.placement.stage_to_rank[needed.stage]
+        if source == rank:
+            if needed not in self.done:
+                raise self._error(f"pass {needed} is used before it is computed", rank)
+            return True
+        message = Message(needed, source, rank)
+        if message not in self.expected:
+            raise self._error(f"the output of {needed} is used but no receive was posted for it", rank)
+        return message in self.open or message in self.arrived
+
+    def _execute(self, rank: int, op: Op) -> None:
+        if isinstance(op, Compute):
+            if op.work in self.done:
+                raise self._error(f"pass {op.work} runs twice", rank)
+            self.done.add(op.work)
+        elif isinstance(op, Send):
+            if op.message.source != rank or op.message.producer not in self.done:
+                raise self._error(f"{op} sends what rank {rank} has not computed", rank)
+            self.open.add(op.message)
+            self._match(rank, op.message, self.sent[op.message.channel], self.posted[op.message.channel])
+        elif isinstance(op, Recv):
+            if op.message.target != rank:
+                raise self._error(f"{op} receives a message of another rank", rank)
+            self.expected.add(op.message)
+            self._match(rank, op.message, self.posted[op.message.channel], self.sent[op.message.channel])
+        else:
+            if op.message not in self.open:
+                raise self._error(f"{op} settles what was not sent, or twice", rank)
+            self.open.remove(op.message)
+            self.arrived.add(op.message)
+
+    def _match(self, rank: int, message: Message, mine: list[Message], other: list[Message]) -> None:
+        """The n-th send of a channel must be its n-th receive."""
+        mine.append(message)
+        if len(other) >= len(mine) and other[len(mine) - 1] != message:
+            raise self._error(
+                f"message {len(mine) - 1} of channel {message.source}>{message.target} is {message.producer} on one "
+                f"end and {other[len(mine) - 1].producer} on the other",
+                rank,
+            )
+
+    def _check_ends(self) -> None:
+        missing = set(self.plan.schedule.passes()) - self.done
+        if missing:
+            raise self._error(f"{len(missing)} passes are never computed, {min(map(str, missing))} among them")
+        if self.open:
+            raise self._error(f"the send of {next(iter(self.open)).producer} is never settled")
+        for channel, messages in self.posted.items():
+            if len(messages) != len(self.sent[channel]):
+                raise self._error(f"channel {channel[0]}>{channel[1]} posts a receive that nothing is sent to")
+
+    def _error(self, what: str, rank: int | None = None) -> PlanError:
+        lines = [f"plan for {self.plan.schedule.name!r} refused: {what}."]
+        for row, (position, ops) in enumerate(zip(self.position, self.plan.ops, strict=True)):
+            before = " ".join(map(str, ops[max(0, position - 6) : position]))
+            after = " ".join(map(str, ops[position + 1 : position + 4]))
+            here = f"[{ops[position]}]" if position < len(ops) else "(end)"
+            mark = ">" if rank in (None, row) and position < len(ops) else " "
+            lines.append(f"{mark} rank {row}: ... {before} {here} {after}")
+        return PlanError("\n".join(lines))
+
+

@@ -1,0 +1,149 @@
+"""The executor: a loop over a dispatch table.
+
+It knows ops, not models: what a pass computes is its ``Stage``'s business, so the same loop trains a GPT, and runs
+stages that only keep a clock (``emulate``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.plan import Compute, Message, Plan, Recv, Send, Settle
+from megatron.zero_bubble.runtime.p2p import Receive, Transport
+
+
+class Stage(Protocol):
+    """One stage of the model, held by this rank; tensors have the shape that crosses the stage's boundary."""
+
+    def forward(self, work: Pass, x: torch.Tensor | None, split: bool) -> torch.Tensor | None:
+        """F: the stage's output, None on the last stage. ``split`` says that B and W will come separately."""
+        ...
+
+    def backward(self, work: Pass, grad: torch.Tensor | None) -> torch.Tensor | None:
+        """B or BW: the gradient of the stage's input, None on the first stage."""
+        ...
+
+    def backward_weight(self, work: Pass) -> None:
+        """W: the weight gradients that the B of the same microbatch left behind."""
+        ...
+
+
+class PassObserver(Protocol):
+    """Told when a pass begins, its inputs at hand, and when it has ended."""
+
+    def begin(self, work: Pass) -> None: ...
+
+    def end(self, work: Pass) -> None: ...
+
+
+class Executor:
+    """Runs one rank's ops of a plan.
+
+    Args:
+        plan: a proved plan.
+        rank: which row of the plan is ours.
+        stages: our stages by number.
+        transport: the channels to the other ranks.
+        new_buffer: an empty tensor, on the compute device, of the shape and dtype of a message.
+        observer: told of every pass; None costs nothing.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        stages: Mapping[int, Stage],
+        transport: Transport,
+        new_buffer: Callable[[Message], torch.Tensor],
+        observer: PassObserver | None = None,
+    ) -> None:
+        self._plan = plan
+        self._rank = rank
+        self._stages = stages
+        self._transport = transport
+        self._new_buffer = new_buffer
+        self._observer = observer
+        self._ready: dict[Pass, torch.Tensor | Receive] = {}
+        self._outgoing: dict[Pass, torch.Tensor] = {}
+        self._ops: dict[type, Callable[[Any], None]] = {
+            Compute: self._compute,
+            Send: self._send,
+            Recv: self._recv,
+            Settle: self._settle,
+        }
+        self._passes: dict[Kind, Callable[[Pass], None]] = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.BW: self._backward,
+            Kind.W: self._backward_weight,
+        }
+
+    def run(self) -> None:
+        """Execute every op, in order.
+
+        Raises:
+            PeerError: another rank died or hangs; the text names it, the pass and the channel.
+        """
+        for op in self._plan.ops[self._rank]:
+            self._ops[type(op)](op)
+        assert not self._ready and not self._outgoing, "a proved plan leaves no tensor behind"
+
+    def _compute(self, op: Compute) -> None:
+        self._passes[op.work.kind](op.work)
+
+    def _send(self, op: Send) -> None:
+        self._transport.send(op.message, self._outgoing.pop(op.message.producer))
+
+    def _recv(self, op: Recv) -> None:
+        self._ready[op.message.producer] = self._transport.post(op.message, self._new_buffer(op.message))
+
+    def _settle(self, op: Settle) -> None:
+        self._transport.settle(op.message)
+
+    def _forward(self, work: Pass) -> None:
+        x = self._take(Pass(work.stage - 1, Kind.F, work.microbatch, work.slice), work) if work.stage else None
+        split = (work.stage, work.microbatch, work.slice) not in self._plan.schedule.fused
+        self._begin(work)
+        y = self._stages[work.stage].forward(work, x, split)
+        self._end(work)
+        self._hand_over(work, work.stage + 1, y)
+
+    def _backward(self, work: Pass) -> None:
+        schedule = self._plan.schedule
+        grad = None
+        if work.stage < schedule.num_stages - 1:
+            grad = self._take(schedule.backward_of(work.stage + 1, work.microbatch, work.slice), work)
+        self._begin(work)
+        grad = self._stages[work.stage].backward(work, grad)
+        self._end(work)
+        self._hand_over(work, work.stage - 1, grad)
+
+    def _backward_weight(self, work: Pass) -> None:
+        self._begin(work)
+        self._stages[work.stage].backward_weight(work)
+        self._end(work)
+
+    def _take(self, producer: Pass, needed_by: Pass) -> torch.Tensor:
+        held = self._ready.pop(producer)
+        return held.wait(needed_by) if isinstance(held, Receive) else held
+
+    def _hand_over(self, work: Pass, consumer: int, tensor: torch.Tensor | None) -> None:
+        """Keep an output for the ``Send`` that follows, or, at the turn of a V, for our own next stage: no copy."""
+        stage_to_rank = self._plan.schedule.placement.stage_to_rank
+        if not 0 <= consumer < len(stage_to_rank):
+            return
+        assert tensor is not None, f"{work} has a consumer but no output"
+        held = self._ready if stage_to_rank[consumer] == self._rank else self._outgoing
+        held[work] = tensor
+
+    def _begin(self, work: Pass) -> None:
+        if self._observer is not None:
+            self._observer.begin(work)
+
+    def _end(self, work: Pass) -> None:
+        if self._observer is not None:
+            self._observer.end(work)

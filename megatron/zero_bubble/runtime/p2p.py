@@ -1,0 +1,141 @@
+"""Point-to-point transport between the ranks of one pipeline: NCCL, gloo, or gloo with tensors staged in host memory.
+
+What the backends demand, and how it is met:
+
+* gloo is rendezvous at every size: a send ends only when the peer has posted its receive, and a send whose handle is
+  dropped loses its message. So nothing here waits when sending, and handle and buffer are kept until ``settle``.
+* NCCL runs the operations of a communicator in the order they were issued. So each direction has its own group: a
+  communicator between two ranks then carries one channel only, whose order the plan has proved equal on both ends.
+* The first operation of a NCCL communicator blocks until its peer joins. So every channel is opened once, in one
+  global order, before the first pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.plan import Message
+
+
+class PeerError(RuntimeError):
+    """A peer did not deliver or did not take a message; the text names rank, channel and pass."""
+
+
+class Receive:
+    """A posted receive; ``wait`` returns the tensor on the compute device."""
+
+    def __init__(self, work: dist.Work, buffer: torch.Tensor, staged: torch.Tensor | None, message: Message) -> None:
+        self._work = work
+        self._buffer = buffer
+        self._staged = staged
+        self._message = message
+
+    def wait(self, needed_by: object) -> torch.Tensor:
+        """Block the compute stream (CUDA) or the caller (CPU) until the message is here.
+
+        Raises:
+            PeerError: the sender died or did not send within the group's timeout.
+        """
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            m = self._message
+            raise PeerError(
+                f"rank {m.target} could not run {needed_by}: the output of {m.producer} did not arrive from rank "
+                f"{m.source} on channel {m.source}>{m.target} ({_first_line(error)}); rank {m.source} has died or "
+                "hangs: look at its output first"
+            ) from error
+        if self._staged is not None:
+            self._buffer.copy_(self._staged)
+        return self._buffer
+
+
+class Transport:
+    """The channels of one pipeline group.
+
+    Args:
+        group: the pipeline-parallel process group; its ranks are the plan's ranks.
+        channels: the (source, target) pairs a plan uses.
+        timeout: how long an operation may wait for its peer; None takes the default of torch.distributed.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, channels: Iterable[tuple[int, int]], timeout: timedelta | None = None
+    ) -> None:
+        self.rank = group.rank()
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._backend = dist.get_backend(group)
+        self._groups = {
+            ascending: dist.new_group(
+                self._global_ranks, timeout=timeout, backend=self._backend, use_local_synchronization=True
+            )
+            for ascending in (True, False)
+        }
+        self._in_flight: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self._opened: set[tuple[int, int]] = set()
+        self.open(channels)
+
+    def open(self, channels: Iterable[tuple[int, int]]) -> None:
+        """Connect the channels not yet connected; every rank of the pipeline calls this with the same channels."""
+        device = "cpu" if self._backend == "gloo" else "cuda"
+        for source, target in sorted(set(channels) - self._opened):
+            token = torch.zeros(1, device=device)
+            if self.rank == source:
+                dist.send(token, self._global_ranks[target], group=self._group(source, target))
+            elif self.rank == target:
+                dist.recv(token, self._global_ranks[source], group=self._group(source, target))
+            self._opened.add((source, target))
+
+    def _group(self, source: int, target: int) -> dist.ProcessGroup:
+        return self._groups[source < target]
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer."""
+        tensor = tensor.contiguous()
+        if self._stages(tensor):
+            tensor = tensor.cpu()
+        work = dist.isend(tensor, self._global_ranks[message.target], group=self._group(*message.channel))
+        self._in_flight[message] = (work, tensor)
+
+    def post(self, message: Message, buffer: torch.Tensor) -> Receive:
+        """Post a receive into ``buffer``, which has the shape and dtype the sender sends."""
+        staged = torch.empty_like(buffer, device="cpu") if self._stages(buffer) else None
+        source = self._global_ranks[message.source]
+        target = buffer if staged is None else staged
+        work = dist.irecv(target, source, group=self._group(*message.channel))
+        return Receive(work, buffer, staged, message)
+
+    def settle(self, message: Message) -> None:
+        """Wait until ``message`` has left, then release its buffer.
+
+        Raises:
+            PeerError: the receiver died or did not take the message within the group's timeout.
+        """
+        work, _ = self._in_flight.pop(message)
+        try:
+            work.wait()
+        except RuntimeError as error:
+            m = message
+            raise PeerError(
+                f"rank {m.source} could not deliver the output of {m.producer} to rank {m.target} on channel "
+                f"{m.source}>{m.target} ({_first_line(error)}); rank {m.target} has died or hangs: look at its output "
+                "first"
+            ) from error
+
+    def _stages(self, tensor: torch.Tensor) -> bool:
+        """gloo moves host memory only: several ranks that share one GPU pass their tensors through the host."""
+        return self._backend == "gloo" and tensor.device.type != "cpu"
+
+    @property
+    def num_in_flight(self) -> int:
+        """Sends not yet settled: 0 between iterations."""
+        return len(self._in_flight)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,253 @@
+"""The forward-backward function that takes the place of Megatron's: plan once, then run the plan every iteration.
+
+Upstream: ``megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving``, whose
+arguments, results and order of closing steps this keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.config import check_model_config
+from megatron.zero_bubble.ir import Kind, Schedule
+from megatron.zero_bubble.plan import Message, Plan, Send, lower
+from megatron.zero_bubble.runtime.executor import Executor, PassObserver
+from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
+from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StepArguments, StepResults
+from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+
+# An evaluation sends one way only: nothing comes back that would tell when a buffer is free.
+_MAX_IN_FLIGHT_FORWARD_ONLY = 2
+
+
+class Pipeline:
+    """Runs schedules on the pipeline-parallel group of this process.
+
+    Args:
+        make_schedule: from (number of ranks, number of microbatches) to a valid schedule; equal on all ranks.
+        peer_timeout_s: see ``ZeroBubbleConfig``.
+        observer: told of every pass.
+    """
+
+    def __init__(
+        self,
+        make_schedule: Callable[[int, int], Schedule],
+        peer_timeout_s: float | None = None,
+        observer: PassObserver | None = None,
+    ) -> None:
+        self.store = WgradStore()
+        self.accumulate = GradAccumulator()
+        self._make_schedule = make_schedule
+        self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
+        self._observer = observer
+        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._transport: Transport | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def forward_backward(
+        self,
+        *,
+        forward_step_func: Callable[..., Any],
+        data_iterator: Any,
+        model: Any,
+        num_microbatches: int,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None = None,
+        forward_only: bool = False,
+        collect_non_loss_data: bool = False,
+        first_val_step: bool | None = None,
+        adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
+        p2p_communicator: Any = None,
+        pg_collection: Any = None,
+        force_all_reduce: bool | None = False,
+    ) -> list[Any]:
+        """One iteration; returns the losses of the microbatches on the last stage, an empty list elsewhere.
+
+        Raises:
+            ValueError: the model's configuration cannot run under a reordered backward.
+            PeerError: another rank died or hangs.
+        """
+        chunks = list(model) if isinstance(model, list) else [model]
+        iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
+        config = get_model_config(chunks[0])
+        device = next(chunks[0].parameters()).device
+        groups = _groups(pg_collection)
+        plan = self._plan(groups.pp, config, num_microbatches, forward_only)
+        own_stages = plan.schedule.placement.stages_of(groups.pp.rank())
+        if len(chunks) != len(own_stages):
+            raise ValueError(
+                f"schedule {plan.schedule.name!r} places {len(own_stages)} stages on this rank, so the model must come "
+                f"in as many chunks; got {len(chunks)}; check the virtual pipeline options"
+            )
+        self.store.clear()
+        if not forward_only:
+            self.accumulate.watch(chunks)
+        opens_embedding = config.finalize_model_grads_func is not None and not forward_only
+        is_last = plan.schedule.num_stages - 1 in own_stages
+        if opens_embedding:
+            embedding = schedules.clear_embedding_activation_buffer(config, chunks[-1], is_last)
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+
+        step = StepArguments(
+            forward_step_func,
+            num_microbatches,
+            config,
+            groups.cp.size(),
+            forward_only,
+            collect_non_loss_data,
+            first_val_step,
+        )
+        results = StepResults(torch.zeros([], dtype=torch.int, device=device))
+        syncs = [None if forward_only else GradSync(f) for f in _per_chunk(config.no_sync_func, len(chunks))]
+        # With --align-grad-reduce only the first rank reduces while it computes; the others fill their bubble with it.
+        overlaps = config.grad_sync_func is None or groups.pp.rank() == 0
+        stages = {
+            stage: MegatronStage(
+                step,
+                results,
+                chunks[chunk],
+                iterators[chunk],
+                self.store,
+                syncs[chunk] if overlaps else None,
+                is_last=stage == plan.schedule.num_stages - 1,
+                vp_stage=chunk if len(chunks) > 1 else None,
+                last_backward=_last_backward(plan.schedule, stage),
+                recompute_window=_in_flight(plan.schedule, stage),
+            )
+            for chunk, stage in enumerate(own_stages)
+        }
+        shapes = _boundary_shapes(
+            config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
+        )
+
+        def new_buffer(message: Message) -> torch.Tensor:
+            shape = shapes[0] if message.is_activation else shapes[1]
+            return torch.empty(shape, dtype=config.pipeline_dtype, device=device)
+
+        assert self._transport is not None
+        Executor(plan, groups.pp.rank(), stages, self._transport, new_buffer, self._observer).run()
+        if not forward_only:
+            _finish_grad_sync(config, chunks, syncs)
+        if opens_embedding:
+            schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
+            num_tokens = results.num_tokens if config.calculate_per_token_loss else None
+            config.finalize_model_grads_func(
+                chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
+            )
+        if config.timers is not None:
+            config.timers("forward-backward").stop()
+        return results.forward_data
+
+    def _plan(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> Plan:
+        """The plan for this many microbatches: made, checked and agreed upon once."""
+        key = (num_microbatches, forward_only)
+        if key not in self._plans:
+            check_model_config(config)
+            schedule = self._make_schedule(group.size(), num_microbatches)
+            if schedule.num_ranks != group.size() or schedule.num_microbatches != num_microbatches:
+                raise ValueError(
+                    f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+                    f"microbatches, but the job runs {group.size()} pipeline ranks and {num_microbatches} microbatches "
+                    "(global batch / micro batch / data-parallel size); plan it for the job's figures"
+                )
+            validate(schedule)
+            if forward_only:
+                plan = lower(schedule.forward_only(), _MAX_IN_FLIGHT_FORWARD_ONLY)
+            else:
+                plan = lower(schedule)
+            self._connect(group, plan)
+            self._plans[key] = plan
+        return self._plans[key]
+
+    def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
+        """Agree on the plan with the other ranks and open its channels."""
+        digests: list[Any] = [None] * group.size()
+        dist.all_gather_object(digests, plan.digest, group=group)
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"all ranks of a pipeline must run the same plan; their fingerprints are {digests}; start every rank "
+                "with the same schedule, batch sizes and version"
+            )
+        channels = {op.message.channel for ops in plan.ops for op in ops if isinstance(op, Send)}
+        if self._transport is None or self._group is not group:
+            self._transport, self._group = Transport(group, channels, self._timeout), group
+        else:
+            self._transport.open(channels)
+
+
+def _groups(pg_collection: Any) -> Any:
+    """The caller's process groups, or Megatron's global ones."""
+    if pg_collection is not None:
+        return pg_collection
+    groups = ProcessGroupCollection()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
+    return groups
+
+
+def _boundary_shapes(
+    config: Any, groups: Any, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, adjust: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The shapes (sequence shard, microbatch, hidden) this rank receives as activations and as gradients."""
+    received, sent = (
+        schedules.get_tensor_shapes(
+            seq_length=seq_length,
+            micro_batch_size=micro_batch_size,
+            decoder_seq_length=decoder_seq_length,
+            config=config,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+        )
+        for _ in range(2)
+    )
+    if adjust is not None:
+        received, sent = adjust(received, sent)
+    return received[0], sent[0]
+
+
+def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
+    """Megatron's config holds one function for one chunk and a list for several."""
+    return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks
+
+
+def _last_backward(schedule: Schedule, stage: int) -> int:
+    row = schedule.order[schedule.placement.stage_to_rank[stage]]
+    backwards = [p.microbatch for p in row if p.stage == stage and p.kind in (Kind.B, Kind.BW)]
+    return backwards[-1] if backwards else -1
+
+
+def _in_flight(schedule: Schedule, stage: int) -> int:
+    """The most microbatches of ``stage`` whose F ran and whose backward did not."""
+    current = most = 0
+    for p in schedule.order[schedule.placement.stage_to_rank[stage]]:
+        if p.stage == stage and p.kind is not Kind.W:
+            current += 1 if p.kind is Kind.F else -1
+            most = max(most, current)
+    return most
+
+
+def _finish_grad_sync(config: Any, chunks: list[torch.nn.Module], syncs: list[GradSync | None]) -> None:
+    """Start the reductions that no backward has started."""
+    grad_syncs = _per_chunk(config.grad_sync_func, len(chunks))
+    for chunk, sync, grad_sync in zip(chunks, syncs, grad_syncs, strict=True):
+        if sync is not None and not sync.enabled:
+            sync.enable()
+            if grad_sync is not None:
+                grad_sync(chunk.parameters())
