@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ class Receive:
 
 
 class Transport:
-    """The channels of one pipeline group.
+    """The channels of one pipeline group; all ranks of all pipelines of the job make theirs at the same time.
 
     Args:
         group: the pipeline-parallel process group; its ranks are the plan's ranks.
@@ -69,12 +70,7 @@ class Transport:
         self.rank = group.rank()
         self._global_ranks = dist.get_process_group_ranks(group)
         self._backend = dist.get_backend(group)
-        self._groups = {
-            ascending: dist.new_group(
-                self._global_ranks, timeout=timeout, backend=self._backend, use_local_synchronization=True
-            )
-            for ascending in (True, False)
-        }
+        self._groups = _directions(self._global_ranks, self._backend, timeout)
         self._in_flight: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
         self._opened: set[tuple[int, int]] = set()
         self.open(channels)
@@ -134,6 +130,23 @@ class Transport:
     def num_in_flight(self) -> int:
         """Sends not yet settled: 0 between iterations."""
         return len(self._in_flight)
+
+
+def _directions(ranks: list[int], backend: str, timeout: timedelta | None) -> dict[bool, dist.ProcessGroup]:
+    """A new group over ``ranks`` for what travels to higher ranks (True) and one for the rest.
+
+    torch.distributed makes groups collectively, so every rank makes those of every pipeline, in one order. (Its
+    ``use_local_synchronization`` names a group by a count that may differ between ranks, and then hangs.)
+    """
+    pipelines: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pipelines, tuple(ranks))
+    own: dict[bool, dist.ProcessGroup] = {}
+    for pipeline in sorted(set(pipelines)):
+        for ascending in (True, False):
+            group = dist.new_group(list(pipeline), timeout=timeout, backend=backend)
+            if pipeline == tuple(ranks):
+                own[ascending] = group
+    return own
 
 
 def _first_line(error: BaseException) -> str:
