@@ -1,0 +1,20 @@
+"""Schedules that no registry offers, to show that plan and runtime take any placement and any order."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+
+
+def gpipe(placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    """All forwards, all backwards, all weight gradients, stage after stage; slices of a sequence backward in reverse."""
+
+    def row(rank: int) -> tuple[Pass, ...]:
+        stages, microbatches, slices = placement.stages_of(rank), range(num_microbatches), range(num_slices)
+        forward = [Pass(s, Kind.F, m, c) for s in stages for m in microbatches for c in slices]
+        backward = [Pass(s, Kind.B, m, c) for s in reversed(stages) for m in microbatches for c in reversed(slices)]
+        return (*forward, *backward, *(Pass(p.stage, Kind.W, p.microbatch, p.slice) for p in backward))
+
+    return Schedule("gpipe", placement, num_microbatches, tuple(map(row, range(placement.num_ranks))), num_slices)
+
+
+PLACEMENTS = [Placement.linear(3), Placement.vee(2), Placement.vee(3), Placement.interleaved(2, 3)]

@@ -1,0 +1,65 @@
+"""Where sends, receives and settlements go."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble import Placement, Schedule, build
+from megatron.zero_bubble.plan import Compute, Plan, Recv, Send, Settle, lower, prove
+from tests.helpers.gpipe import PLACEMENTS, gpipe
+from tests.helpers.strategies import schedules
+
+
+def ops_of(plan: Plan, rank: int) -> str:
+    return " ".join(map(str, plan.ops[rank]))
+
+
+def test_the_plan_of_zb_h1_on_two_ranks() -> None:
+    """Read it aloud: receives come one pass ahead of their use, a buffer settles when its gradient is back."""
+    plan = lower(build("zb-h1", num_ranks=2, num_microbatches=2))
+    assert ops_of(plan, 0) == "0F0 0F0>1 1B0<1 0F1 0F1>1 0B0 0F0=1 1B1<1 0W0 0B1 0F1=1 0W1"
+    assert ops_of(plan, 1) == "0F0<0 1F0 0F1<0 1B0 1B0>0 1F1 1B1 1B1>0 1W0 1W1 1B0=0 1B1=0"
+
+
+@given(schedules())
+def test_every_pass_is_computed_once_and_every_message_sent_received_and_settled_once(schedule: Schedule) -> None:
+    plan = lower(schedule)
+    ops = [op for row in plan.ops for op in row]
+    assert [op.work for row in plan.ops for op in row if isinstance(op, Compute)] == list(schedule.passes())
+    messages = [
+        sorted((str(op.message.producer), op.message.channel) for op in ops if isinstance(op, kind))
+        for kind in (Send, Recv, Settle)
+    ]
+    assert messages[0] == messages[1] == messages[2]
+    assert len(messages[0]) == 2 * (schedule.num_ranks - 1) * schedule.num_microbatches
+
+
+@given(schedules())
+def test_handcrafted_plans_also_hold_with_a_single_hardware_queue(schedule: Schedule) -> None:
+    prove(lower(schedule), single_queue=True)
+
+
+@given(schedules(min_ranks=2), st.integers(1, 3))
+def test_an_evaluation_keeps_few_messages_in_flight(schedule: Schedule, limit: int) -> None:
+    for row in lower(schedule.forward_only(), max_in_flight=limit).ops:
+        in_flight = 0
+        for op in row:
+            in_flight += isinstance(op, Send) - isinstance(op, Settle)
+            assert in_flight <= limit
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: str(p.stage_to_rank))
+@pytest.mark.parametrize("num_slices", [1, 3])
+def test_any_placement_and_sliced_sequences_are_lowered(placement: Placement, num_slices: int) -> None:
+    plan = lower(gpipe(placement, 4, num_slices))
+    prove(plan)
+    hops = sum(a != b for a, b in zip(placement.stage_to_rank, placement.stage_to_rank[1:], strict=False))
+    assert sum(isinstance(op, Send) for row in plan.ops for op in row) == 2 * hops * 4 * num_slices
+
+
+@given(schedules(min_ranks=2))
+def test_the_digest_tells_plans_apart(schedule: Schedule) -> None:
+    more = build(schedule.name, num_ranks=schedule.num_ranks, num_microbatches=schedule.num_microbatches + 1)
+    assert lower(schedule).digest == lower(schedule).digest != lower(more).digest

@@ -1,0 +1,78 @@
+"""The proof refuses every plan that could hang or compute on missing data."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble import Pass, Placement, Schedule, build
+from megatron.zero_bubble.plan import Compute, Op, Plan, PlanError, Recv, Send, lower, prove
+from tests.helpers.strategies import schedules
+
+
+def edited(plan: Plan, rank: int, ops: list[Op]) -> Plan:
+    return replace(plan, ops=(*plan.ops[:rank], tuple(ops), *plan.ops[rank + 1 :]))
+
+
+@given(schedules(min_ranks=2), st.data())
+def test_a_missing_op_is_found(schedule: Schedule, data: st.DataObject) -> None:
+    plan = lower(schedule)
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    ops = list(plan.ops[rank])
+    del ops[data.draw(st.integers(0, len(ops) - 1))]
+    with pytest.raises(PlanError, match="refused"):
+        prove(edited(plan, rank, ops))
+
+
+@given(schedules(min_ranks=2), st.data())
+def test_a_repeated_op_is_found(schedule: Schedule, data: st.DataObject) -> None:
+    plan = lower(schedule)
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    ops = list(plan.ops[rank])
+    index = data.draw(st.integers(0, len(ops) - 1))
+    ops.insert(index, ops[index])
+    with pytest.raises(PlanError, match="refused"):
+        prove(edited(plan, rank, ops))
+
+
+@pytest.mark.parametrize("kind", [Send, Recv])
+def test_messages_that_overtake_each_other_are_found(kind: type[Op]) -> None:
+    plan = lower(build("zb-h2", num_ranks=2, num_microbatches=4))
+    rank = 0 if kind is Send else 1
+    ops = list(plan.ops[rank])
+    first, second = [i for i, op in enumerate(ops) if isinstance(op, kind)][:2]
+    if kind is Send:  # both computed before either is sent
+        ops = [op for i, op in enumerate(ops) if i not in (first, second)]
+        after = ops.index(Compute(Pass.parse("0F1"))) + 1
+        ops[after:after] = [plan.ops[0][second], plan.ops[0][first]]
+    else:
+        ops[first], ops[second] = ops[second], ops[first]
+    with pytest.raises(PlanError, match="channel|no receive was posted"):
+        prove(edited(plan, rank, ops))
+
+
+def test_ranks_that_wait_for_each_other_are_found_with_their_positions() -> None:
+    rows = ["0F0 0B0 0W0 0F1 0B1 0W1", "1F1 1B1 1W1 1F0 1B0 1W0"]
+    schedule = Schedule.from_text("crossed", Placement.linear(2), 2, map(str.split, rows))
+    with pytest.raises(PlanError) as error:
+        lower(schedule)
+    assert "the ranks wait for each other" in str(error.value)
+    assert "> rank 0" in str(error.value) and "[0B0]" in str(error.value)
+    assert "> rank 1" in str(error.value) and "[1F1]" in str(error.value)
+
+
+def test_a_single_queue_refuses_what_several_queues_allow() -> None:
+    """Rank 1 expects 0F1 only after 1B0, which waits, by way of rank 2, for 3B0; with one queue rank 0 does not get
+    past the send of 0F2 before that, and 3B0 comes after it."""
+    rows = [
+        "0F0 3F0 0F1 0F2 3B0 0B0 3F1 3B1 0B1 3F2 3B2 0B2 0W0 0W1 0W2 3W0 3W1 3W2",
+        "1F0 4F0 4B0 1B0 1W0 4W0 1F1 4F1 4B1 1B1 1F2 4F2 4B2 1B2 1W1 1W2 4W1 4W2",
+        "2F0 5F0 5B0 2B0 2F1 5F1 5B1 2B1 2F2 5F2 5B2 2B2 2W0 2W1 2W2 5W0 5W1 5W2",
+    ]
+    schedule = Schedule.from_text("late", Placement.interleaved(3, 2), 3, map(str.split, rows))
+    plan = lower(schedule)
+    with pytest.raises(PlanError, match="the ranks wait for each other"):
+        prove(plan, single_queue=True)
