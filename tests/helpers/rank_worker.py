@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -52,7 +53,7 @@ def serve(connection: Connection, log: str, initializer: Callable[[], object]) -
             reply = _reply(reset, keep=False)
         else:
             os.ftruncate(1, 0)
-            reply = _reply(lambda job=job: _run(job), keep=True)
+            reply = _reply(functools.partial(_run, job), keep=True)
         connection.send_bytes(pickle.dumps(reply))
 
 

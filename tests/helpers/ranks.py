@@ -171,10 +171,8 @@ class RankPool:
         """Send one job to each rank and return the answers."""
         ranks = self._ranks[: len(jobs)]
         for rank, job in zip(ranks, jobs, strict=True):
-            try:
+            with suppress(BrokenPipeError):  # it died since its last job, which _collect reports
                 rank.connection.send_bytes(pickle.dumps(job))
-            except BrokenPipeError:
-                pass  # It died since its last job; _collect reports that.
         return self._collect(ranks, what, timeout, grace)
 
     def _collect(self, ranks: Sequence[_Rank], what: str, timeout: float, grace: float) -> list[Any]:

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Create, or reuse, the virtual environment that every script here runs in.
+#
+#   bash scripts/setup_env.sh      create or update it
+#   source scripts/setup_env.sh    the same, and activate it in this shell
+#
+# ZB_VENV    where it lives (default: .venv in the checkout)
+# ZB_PYTHON  the interpreter it is made from (default: python3)
+#
+# A stamp in the environment holds a hash of everything that went into it; while that matches, a start takes no time.
+
+_zb_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+_zb_venv="${ZB_VENV:-$_zb_root/.venv}"
+
+_zb_fail() {
+    printf 'setup_env.sh: %s\n' "$*" >&2
+    exit 1
+}
+
+# Runs in a subshell, so that a shell that sources this file keeps its own options and survives a failure.
+_zb_setup() (
+    set -euo pipefail
+    python="${ZB_PYTHON:-python3}"
+    stamp="$_zb_venv/.zero-bubble-stamp"
+    wanted="$(cd "$_zb_root" && cat setup.py scripts/constraints.txt scripts/setup_env.sh | cksum) $_zb_root"
+    if [[ -x "$_zb_venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
+        exit 0
+    fi
+
+    command -v "$python" >/dev/null ||
+        _zb_fail "needs Python 3.10 or newer, but there is no '$python': install it, or name one in ZB_PYTHON"
+    "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+        _zb_fail "needs Python 3.10 or newer, but '$python' is $("$python" -V): name a newer one in ZB_PYTHON"
+    command -v "${CXX:-c++}" >/dev/null ||
+        _zb_fail "needs a C++ compiler, but there is no '${CXX:-c++}': install one (Debian: g++), or name one in CXX"
+
+    echo "Setting up $_zb_venv: the first time this downloads torch and takes some minutes."
+    "$python" -m venv "$_zb_venv" ||
+        _zb_fail "'$python -m venv' failed: install Python's venv module (Debian: python3-venv)"
+    quiet=(--quiet)
+    [[ -t 1 ]] && quiet=()
+    "$_zb_venv/bin/python" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"} --use-pep517 \
+        --constraint "$_zb_root/scripts/constraints.txt" --editable "$_zb_root[dev,tensorboard]" ||
+        _zb_fail "pip could not install the dependencies, see above; run this again once that is mended"
+    printf '%s\n' "$wanted" >"$stamp"
+)
+
+if [[ "${BASH_SOURCE[0]}" == "$0" ]]; then
+    _zb_setup && echo "Ready: source $_zb_venv/bin/activate"
+elif _zb_setup; then
+    source "$_zb_venv/bin/activate"
+else
+    return 1
+fi

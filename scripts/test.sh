@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# All checks, then all tests. With --full also the rows of the full matrix; other arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+
+selection=(-m "not full")
+if [[ "${1:-}" == --full ]]; then
+    selection=()
+    shift
+fi
+bash scripts/check.sh
+printf '== tests\n'
+OMP_NUM_THREADS=1 exec python -m pytest ${selection[@]+"${selection[@]}"} "$@"

@@ -1,0 +1,58 @@
+"""What the contracts in .importlinter cannot say: where a name may appear, and that the pure layers stay light."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "megatron" / "zero_bubble"
+PURE = ["ir", "costs", "schedules", "analysis", "plan", "plan_file", "render", "config", "__main__"]
+
+
+@pytest.mark.parametrize(
+    ("name", "folders"),
+    [("torch.cuda", {"platforms", "kernels"}), ("megatron.training", {"patching"}), ("get_args", {"patching"})],
+)
+def test_a_name_stays_in_its_folder(name: str, folders: set[str]) -> None:
+    paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in folders]
+    places = [
+        f"{path.relative_to(PACKAGE)}:{line}: {used}"
+        for path in sorted(paths)
+        for line, used in names_in(path.read_text())
+        if used == name or used.startswith(f"{name}.") or used.endswith(f".{name}")
+    ]
+    assert not places, f"{name} may be named in {sorted(folders)} only:\n" + "\n".join(places)
+
+
+def test_names_are_found_however_they_are_written() -> None:
+    source = "import torch.cuda\nfrom torch import cuda\ntorch.cuda.synchronize()\nx = 'torch.cuda'  # torch.cuda"
+    assert sorted(line for line, name in names_in(source) if name == "torch.cuda") == [1, 2, 3]
+
+
+def test_the_pure_layers_load_no_torch() -> None:
+    imports = "".join(f"import megatron.zero_bubble.{name}\n" for name in PURE)
+    check = "import sys\nheavy = {'torch', 'numpy', 'megatron.core'} & set(sys.modules)\nassert not heavy, heavy\n"
+    subprocess.run([sys.executable, "-c", imports + check], check=True, cwd=PACKAGE.parents[1])
+
+
+def test_every_package_says_what_it_is() -> None:
+    assert not (PACKAGE.parent / "__init__.py").exists(), "megatron is a namespace that megatron-core shares"
+    for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
+        tree = ast.parse((folder / "__init__.py").read_text())
+        assert ast.get_docstring(tree), f"{folder.name}/__init__.py has no docstring"
+
+
+def names_in(source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of everything imported or used; strings and comments do not count."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Name):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.lineno, ast.unparse(node)
