@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.files import json_object, read_file
 from megatron.zero_bubble.ir import Kind, Pass, Placement
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
@@ -133,14 +134,9 @@ def costs_from_json(text: str, placement: Placement) -> tuple[PassCosts, PassMem
     Raises:
         ValueError: one sentence saying which key is wrong and how it is written.
     """
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"costs must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"costs must be a JSON object with the keys {', '.join(_TIMES)}; got {text.strip()[:40]!r}")
+    content = json_object(text)
     if unknown := sorted(content.keys() - _KEYS):
-        raise ValueError(f"costs know the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
+        raise ValueError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
     f, b, w = (_per_stage(content, name, placement) for name in _TIMES)
     costs = PassCosts(f, b, w, content.get("comm_ms", 0.0), _links(content.get("links", [])))
     if not content.keys() & set(_MEMORY):
@@ -151,14 +147,7 @@ def costs_from_json(text: str, placement: Placement) -> tuple[PassCosts, PassMem
 
 def read_costs_file(path: str | Path, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
     """``costs_from_json`` of a file; its ``ValueError`` names the file."""
-    try:
-        return costs_from_json(Path(path).read_text(encoding="utf-8"), placement)
-    except OSError as error:
-        raise ValueError(f"cannot read the costs file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"costs file {path}: costs must be JSON in UTF-8; this is not text") from None
-    except ValueError as error:
-        raise ValueError(f"costs file {path}: {error}") from None
+    return read_file(path, "costs file", lambda text: costs_from_json(text, placement))
 
 
 def _figure(name: str, value: object) -> float:
@@ -185,7 +174,7 @@ def _spread(placement: Placement, whole: float) -> tuple[float, ...]:
 
 def _per_stage(content: Mapping[str, Any], name: str, placement: Placement) -> tuple[float, ...]:
     if name not in content:
-        raise ValueError(f"costs must give {name}, one number a rank or a list with one a stage; it is missing")
+        raise ValueError(f"it must give {name}, one number a rank or a list with one a stage; it is missing")
     value = content[name]
     if not isinstance(value, list):
         return _spread(placement, _figure(name, value))
@@ -198,11 +187,9 @@ def _per_stage(content: Mapping[str, Any], name: str, placement: Placement) -> t
 
 
 def _links(rows: object) -> dict[tuple[int, int], float]:
-    if not isinstance(rows, list):
-        raise ValueError(f"links must be a list of [source rank, destination rank, ms]; got {rows!r}")
     links = {}
-    for row in rows:
+    for row in rows if isinstance(rows, list) else [rows]:
         if not (isinstance(row, list) and len(row) == 3 and type(row[0]) is int and type(row[1]) is int):
-            raise ValueError(f"a link must be [source rank, destination rank, ms]; got {row!r}")
+            raise ValueError(f"links must be a list of [source rank, destination rank, ms]; got {row!r}")
         links[row[0], row[1]] = row[2]
     return links

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.analysis.validate import ScheduleError, validate
+from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.files import json_object, read_file
 from megatron.zero_bubble.ir import Placement, Schedule
 
 
@@ -42,18 +43,12 @@ def plan_to_json(timeline: Timeline) -> str:
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """The schedule of a plan's JSON, validated. Keys other than the five that define it are not looked at.
+    """The schedule of a plan's JSON, validated. Keys that do not describe it are not looked at.
 
     Raises:
-        ScheduleError: when the order breaks a rule; the message shows the grid with the bad cell marked.
-        ValueError: one sentence when the text is not a plan.
+        ValueError: one sentence when the text is not a plan; a ``ScheduleError``, with the grid, for an invalid order.
     """
-    try:
-        content = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"a plan must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"a plan must be a JSON object; got {text.strip()[:40]!r}")
+    content = json_object(text)
     name = _read(content, "schedule", "a string", _is_text)
     num_microbatches = _read(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
     stage_to_rank = _read(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
@@ -72,23 +67,12 @@ def schedule_from_json(text: str) -> Schedule:
 
 def read_schedule_file(path: str | Path) -> Schedule:
     """``schedule_from_json`` of a file; its ``ValueError`` names the file."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot read the schedule file {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"schedule file {path}: a plan must be JSON in UTF-8; this is not text") from None
-    try:
-        return schedule_from_json(text)
-    except ScheduleError:
-        raise
-    except ValueError as error:
-        raise ValueError(f"schedule file {path}: {error}") from None
+    return read_file(path, "schedule file", schedule_from_json)
 
 
 def _read(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
     if key not in content:
-        raise ValueError(f"a plan must have the key {key}, {form}; it is missing")
+        raise ValueError(f"it must have the key {key}, {form}; it is missing")
     if not fits(content[key]):
         raise ValueError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
     return content[key]

@@ -31,12 +31,12 @@ def mark(schedule: Schedule, rank: int, column: int, bad: Pass) -> str:
     """The part of the grid around the cell, which prints as ``>2B1<``."""
     first, last = max(0, column - _COLUMNS), column + _COLUMNS + 1
     top = max(0, rank - _ROWS)
-    lines: list[list[str]] = []
+    lines: list[tuple[str, list[str]]] = []
     for r, row in enumerate(schedule.order[top : rank + _ROWS + 1], start=top):
         cells = [f" {p} " for p in row[first:last]]
         if r == rank:
             cells[column - first : column - first + 1] = [f">{bad}<"]
-        before, after = "..." if first else "", "..." if len(row) > last else ""
-        lines.append([f"rank {r}", before, *cells, after])
-    width = max(len(cell) for line in lines for cell in line)
-    return "\n".join("".join(cell.ljust(width) for cell in line).rstrip() for line in lines)
+        lines.append((f"rank {r}" + " ..." * (first > 0), [*cells, " ..." * (len(row) > last)]))
+    margin = max(len(head) for head, _ in lines) + 1
+    width = max(len(cell) for _, cells in lines for cell in cells)
+    return "\n".join((head.ljust(margin) + "".join(c.ljust(width) for c in cells)).rstrip() for head, cells in lines)

@@ -1,0 +1,41 @@
+"""Users' JSON files, with one clear sentence for whatever is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
+    """``parse`` of the file's text.
+
+    Raises:
+        ValueError: ``what`` (for example ``"costs file"``), the path and the reason; that of ``parse`` is passed on.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{what} {path}: it must be JSON in UTF-8; this is not text") from None
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"{what} {path}: {error}") from error
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """The JSON object in ``text``; a ``ValueError`` says where it stops being one."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
+    except RecursionError:
+        raise ValueError("it must be JSON of a few levels; this nests too deeply to read") from None
+    if isinstance(content, dict):
+        return content
+    raise ValueError(f"it must be a JSON object; got {text.strip()[:40]!r}")
