@@ -1,0 +1,133 @@
+"""The simulator against an order-free recomputation, small cases by hand, and orders that cannot run."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, ScheduleError, Timeline, build, simulate
+from tests.helpers.strategies import costs_for, schedules
+
+
+def by_hand(rows: list[str], placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
+    return Schedule.from_text("by hand", placement, num_microbatches, (row.split() for row in rows), num_slices)
+
+
+@given(st.data())
+def test_every_pass_starts_as_early_as_its_rank_and_inputs_allow(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    costs = data.draw(costs_for(schedule))
+    timeline = simulate(schedule, costs)
+    rank_of = schedule.placement.stage_to_rank
+    end = {span.pass_: span.end_ms for row in timeline.spans for span in row}
+    for rank, row in enumerate(timeline.spans):
+        assert tuple(span.pass_ for span in row) == schedule.order[rank]
+        free = 0.0
+        for p, start_ms, end_ms in row:
+            arrivals = [end[d] + costs.comm(rank_of[d.stage], rank) for d in schedule.dependencies(p)]
+            assert start_ms == max([free, *arrivals])
+            assert end_ms == start_ms + costs.duration(p)
+            free = end_ms
+
+
+@given(st.data())
+def test_costs_are_ordered_and_rates_within_bounds(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    costs = data.draw(costs_for(schedule))
+    timeline = simulate(schedule, costs)
+    per_rank = zip(costs.forward_ms, costs.backward_ms, costs.wgrad_ms, strict=True)
+    work = schedule.num_microbatches * max(map(sum, per_rank))
+    assert timeline.work_ms == pytest.approx(work)
+    assert timeline.makespan_ms >= timeline.span_ms >= timeline.work_ms * (1 - 1e-12)
+    assert -1e-12 <= timeline.bubble_rate("span") <= timeline.bubble_rate("makespan") < 1
+
+
+def test_two_chunks_of_a_v_by_hand() -> None:
+    """Rank 1 holds stages 1 and 2, so that 1F0 to 2F0 costs no transfer."""
+    rows = ["0F0 3F0 3B0 0B0 3W0 0W0", "1F0 2F0 2BW0 1BW0"]
+    schedule = by_hand(rows, Placement.vee(2), 1)
+    timeline = simulate(schedule, PassCosts((1.0,) * 4, (2.0,) * 4, (4.0,) * 4, comm_ms=10.0))
+    starts = {str(span.pass_): span.start_ms for row in timeline.spans for span in row}
+    assert starts == {
+        "0F0": 0, "1F0": 11, "2F0": 12, "3F0": 23, "3B0": 24, "2BW0": 36, "1BW0": 42, "0B0": 58, "3W0": 60, "0W0": 64,
+    }  # fmt: skip
+    assert timeline.makespan_ms == 68
+    assert timeline.span_ms == 68
+    assert timeline.peak_activation == (1.0, 1.0)
+
+
+def test_slices_go_forward_in_order_and_back_in_reverse() -> None:
+    schedule = by_hand(["0F0 0F0.1 0BW0.1 0BW0"], Placement.linear(1), 1, num_slices=2)
+    timeline = simulate(schedule, PassCosts((2.0,), (2.0,), (2.0,)))
+    assert timeline.makespan_ms == 6.0
+    assert timeline.peak_activation == (1.0,)
+    wrong = by_hand(["0F0 0F0.1 0BW0 0BW0.1"], Placement.linear(1), 1, num_slices=2)
+    with pytest.raises(ScheduleError, match=r"rank 0 stops at 0BW0, which waits for 0BW0.1 on rank 0"):
+        simulate(wrong, PassCosts((2.0,), (2.0,), (2.0,)))
+
+
+def test_span_and_makespan_differ_by_the_late_start() -> None:
+    """A late rank that works without gaps: no bubble by span, its lateness by makespan."""
+    schedule = build("zb-h2", num_ranks=4, num_microbatches=8)
+    timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    assert (timeline.span_ms, timeline.makespan_ms) == (24.0, 27.0)
+    assert timeline.bubble_rate("span") == 0.0
+    assert timeline.bubble_rate("makespan") == pytest.approx(3 / 27)
+
+
+def test_peaks_are_in_units_of_each_ranks_own_microbatch() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+    costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
+    assert simulate(schedule, costs, PassMemory((50.0, 7.0), (1.0, 1.0))).peak_activation == (2.0, 1.0)
+
+
+def test_wgrad_larger_than_the_activation_peaks_after_b() -> None:
+    schedule = build("zb-h1", num_ranks=1, num_microbatches=1)
+    costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
+    assert simulate(schedule, costs, PassMemory((1.0,), (3.0,))).peak_activation == (3.0,)
+
+
+def test_a_deadlock_names_ranks_and_passes() -> None:
+    rows = ["0F0 0BW0 0F1 0BW1", "1F1 1F0 1BW0 1BW1"]
+    with pytest.raises(ScheduleError) as caught:
+        simulate(by_hand(rows, Placement.linear(2), 2), PassCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
+    message = str(caught.value)
+    assert "rank 0 stops at 0BW0, which waits for 1BW0 on rank 1" in message
+    assert "rank 1 stops at 1F1, which waits for 0F1 on rank 0" in message
+    assert ">0BW0<" in message
+
+
+def test_a_wait_for_a_pass_that_nobody_runs_ends() -> None:
+    with pytest.raises(ScheduleError, match="rank 1 stops at 1F0, which waits for 0F0 that no rank runs"):
+        simulate(by_hand(["", "1F0"], Placement.linear(2), 1), PassCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
+
+
+def test_costs_of_another_size_are_refused() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    with pytest.raises(ValueError, match="2 stages and costs 3"):
+        simulate(schedule, PassCosts((1.0,) * 3, (1.0,) * 3, (1.0,) * 3))
+    with pytest.raises(ValueError, match="2 stages and memory 1"):
+        simulate(schedule, PassCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), PassMemory((1.0,), (1.0,)))
+
+
+def test_no_time_is_no_bubble() -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=1)
+    timeline = simulate(schedule, PassCosts((0.0,) * 2, (0.0,) * 2, (0.0,) * 2))
+    assert timeline.bubble_rate("span") == timeline.bubble_rate("makespan") == 0.0
+    assert Timeline(schedule, ()).makespan_ms == 0.0
+
+
+def test_cost_grows_with_the_number_of_passes() -> None:
+    """Eight times the passes in well under eight squared the time: 32 ranks, 256 microbatches, 24576 passes."""
+
+    def seconds(p: int, m: int) -> float:
+        schedule = build("zb-h2", num_ranks=p, num_microbatches=m)
+        costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0, 0.1)
+        start = time.process_time()
+        simulate(schedule, costs)
+        return time.process_time() - start
+
+    assert min(seconds(32, 256) for _ in range(2)) < 24 * min(seconds(32, 32) for _ in range(3)) + 0.05

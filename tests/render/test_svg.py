@@ -1,0 +1,91 @@
+"""The drawing is well-formed, to scale, complete, and of a sane size."""
+
+from __future__ import annotations
+
+import re
+import time
+from xml.etree import ElementTree
+
+import pytest
+
+from megatron.zero_bubble import Kind, PassCosts, Placement, Schedule, Timeline, build, simulate
+from megatron.zero_bubble.render.svg import render_svg
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def timeline(name: str, p: int, m: int, factor: float = 1.0) -> Timeline:
+    schedule = build(name, num_ranks=p, num_microbatches=m)
+    return simulate(schedule, PassCosts.uniform(schedule.placement, 20 * factor, 18 * factor, 9 * factor, 1.0))
+
+
+def parse(svg: str) -> ElementTree.Element:
+    return ElementTree.fromstring(svg)
+
+
+def boxes(root: ElementTree.Element, kind: Kind) -> list[tuple[float, float]]:
+    """(x, width) of every pass of a kind."""
+    paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == kind.value]
+    return [(float(x), float(w)) for path in paths for x, w in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", path)]
+
+
+def test_every_pass_is_drawn_with_its_number_and_the_title_says_the_bubble() -> None:
+    drawn = timeline("zb-h1", 4, 8)
+    root = parse(render_svg(drawn))
+    assert [len(boxes(root, kind)) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)] == [32, 32, 32, 0]
+    texts = [element.text for element in root.iter(f"{SVG}text")]
+    assert sum(text == "7" for text in texts) == 12
+    assert [text for text in texts if text and text.startswith("rank")] == [f"rank {rank}" for rank in range(4)]
+    title = next(text for text in texts if text and text.startswith("zb-h1"))
+    assert f"{drawn.bubble_rate('makespan'):.1%} of makespan" in title
+    assert "B input gradient" in texts
+    assert "BW fused backward" not in texts
+
+
+def test_timelines_above_each_other_share_one_scale() -> None:
+    planned, measured = timeline("zb-h1", 2, 4), timeline("zb-h1", 2, 4, factor=2.0)
+    root = parse(render_svg(planned, measured, titles=("planned", "measured & real")))
+    widths = [width for _, width in boxes(root, Kind.F)]
+    assert len(widths) == 16
+    assert min(widths[8:]) > 1.9 * max(widths[:8])
+    titles = [element.text or "" for element in root.iter(f"{SVG}text") if element.get("class") == "title"]
+    assert titles[0].startswith("planned: zb-h1")
+    assert titles[1].startswith("measured & real: zb-h1")
+
+
+def test_the_axis_ends_within_the_drawing_and_is_in_ms() -> None:
+    root = parse(render_svg(timeline("1f1b", 2, 3), width=800))
+    ticks = [element for element in root.iter(f"{SVG}text") if element.get("class") == "tick"]
+    assert ticks[0].text == "0 ms"
+    assert 5 <= len(ticks) <= 11
+    assert all(64 <= float(tick.get("x", "0")) <= 784 for tick in ticks)
+
+
+def test_later_chunks_are_paler() -> None:
+    rows = ["0F0 3F0 3BW0 0BW0".split(), "1F0 2F0 2BW0 1BW0".split()]
+    schedule = Schedule.from_text("v", Placement.vee(2), 1, rows)
+    root = parse(render_svg(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
+    opacities = [path.get("fill-opacity") for path in root.iter(f"{SVG}path") if path.get("class") == "F"]
+    assert opacities == ["1", "0.75", "1", "0.75"]
+
+
+def test_numbers_are_left_out_where_they_do_not_fit_and_a_large_plan_stays_small() -> None:
+    large = timeline("zb-h2", 32, 256)
+    start = time.process_time()
+    svg = render_svg(large)
+    assert time.process_time() - start < 5.0
+    assert len(svg) < 1_000_000
+    assert 'class="mb"' not in svg
+    assert len(boxes(parse(svg), Kind.W)) == 32 * 256
+
+
+def test_an_empty_timeline_is_a_drawing_too() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    parse(render_svg(Timeline(schedule, ((), ()))))
+
+
+def test_titles_must_match() -> None:
+    with pytest.raises(ValueError, match="got 1 timelines and 2 titles"):
+        render_svg(timeline("1f1b", 1, 1), titles=("a", "b"))
+    with pytest.raises(ValueError, match="got 0 timelines"):
+        render_svg()

@@ -1,0 +1,152 @@
+"""The ``zero-bubble`` command: what it prints, its exit codes, and its flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import SCHEDULES, PassCosts, Placement
+from megatron.zero_bubble.__main__ import main, parser
+from megatron.zero_bubble.costs import costs_to_json
+
+TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()
+PLAN = ["plan", "--schedule", "zb-h1", "--num-ranks", "2", "--num-microbatches", "4"]
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: str) -> str:
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def fails(capsys: Capture, *arguments: str) -> str:
+    try:
+        code: object = main(arguments)
+    except SystemExit as exit_:
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.startswith("zero-bubble")
+    return err
+
+
+def test_no_new_flags() -> None:
+    """New knobs are deliberate: whoever adds one changes this list and the README with it."""
+    (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
+    flags = {name: [a.option_strings[-1] for a in verb._actions] for name, verb in verbs.choices.items()}
+    assert flags == {
+        "list": ["--help"],
+        "plan": [
+            "--help", "--schedule", "--schedule-file", "--num-ranks", "--num-microbatches", "--forward-ms",
+            "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-memory", "--wgrad-memory", "--costs", "--format",
+        ],
+    }  # fmt: skip
+
+
+def test_list_has_a_line_a_schedule(capsys: Capture) -> None:
+    lines = run(capsys, "list").splitlines()[1:]
+    assert [line.split()[0] for line in lines] == list(SCHEDULES)
+    for line, recipe in zip(lines, SCHEDULES.values(), strict=True):
+        assert recipe.bubble in line
+        assert recipe.memory in line
+
+
+def test_plan_as_text_names_both_bubble_rates(capsys: Capture) -> None:
+    out = run(capsys, *PLAN, *TIMES)
+    picture, table = out.split("\n\n", 1)[1].split("\n\n", 1)
+    assert picture.splitlines()[0].startswith("rank 0 |F0--- F1--- ")
+    rates = {line.split()[0]: line.split()[1:3] for line in table.splitlines()[1:3]}
+    plan = json.loads(run(capsys, *PLAN, *TIMES, "--format", "json"))
+    for metric in ("span", "makespan"):
+        assert rates[metric] == [f"{plan[f'{metric}_ms']:.3f}", f"{plan[f'bubble_rate_{metric}']:.4f}"]
+    assert "peak activation 2 microbatches on a rank; by rank: 2 2" in table
+
+
+def test_plan_as_svg(capsys: Capture) -> None:
+    assert run(capsys, *PLAN, *TIMES, "--format", "svg").startswith("<svg ")
+
+
+def test_a_printed_plan_runs_again_from_its_file(capsys: Capture, tmp_path: Path) -> None:
+    printed = run(capsys, *PLAN, *TIMES, "--format", "json")
+    path = tmp_path / "plan.json"
+    path.write_text(printed)
+    assert run(capsys, "plan", "--schedule-file", str(path), *TIMES, "--format", "json") == printed
+    again = run(capsys, "plan", "--schedule-file", str(path), "--num-ranks", "2", *TIMES, "--format", "json")
+    assert again == printed
+
+
+def test_memory_flags_are_of_a_ranks_whole_share(capsys: Capture) -> None:
+    out = run(capsys, *PLAN, *TIMES, "--activation-memory", "10", "--wgrad-memory", "4", "--format", "json")
+    assert json.loads(out)["peak_activation"] == pytest.approx([2.0, 1.4])
+
+
+def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(costs_to_json(PassCosts.uniform(Placement.linear(2), 2.0, 2.0, 1.0, 0.5)))
+    by_flags = run(capsys, *PLAN, *TIMES, "--format", "json")
+    assert run(capsys, *PLAN, "--costs", str(path), "--format", "json") == by_flags
+    path.write_text('{"forward_ms": 2, "backward_ms": 2, "wgrad_ms": 1, "activation": 8, "wgrad": 0}')
+    assert json.loads(run(capsys, *PLAN, "--costs", str(path), "--format", "json"))["peak_activation"] == [2.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["plan", *TIMES], "one of the arguments --schedule --schedule-file is required"),
+        ([*PLAN, *TIMES, "--schedule-file", "x"], "not allowed with argument --schedule"),
+        ([*PLAN, *TIMES, "--bogus"], "unrecognized arguments: --bogus"),
+        ([*PLAN, *TIMES, "--form", "json"], "unrecognized arguments: --form json"),
+        ([*PLAN, *TIMES, "--format", "pdf"], "invalid choice: 'pdf'"),
+        ([*PLAN, *TIMES, "--num-ranks", "two"], "invalid int value: 'two'"),
+        ([*PLAN, *TIMES, "--num-ranks", "0"], "num_ranks must be 1 or more; got 0"),
+        ([*PLAN, *TIMES, "--schedule", "zb-9"], "unknown schedule 'zb-9'; choose one of 1f1b, zb-h1, zb-h2"),
+        ([*PLAN[:5], *TIMES], "--schedule needs --num-microbatches"),
+        (PLAN, "without --costs the times come from flags; --forward-ms is missing"),
+        ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
+        ([*PLAN, *TIMES, "--comm-ms", "nan"], "comm_ms must be a finite number, 0 or above; got nan"),
+        ([*PLAN, *TIMES, "--activation-memory", "0"], "activation memory must be above 0"),
+        ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives all times of the passes; leave out --forward-ms"),
+        ([*PLAN, "--costs", "none.json"], "cannot read the costs file none.json: No such file or directory"),
+        (["plan", "--schedule-file", "none.json", *TIMES], "cannot read the schedule file none.json"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_exit_code_2(capsys: Capture, arguments: list[str], message: str) -> None:
+    error = fails(capsys, *arguments)
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_counts_that_contradict_the_schedule_file(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json"))
+    error = fails(capsys, "plan", "--schedule-file", str(path), "--num-ranks", "3", *TIMES)
+    assert "--num-ranks must be what the schedule file says, 2; got 3; leave it out" in error
+
+
+def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json").replace('"1W0", ', ""))
+    error = fails(capsys, "plan", "--schedule-file", str(path), *TIMES)
+    assert error.splitlines()[0] == f"zero-bubble plan: schedule file {path}: zb-h1: rank 1 must run 1W0; it is missing"
+    assert ">1W0<" in error
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-h2", "--format", "json"]
+    command += ["--num-ranks", "16", "--num-microbatches", "200", *TIMES]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 0

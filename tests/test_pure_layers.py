@@ -1,0 +1,39 @@
+"""The layers below the runtime stay free of torch, so that planning works where nothing is installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import megatron.zero_bubble
+
+PACKAGE = Path(megatron.zero_bubble.__file__).parent
+PURE = (
+    "__init__",
+    "__main__",
+    "ir",
+    "costs",
+    "files",
+    "config",
+    "plan_file",
+    "schedules",
+    "search",
+    "analysis",
+    "plan",
+    "render",
+)
+
+
+def test_planning_does_not_load_torch() -> None:
+    """Every module of layers 1 to 3, and the command, in one fresh process."""
+    files = [
+        path for name in PURE for path in [PACKAGE / f"{name}.py", *(PACKAGE / name).rglob("*.py")] if path.exists()
+    ]
+    names = [".".join(path.relative_to(PACKAGE.parents[1]).with_suffix("").parts) for path in files]
+    assert "megatron.zero_bubble.schedules.zb_h2" in names
+    imports = "\n".join(f"importlib.import_module({name.removesuffix('.__init__')!r})" for name in names)
+    code = f"import importlib, sys\n{imports}\nprint([name for name in ('torch', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[]\n"
