@@ -151,7 +151,7 @@ class Schedule:
         return Pass(stage, kind, microbatch, slice_)
 
     def dependencies(self, p: Pass) -> tuple[Pass, ...]:
-        """The passes that must end before ``p`` starts; slices of a sequence go forward in order, backward in reverse."""
+        """The passes that must end before ``p`` starts; slices go forward in order and back in reverse."""
         if p.kind is Kind.W:
             return (Pass(p.stage, Kind.B, p.microbatch, p.slice),)
         needs: list[Pass] = []
@@ -187,6 +187,6 @@ class Schedule:
         order: Iterable[Iterable[str]],
         num_slices: int = 1,
     ) -> Schedule:
-        """Read what ``to_text`` wrote; only the form of each pass is checked here, the rest by ``analysis.validate``."""
+        """Read what ``to_text`` wrote; only the form of each pass is checked, ``analysis.validate`` checks the rest."""
         rows = tuple(tuple(map(Pass.parse, row)) for row in order)
         return cls(name, placement, num_microbatches, rows, num_slices)

@@ -14,10 +14,10 @@ from megatron.zero_bubble.config import ZeroBubbleConfig
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.patching import core_0_16
 from megatron.zero_bubble.patching.seam import Seam
+from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.runtime.executor import PassObserver
 from megatron.zero_bubble.runtime.linear import split_linear
 from megatron.zero_bubble.runtime.pipeline import Pipeline
-from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
 # The megatron-core minors whose seams are known, each with the module that lists them.

@@ -31,7 +31,7 @@ def lower(schedule: Schedule, max_in_flight: int | None = None) -> Plan:
         PlanError: when the ranks would wait for each other, with each rank's position.
     """
     routes = _Routes(schedule)
-    ops = tuple(tuple(_lower_rank(routes, rank, max_in_flight)) for rank in range(schedule.num_ranks))
+    ops = tuple(tuple(_RankOps(routes, rank, max_in_flight).write()) for rank in range(schedule.num_ranks))
     plan = Plan(schedule, ops)
     prove(plan)
     return plan
@@ -82,38 +82,53 @@ class _Routes:
         return acknowledged
 
 
-def _lower_rank(routes: _Routes, rank: int, max_in_flight: int | None) -> Iterator[Op]:
-    posted = {channel: 0 for channel in routes.channels if channel[1] == rank}
-    sent = {channel: 0 for channel in routes.channels if channel[0] == rank}
-    settled = dict.fromkeys(sent, 0)
+class _RankOps:
+    """Writes the ops of one rank; the three rules of this module are its three methods."""
 
-    def post(p: Pass) -> Iterator[Op]:
-        for message in routes.inputs(p):
-            channel = routes.channels[message.channel]
-            while message not in expected:
-                expected.add(channel[posted[message.channel]])
-                yield Recv(channel[posted[message.channel]])
-                posted[message.channel] += 1
+    def __init__(self, routes: _Routes, rank: int, max_in_flight: int | None) -> None:
+        self._routes = routes
+        self._rank = rank
+        self._max_in_flight = max_in_flight
+        self._expected: set[Message] = set()
+        self._posted = {channel: 0 for channel in routes.channels if channel[1] == rank}
+        self._sent = {channel: 0 for channel in routes.channels if channel[0] == rank}
+        self._settled = dict.fromkeys(self._sent, 0)
 
-    def settle(channel: tuple[int, int], count: int) -> Iterator[Op]:
-        while settled[channel] < count:
-            yield Settle(routes.channels[channel][settled[channel]])
-            settled[channel] += 1
+    def write(self) -> Iterator[Op]:
+        row = self._routes.schedule.order[self._rank]
+        for p, following in zip(row, (*row[1:], None), strict=True):
+            yield from self._post(p)
+            if following is not None:
+                yield from self._post(following)
+            yield Compute(p)
+            yield from self._settle_acknowledged(p)
+            if (out := self._routes.sent.get(p)) is not None:
+                yield from self._send(out)
+        for channel, count in self._sent.items():
+            yield from self._settle(channel, count)
 
-    expected: set[Message] = set()
-    row = routes.schedule.order[rank]
-    for p, following in zip(row, (*row[1:], None), strict=True):
-        yield from post(p)
-        if following is not None:
-            yield from post(following)
-        yield Compute(p)
-        for message in routes.inputs(p):
-            if (back := (rank, message.source)) in settled:
-                yield from settle(back, min(routes.acknowledged[message], sent[back]))
-        if (out := routes.sent.get(p)) is not None:
-            if max_in_flight is not None:
-                yield from settle(out.channel, sent[out.channel] + 1 - max_in_flight)
-            yield Send(out)
-            sent[out.channel] += 1
-    for channel, count in sent.items():
-        yield from settle(channel, count)
+    def _post(self, p: Pass) -> Iterator[Op]:
+        for message in self._routes.inputs(p):
+            channel = self._routes.channels[message.channel]
+            while message not in self._expected:
+                following = channel[self._posted[message.channel]]
+                self._posted[message.channel] += 1
+                self._expected.add(following)
+                yield Recv(following)
+
+    def _send(self, message: Message) -> Iterator[Op]:
+        if self._max_in_flight is not None:
+            yield from self._settle(message.channel, self._sent[message.channel] + 1 - self._max_in_flight)
+        yield Send(message)
+        self._sent[message.channel] += 1
+
+    def _settle_acknowledged(self, p: Pass) -> Iterator[Op]:
+        for message in self._routes.inputs(p):
+            back = (self._rank, message.source)
+            if back in self._settled:
+                yield from self._settle(back, min(self._routes.acknowledged[message], self._sent[back]))
+
+    def _settle(self, channel: tuple[int, int], count: int) -> Iterator[Op]:
+        while self._settled[channel] < count:
+            yield Settle(self._routes.channels[channel][self._settled[channel]])
+            self._settled[channel] += 1

@@ -135,5 +135,3 @@ class _Proof:
             mark = ">" if rank in (None, row) and position < len(ops) else " "
             lines.append(f"{mark} rank {row}: ... {before} {here} {after}")
         return PlanError("\n".join(lines))
-
-

@@ -40,8 +40,8 @@ class GradAccumulator:
             elif hasattr(chunk, "no_sync"):
                 raise ValueError(
                     "a model chunk must be plain or wrapped in megatron-core's DistributedDataParallel, because "
-                    f"deferred weight gradients must reach its hooks; got {type(chunk).__module__}.{type(chunk).__name__};"
-                    " turn the other wrapper (FSDP, torch DDP) off or train without --zero-bubble-schedule"
+                    f"deferred weight gradients must reach its hooks; got {type(chunk).__module__}."
+                    f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"
                 )
 
     def __call__(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
@@ -54,9 +54,10 @@ class GradAccumulator:
         if hook is not None:
             hook()
 
-    def fused(self, weight: torch.nn.Parameter, x: torch.Tensor, grad_output: torch.Tensor) -> None:
+    def fused(self, weight: Any, x: torch.Tensor, grad_output: torch.Tensor) -> None:
         """Accumulate ``grad_output^T x`` straight into ``main_grad`` with the kernel that the job's own
-        ``gradient_accumulation_fusion`` uses; ``x`` is (tokens, in), ``grad_output`` (tokens, out)."""
+        ``gradient_accumulation_fusion`` uses; ``x`` is (tokens, in), ``grad_output`` (tokens, out).
+        """
         kernels = layers.fused_weight_gradient_mlp_cuda
         fp32 = weight.main_grad.dtype is torch.float32
         accumulate = kernels.wgrad_gemm_accum_fp32 if fp32 else kernels.wgrad_gemm_accum_fp16

@@ -75,7 +75,8 @@ class DeferredLinear:
 
     def prefetch(self) -> None:
         """Start gathering the input over the tensor-parallel group, into a buffer of our own: upstream's shared one
-        is overwritten by the next layer."""
+        is overwritten by the next layer.
+        """
         if self._tp_group is None:
             return
         shape = (self._input.size(0) * self._tp_group.size(), *self._input.shape[1:])
@@ -121,7 +122,7 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
 
     @functools.wraps(original)
     def linear(
-        input: torch.Tensor,  # noqa: A002 - upstream calls it by this name
+        input: torch.Tensor,
         weight: torch.nn.Parameter,
         bias: torch.Tensor | None,
         gradient_accumulation_fusion: bool,
@@ -153,7 +154,7 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
             )
         tp_group = layers.get_tensor_model_parallel_group_if_none(rest.get("tp_group")) if sequence_parallel else None
         deferred = DeferredLinear(store, accumulate, input, weight, gradient_accumulation_fusion, tp_group)
-        # "Fused accumulation" with a detached weight: upstream then returns no weight gradient and touches no main_grad.
+        # "Fused accumulation" of a detached weight: upstream then returns no weight gradient and has no main_grad.
         y = original(
             input, weight.detach(), None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest
         )  # fmt: skip

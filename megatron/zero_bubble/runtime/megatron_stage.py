@@ -1,4 +1,4 @@
-"""A stage that is a chunk of a Megatron model: passes run through megatron-core's own ``forward_step``/``backward_step``."""
+"""A stage that is a chunk of a Megatron model; its passes run through megatron-core's own step functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.runtime.gradients import GradSync
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
@@ -32,10 +32,44 @@ class StepArguments:
 @dataclass
 class StepResults:
     """What one iteration gathers on this rank: the number of tokens (0-dim int tensor on the compute device), and, on
-    the last stage, the losses behind them."""
+    the last stage, the losses behind them.
+    """
 
     num_tokens: torch.Tensor
     forward_data: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """What a schedule says of one stage.
+
+    Attributes:
+        is_last: whether it computes the loss.
+        vp_stage: its number among the rank's chunks, None where there is one.
+        last_backward: the microbatch whose backward comes last, -1 where there is none.
+        max_in_flight: the most microbatches whose F ran and whose backward did not.
+    """
+
+    stage: int
+    is_last: bool
+    vp_stage: int | None
+    last_backward: int
+    max_in_flight: int
+
+    @classmethod
+    def of(cls, schedule: Schedule, stage: int) -> StageFacts:
+        placement = schedule.placement
+        rank = placement.stage_to_rank[stage]
+        last_backward, in_flight, most = -1, 0, 0
+        for p in schedule.order[rank]:
+            if p.stage != stage or p.kind is Kind.W:
+                continue
+            if p.kind is not Kind.F:
+                last_backward = p.microbatch
+            in_flight += 1 if p.kind is Kind.F else -1
+            most = max(most, in_flight)
+        vp_stage = placement.chunk_of(stage) if len(placement.stages_of(rank)) > 1 else None
+        return cls(stage, stage == schedule.num_stages - 1, vp_stage, last_backward, most)
 
 
 class MegatronStage:
@@ -43,37 +77,30 @@ class MegatronStage:
 
     Args:
         step: the call's arguments.
+        results: where losses and token counts go.
+        facts: what the schedule says of the stage.
         model: the chunk, as Megatron wraps it.
         data_iterator: the chunk's.
-        is_last: whether it computes the loss.
-        vp_stage: its number among the rank's chunks, None where there is one.
-        last_backward: the microbatch whose backward comes last on this chunk.
-        recompute_window: how many microbatches of the chunk are in flight at most, for partial recomputation.
+        sync: told when the last microbatch's backward runs; None where data parallelism reduces after the passes.
     """
 
     def __init__(
         self,
         step: StepArguments,
         results: StepResults,
+        facts: StageFacts,
         model: torch.nn.Module,
         data_iterator: Any,
         store: WgradStore,
         sync: GradSync | None,
-        is_last: bool,
-        vp_stage: int | None,
-        last_backward: int,
-        recompute_window: int,
     ) -> None:
         self._step = step
         self._results = results
+        self._facts = facts
         self._model = model
         self._data_iterator = data_iterator
         self._store = store
         self._sync = sync
-        self._is_last = is_last
-        self._vp_stage = vp_stage
-        self._last_backward = last_backward
-        self._recompute_window = recompute_window
         self._saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, bool]] = {}
 
     def forward(self, work: Pass, x: torch.Tensor | None, split: bool) -> torch.Tensor | None:
@@ -96,11 +123,11 @@ class MegatronStage:
                     step.first_val_step, step.forward_only, work.microbatch == 0
                 ),
                 current_microbatch=work.microbatch,
-                vp_stage=self._vp_stage,
-                is_last_stage=self._is_last,
+                vp_stage=self._facts.vp_stage,
+                is_last_stage=self._facts.is_last,
             )
         self._results.num_tokens += num_tokens
-        output = None if self._is_last else y.detach()
+        output = None if self._facts.is_last else y.detach()
         if not step.forward_only:
             self._saved[work.microbatch, work.slice] = (x, y, split)
             schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
@@ -108,17 +135,17 @@ class MegatronStage:
 
     def backward(self, work: Pass, grad: torch.Tensor | None) -> torch.Tensor | None:
         x, y, split = self._saved.pop((work.microbatch, work.slice))
-        if self._sync is not None and work.microbatch == self._last_backward:
+        if self._sync is not None and work.microbatch == self._facts.last_backward:
             self._sync.enable()
         with self._store.defer(work) if split else contextlib.nullcontext():
             return schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
 
     def backward_weight(self, work: Pass) -> None:
-        late = self._sync is not None and self._sync.enabled and work.microbatch != self._last_backward
+        late = self._sync is not None and self._sync.enabled and work.microbatch != self._facts.last_backward
         with self._sync.paused() if late and self._sync is not None else contextlib.nullcontext():
             self._store.run(work)
 
     def _recomputes(self, microbatch: int) -> bool | None:
         """Megatron's ``num_microbatches_with_partial_activation_checkpoints`` (arXiv 2205.05198, appendix C)."""
         partial = self._step.config.num_microbatches_with_partial_activation_checkpoints
-        return None if partial is None else microbatch % self._recompute_window >= partial
+        return None if partial is None else microbatch % self._facts.max_in_flight >= partial

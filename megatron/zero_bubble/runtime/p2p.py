@@ -95,6 +95,7 @@ class Transport:
         if self._stages(tensor):
             tensor = tensor.cpu()
         work = dist.isend(tensor, self._global_ranks[message.target], group=self._group(*message.channel))
+        assert work is not None, "this rank is in the group"
         self._in_flight[message] = (work, tensor)
 
     def post(self, message: Message, buffer: torch.Tensor) -> Receive:
@@ -103,6 +104,7 @@ class Transport:
         source = self._global_ranks[message.source]
         target = buffer if staged is None else staged
         work = dist.irecv(target, source, group=self._group(*message.channel))
+        assert work is not None, "this rank is in the group"
         return Receive(work, buffer, staged, message)
 
     def settle(self, message: Message) -> None:

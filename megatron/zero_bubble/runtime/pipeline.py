@@ -6,7 +6,9 @@ arguments, results and order of closing steps this keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -19,11 +21,11 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import check_model_config
-from megatron.zero_bubble.ir import Kind, Schedule
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan import Message, Plan, Send, lower
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
-from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StepArguments, StepResults
+from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
@@ -51,7 +53,7 @@ class Pipeline:
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._observer = observer
-        self._plans: dict[tuple[int, bool], Plan] = {}
+        self._prepared: dict[tuple[int, bool], _Prepared] = {}
         self._transport: Transport | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -82,25 +84,9 @@ class Pipeline:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])
-        device = next(chunks[0].parameters()).device
         groups = _groups(pg_collection)
-        plan = self._plan(groups.pp, config, num_microbatches, forward_only)
-        own_stages = plan.schedule.placement.stages_of(groups.pp.rank())
-        if len(chunks) != len(own_stages):
-            raise ValueError(
-                f"schedule {plan.schedule.name!r} places {len(own_stages)} stages on this rank, so the model must come "
-                f"in as many chunks; got {len(chunks)}; check the virtual pipeline options"
-            )
-        self.store.clear()
-        if not forward_only:
-            self.accumulate.watch(chunks)
-        opens_embedding = config.finalize_model_grads_func is not None and not forward_only
-        is_last = plan.schedule.num_stages - 1 in own_stages
-        if opens_embedding:
-            embedding = schedules.clear_embedding_activation_buffer(config, chunks[-1], is_last)
-        if config.timers is not None:
-            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-
+        prepared = self._prepare(groups.pp, config, num_microbatches, forward_only)
+        prepared.check_chunks(chunks)
         step = StepArguments(
             forward_step_func,
             num_microbatches,
@@ -110,51 +96,50 @@ class Pipeline:
             collect_non_loss_data,
             first_val_step,
         )
-        results = StepResults(torch.zeros([], dtype=torch.int, device=device))
-        syncs = [None if forward_only else GradSync(f) for f in _per_chunk(config.no_sync_func, len(chunks))]
-        # With --align-grad-reduce only the first rank reduces while it computes; the others fill their bubble with it.
-        overlaps = config.grad_sync_func is None or groups.pp.rank() == 0
-        stages = {
-            stage: MegatronStage(
-                step,
-                results,
-                chunks[chunk],
-                iterators[chunk],
-                self.store,
-                syncs[chunk] if overlaps else None,
-                is_last=stage == plan.schedule.num_stages - 1,
-                vp_stage=chunk if len(chunks) > 1 else None,
-                last_backward=_last_backward(plan.schedule, stage),
-                recompute_window=_in_flight(plan.schedule, stage),
-            )
-            for chunk, stage in enumerate(own_stages)
-        }
-        shapes = _boundary_shapes(
-            config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn
+        boundary = _Boundary.of(
+            config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn, chunks[0]
         )
-
-        def new_buffer(message: Message) -> torch.Tensor:
-            shape = shapes[0] if message.is_activation else shapes[1]
-            return torch.empty(shape, dtype=config.pipeline_dtype, device=device)
-
-        assert self._transport is not None
-        Executor(plan, groups.pp.rank(), stages, self._transport, new_buffer, self._observer).run()
-        if not forward_only:
-            _finish_grad_sync(config, chunks, syncs)
-        if opens_embedding:
-            schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
-            num_tokens = results.num_tokens if config.calculate_per_token_loss else None
-            config.finalize_model_grads_func(
-                chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce
-            )
+        results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
+        self.store.clear()
+        if config.timers is not None:
+            config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        if forward_only:
+            self._run(prepared, step, results, chunks, iterators, [None] * len(chunks), boundary)
+        else:
+            with _finalized(config, groups, prepared, chunks, results, force_all_reduce):
+                self.accumulate.watch(chunks)
+                syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
+                # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
+                overlaps = config.grad_sync_func is None or prepared.rank == 0
+                early = syncs if overlaps else [None] * len(chunks)
+                self._run(prepared, step, results, chunks, iterators, early, boundary)
+                _finish_grad_sync(config, chunks, syncs)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return results.forward_data
 
-    def _plan(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> Plan:
+    def _run(
+        self,
+        prepared: _Prepared,
+        step: StepArguments,
+        results: StepResults,
+        chunks: list[torch.nn.Module],
+        iterators: list[Any],
+        syncs: Sequence[GradSync | None],
+        boundary: _Boundary,
+    ) -> None:
+        """Make the stages of this rank and execute the plan."""
+        stages = {
+            facts.stage: MegatronStage(step, results, facts, chunk, iterator, self.store, sync)
+            for facts, chunk, iterator, sync in zip(prepared.stages, chunks, iterators, syncs, strict=True)
+        }
+        assert self._transport is not None
+        Executor(prepared.plan, prepared.rank, stages, self._transport, boundary.new_buffer, self._observer).run()
+
+    def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> _Prepared:
         """The plan for this many microbatches: made, checked and agreed upon once."""
         key = (num_microbatches, forward_only)
-        if key not in self._plans:
+        if key not in self._prepared:
             check_model_config(config)
             schedule = self._make_schedule(group.size(), num_microbatches)
             if schedule.num_ranks != group.size() or schedule.num_microbatches != num_microbatches:
@@ -169,8 +154,8 @@ class Pipeline:
             else:
                 plan = lower(schedule)
             self._connect(group, plan)
-            self._plans[key] = plan
-        return self._plans[key]
+            self._prepared[key] = _Prepared.of(plan, group.rank())
+        return self._prepared[key]
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Agree on the plan with the other ranks and open its channels."""
@@ -188,6 +173,52 @@ class Pipeline:
             self._transport.open(channels)
 
 
+@dataclass(frozen=True)
+class _Prepared:
+    """A plan and what one rank needs to know of it at every iteration."""
+
+    plan: Plan
+    rank: int
+    stages: tuple[StageFacts, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> _Prepared:
+        own = plan.schedule.placement.stages_of(rank)
+        return cls(plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own))
+
+    @property
+    def has_last_stage(self) -> bool:
+        return any(stage.is_last for stage in self.stages)
+
+    def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
+        """Raises ValueError unless there is one model chunk a stage."""
+        if len(chunks) != len(self.stages):
+            raise ValueError(
+                f"schedule {self.plan.schedule.name!r} places {len(self.stages)} stages on this rank, so the model "
+                f"must come in as many chunks; got {len(chunks)}; check the virtual pipeline options"
+            )
+
+
+@contextlib.contextmanager
+def _finalized(
+    config: Any,
+    groups: Any,
+    prepared: _Prepared,
+    chunks: list[torch.nn.Module],
+    results: StepResults,
+    force_all_reduce: bool | None,
+) -> Iterator[None]:
+    """Around all passes of a training step: what Megatron opens before them and closes after them."""
+    if config.finalize_model_grads_func is None:
+        yield
+        return
+    embedding = schedules.clear_embedding_activation_buffer(config, chunks[-1], prepared.has_last_stage)
+    yield
+    schedules.finish_embedding_wgrad_compute(config, embedding, prepared.has_last_stage, groups.tp)
+    num_tokens = results.num_tokens if config.calculate_per_token_loss else None
+    config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+
 def _groups(pg_collection: Any) -> Any:
     """The caller's process groups, or Megatron's global ones."""
     if pg_collection is not None:
@@ -202,24 +233,44 @@ def _groups(pg_collection: Any) -> Any:
     return groups
 
 
-def _boundary_shapes(
-    config: Any, groups: Any, seq_length: int, micro_batch_size: int, decoder_seq_length: int | None, adjust: Any
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shapes (sequence shard, microbatch, hidden) this rank receives as activations and as gradients."""
-    received, sent = (
-        schedules.get_tensor_shapes(
-            seq_length=seq_length,
-            micro_batch_size=micro_batch_size,
-            decoder_seq_length=decoder_seq_length,
-            config=config,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
+@dataclass(frozen=True)
+class _Boundary:
+    """The tensors that cross stage boundaries: shape (sequence shard, microbatch, hidden) of each direction."""
+
+    activation: tuple[int, ...]
+    gradient: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        groups: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None,
+        adjust: Callable[..., Any] | None,
+        chunk: torch.nn.Module,
+    ) -> _Boundary:
+        received, sent = (
+            schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )
+            for _ in range(2)
         )
-        for _ in range(2)
-    )
-    if adjust is not None:
-        received, sent = adjust(received, sent)
-    return received[0], sent[0]
+        if adjust is not None:
+            received, sent = adjust(received, sent)
+        return cls(received[0], sent[0], config.pipeline_dtype, next(chunk.parameters()).device)
+
+    def new_buffer(self, message: Message) -> torch.Tensor:
+        shape = self.activation if message.is_activation else self.gradient
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
@@ -227,27 +278,11 @@ def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
     return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks
 
 
-def _last_backward(schedule: Schedule, stage: int) -> int:
-    row = schedule.order[schedule.placement.stage_to_rank[stage]]
-    backwards = [p.microbatch for p in row if p.stage == stage and p.kind in (Kind.B, Kind.BW)]
-    return backwards[-1] if backwards else -1
-
-
-def _in_flight(schedule: Schedule, stage: int) -> int:
-    """The most microbatches of ``stage`` whose F ran and whose backward did not."""
-    current = most = 0
-    for p in schedule.order[schedule.placement.stage_to_rank[stage]]:
-        if p.stage == stage and p.kind is not Kind.W:
-            current += 1 if p.kind is Kind.F else -1
-            most = max(most, current)
-    return most
-
-
-def _finish_grad_sync(config: Any, chunks: list[torch.nn.Module], syncs: list[GradSync | None]) -> None:
+def _finish_grad_sync(config: Any, chunks: list[torch.nn.Module], syncs: list[GradSync]) -> None:
     """Start the reductions that no backward has started."""
     grad_syncs = _per_chunk(config.grad_sync_func, len(chunks))
     for chunk, sync, grad_sync in zip(chunks, syncs, grad_syncs, strict=True):
-        if sync is not None and not sync.enabled:
+        if not sync.enabled:
             sync.enable()
             if grad_sync is not None:
                 grad_sync(chunk.parameters())
