@@ -1,15 +1,10 @@
-"""Fixtures that all tests share."""
+"""Fixtures and rules that all tests share."""
 
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
 from tests.helpers.ranks import RankPool
-
-# A deadline an example would fail on a busy machine; fixed examples make a failure everybody's.
-settings.register_profile("tests", deadline=None, derandomize=True, database=None, max_examples=60)
-settings.load_profile("tests")
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +13,15 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool()
     yield pool
     pool.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; torch is asked only when such a test was collected."""
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

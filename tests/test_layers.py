@@ -1,15 +1,12 @@
-"""What the contracts in .importlinter cannot say: where a name may appear, and that the pure layers stay light."""
+"""What the contracts in .importlinter cannot say: where a name may appear, and what makes a package."""
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "megatron" / "zero_bubble"
-PURE = ["ir", "costs", "schedules", "analysis", "plan", "plan_file", "render", "config", "__main__"]
 
 
 @pytest.mark.parametrize(
@@ -30,12 +27,6 @@ def test_a_name_stays_in_its_folder(name: str, folders: set[str]) -> None:
 def test_names_are_found_however_they_are_written() -> None:
     source = "import torch.cuda\nfrom torch import cuda\ntorch.cuda.synchronize()\nx = 'torch.cuda'  # torch.cuda"
     assert sorted(line for line, name in names_in(source) if name == "torch.cuda") == [1, 2, 3]
-
-
-def test_the_pure_layers_load_no_torch() -> None:
-    imports = "".join(f"import megatron.zero_bubble.{name}\n" for name in PURE)
-    check = "import sys\nheavy = {'torch', 'numpy', 'megatron.core'} & set(sys.modules)\nassert not heavy, heavy\n"
-    subprocess.run([sys.executable, "-c", imports + check], check=True, cwd=PACKAGE.parents[1])
 
 
 def test_every_package_says_what_it_is() -> None:

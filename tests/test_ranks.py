@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 
+from megatron.zero_bubble import patching
+from megatron.zero_bubble.config import ZeroBubbleConfig
 from tests.helpers.ranks import REPOSITORY, RankFailure, RankPool
 
 
@@ -85,6 +87,10 @@ def use_model_parallel(rank: int, pipeline_size: int) -> int:
     return parallel_state.get_pipeline_model_parallel_rank()
 
 
+def leave_patches(rank: int) -> None:
+    patching.apply(ZeroBubbleConfig(schedule="zb-h1"))
+
+
 def assert_rank_zero(rank: int) -> None:
     assert dist.is_initialized()
     assert rank == 0, "left over"
@@ -118,6 +124,11 @@ def test_tensors_come_back_and_seeds_are_alike(pool: RankPool) -> None:
 def test_megatron_is_new_for_every_run(pool: RankPool) -> None:
     assert pool.run(4, use_model_parallel, 2) == [0, 0, 1, 1]
     assert pool.run(4, use_model_parallel, 4) == [0, 1, 2, 3]
+
+
+def test_patches_left_behind_are_a_failure(pool: RankPool) -> None:
+    with pytest.raises(RankFailure, match="left patches behind.*forward_backward_pipelining_without_interleaving"):
+        pool.run(1, leave_patches)
 
 
 def test_an_exception_reports_every_rank_and_replaces_the_pool(pool: RankPool) -> None:

@@ -58,12 +58,15 @@ def serve(connection: Connection, log: str, initializer: Callable[[], object]) -
 
 
 def reset() -> None:
-    """Forget the last job: its process groups, megatron-core's globals, its garbage."""
+    """Forget the last job: its process groups, megatron-core's globals, its garbage. Patches it must revert itself."""
     import torch.distributed
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+    patching = sys.modules.get("megatron.zero_bubble.patching")
+    left = patching.report() if patching else []
+    assert not left, f"the job left patches behind; call patching.revert() at its end: {left}"
     parallel_state.destroy_model_parallel()
     num_microbatches_calculator.destroy_num_microbatches_calculator()
     rerun_state_machine.destroy_rerun_state_machine()
