@@ -1,0 +1,49 @@
+"""The CUDA platform: one GPU per rank over NCCL, or several ranks on one GPU over gloo."""
+
+from __future__ import annotations
+
+import torch
+
+
+class CudaPlatform:
+    """GPUs. Marks are CUDA events on the current stream, so timing costs no synchronisation."""
+
+    name = "cuda"
+    backend = "nccl"
+
+    def available(self) -> bool:
+        """Whether torch can use a GPU in this process."""
+        return torch.cuda.is_available()
+
+    def setup(self, local_rank: int) -> torch.device:
+        device = self.device(local_rank)
+        torch.cuda.set_device(device)
+        return device
+
+    def device(self, local_rank: int) -> torch.device:
+        # More ranks than GPUs share them in turn; who wants NCCL is refused earlier (training.checks).
+        return torch.device("cuda", local_rank % self.device_count())
+
+    def device_count(self) -> int:
+        return torch.cuda.device_count()
+
+    def describe(self) -> str:
+        return f"cuda ({self.device_count()} x {torch.cuda.get_device_name()})"
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        end.synchronize()
+        return start.elapsed_time(end)
+
+    def reset_peak_memory(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak_memory_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated()

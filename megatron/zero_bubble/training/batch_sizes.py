@@ -1,0 +1,69 @@
+"""How many samples each iteration consumes, with ``--rampup-batch-size`` or without."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from megatron.zero_bubble.training.errors import UsageError
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The global batch size as a function of the samples consumed so far.
+
+    It starts at ``start`` and grows by ``increment`` in equal steps, reaching ``final`` after ``rampup_samples``; each
+    step is rounded down to a multiple of ``granule`` samples, one microbatch on every data-parallel rank.
+    """
+
+    final: int
+    granule: int
+    start: int
+    increment: int
+    rampup_samples: int
+
+    @classmethod
+    def from_arguments(cls, args: argparse.Namespace) -> BatchSizes:
+        """From the batch-size flags.
+
+        Raises:
+            UsageError: the sizes are not multiples of what one microbatch of all data-parallel ranks holds.
+        """
+        granule = args.micro_batch_size * args.data_parallel_size
+        final = granule if args.global_batch_size is None else args.global_batch_size
+        if final <= 0 or final % granule:
+            raise UsageError(
+                "--global-batch-size must be a positive multiple of micro batch size * data-parallel size, got "
+                f"{final} and {args.micro_batch_size} * {args.data_parallel_size}; "
+                f"use {max(1, final // granule) * granule}"
+            )
+        if args.rampup_batch_size is None:
+            return cls(final, granule, final, 0, 0)
+        start, increment, samples = args.rampup_batch_size
+        if start < granule or increment <= 0 or samples < 0 or start > final or (final - start) % increment:
+            raise UsageError(
+                "--rampup-batch-size START INCREMENT SAMPLES must reach the global batch size in whole increments from "
+                f"a START of at least {granule}, got {start} {increment} {samples} towards {final}; change START"
+            )
+        return cls(final, granule, start, increment, samples)
+
+    def at(self, consumed_samples: int) -> int:
+        """The global batch size of the iteration that begins after ``consumed_samples``."""
+        if consumed_samples >= self.rampup_samples:
+            return self.final
+        steps_in_all = (self.final - self.start) // self.increment
+        steps = consumed_samples * steps_in_all // self.rampup_samples
+        return (self.start + steps * self.increment) // self.granule * self.granule
+
+    def microbatches(self, consumed_samples: int) -> int:
+        """Microbatches per data-parallel rank of that iteration."""
+        return self.at(consumed_samples) // self.granule
+
+    def samples_after(self, iterations: int) -> int:
+        """Samples consumed by the first ``iterations`` iterations."""
+        consumed = 0
+        for done in range(iterations):
+            if consumed >= self.rampup_samples:
+                return consumed + (iterations - done) * self.final
+            consumed += self.at(consumed)
+        return consumed

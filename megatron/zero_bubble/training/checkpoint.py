@@ -1,0 +1,262 @@
+"""Checkpoints in megatron-core's ``torch_dist`` format, complete or absent.
+
+A checkpoint is written to ``iter_0000010.writing`` and renamed to ``iter_0000010`` when every rank has finished; then
+``latest_checkpointed_iteration.txt`` is replaced. A crash at any moment leaves the previous one loadable. It holds
+the weights, the optimizer, the learning-rate schedule, every random state and the samples consumed, so that a resumed
+run repeats the uninterrupted one bit for bit. ``files.json`` lists what must be there, to tell a cut-off copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import random
+import shutil
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron.zero_bubble.training.distributed import agree
+from megatron.zero_bubble.training.errors import UsageError
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "files.json"
+_WRITING = ".writing"
+# Sizes that fix which random state belongs to whom.
+_LAYOUT = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "data_parallel_size",
+    "expert_model_parallel_size",
+)
+# What megatron-core and torch raise for files that are damaged or hold another model.
+_LOAD_ERRORS = (
+    CheckpointingException,
+    CheckpointException,
+    RuntimeError,
+    ValueError,
+    KeyError,
+    OSError,
+    EOFError,
+    pickle.UnpicklingError,
+)
+
+
+@dataclass
+class TrainState:
+    """How far training has come."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_iterations: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a checkpoint saves and restores beside :class:`TrainState`."""
+
+    model: list[Any]
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+
+
+def checkpoint_path(directory: str | Path, iteration: int) -> Path:
+    """Where the checkpoint of ``iteration`` lies under ``directory``."""
+    return Path(directory) / f"iter_{iteration:07d}"
+
+
+def latest_iteration(directory: str | Path) -> int | None:
+    """The iteration of the newest complete checkpoint under ``directory``; None when there is none.
+
+    Raises:
+        UsageError: the tracker file holds no number.
+    """
+    tracker = Path(directory) / TRACKER
+    if not tracker.is_file():
+        return None
+    text = tracker.read_text().strip()
+    if not text.isdigit():
+        raise UsageError(f"{tracker} must hold the number of an iteration, got {text[:40]!r}; write the one to load")
+    return int(text)
+
+
+def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
+    """Write a checkpoint under ``--save``; a collective call that returns when it is complete."""
+    final = checkpoint_path(args.save, state.iteration)
+    writing = final.with_name(final.name + _WRITING)
+    if dist.get_rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)  # of a run that crashed
+        writing.mkdir(parents=True)
+    dist.barrier()
+    metadata = _metadata(args)
+    contents = _contents(args, trained, metadata)
+    contents["train_state"] = asdict(state)
+    contents["layout"] = _layout(args)
+    on_disk = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
+    dist_checkpointing.save(contents, str(writing), content_metadata=on_disk)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _publish(writing, final, state.iteration)
+    dist.barrier()
+    return final
+
+
+def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
+    """Restore the newest checkpoint under ``--load``; None when there is none. A collective call.
+
+    Random states belong to ranks: under another parallel layout than the saved one they start from ``--seed``.
+
+    Raises:
+        UsageError: on every rank, when the checkpoint is missing (and ``--exit-on-missing-checkpoint``), incomplete,
+            or does not fit the model of this run.
+    """
+    iteration = latest_iteration(args.load)
+    if iteration is None:
+        if args.exit_on_missing_checkpoint:
+            raise UsageError(f"--load needs a checkpoint, and {args.load} has no {TRACKER}; correct the path")
+        return None
+    path = checkpoint_path(args.load, iteration)
+    agree(_incompleteness(path))
+    try:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        metadata = {**(common.get("content_metadata") or {}), **_metadata(args)}
+        same_layout = common.get("layout") == _layout(args)
+        request = _contents(args, trained, metadata, loading=True, random_states=same_layout)
+        _restore(trained, request.keys(), dist_checkpointing.load(request, str(path)))
+    except _LOAD_ERRORS as error:
+        text = " ".join(str(error).split())[:300]
+        raise UsageError(
+            f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); give the model "
+            f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}"
+        ) from error
+    return TrainState() if args.finetune else TrainState(**common["train_state"])
+
+
+def _contents(
+    args: argparse.Namespace,
+    trained: Trained,
+    metadata: dict[str, Any],
+    loading: bool = False,
+    random_states: bool = True,
+) -> dict[str, Any]:
+    """What goes into a checkpoint, or is asked of one, by megatron-core's sharded descriptions."""
+    optimizer = args.load_optim and not args.finetune if loading else args.save_optim
+    random_states &= args.load_rng and not args.finetune if loading else args.save_rng
+    contents: dict[str, Any] = {}
+    for index, chunk in enumerate(trained.model):
+        contents[_model_key(trained, index)] = chunk.sharded_state_dict(metadata=metadata)
+    if optimizer:
+        contents["optimizer"] = trained.optimizer.sharded_state_dict(contents, is_loading=loading, metadata=metadata)
+        contents["opt_param_scheduler"] = trained.scheduler.state_dict()
+    if random_states:
+        contents["rng_state"] = _random_states()
+    return contents
+
+
+def _restore(trained: Trained, wanted: Collection[str], loaded: dict[str, Any]) -> None:
+    for index, chunk in enumerate(trained.model):
+        chunk.load_state_dict(loaded[_model_key(trained, index)], strict=True)
+    if "optimizer" in wanted:
+        trained.optimizer.load_state_dict(loaded["optimizer"])
+        trained.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    else:
+        trained.optimizer.reload_model_params()
+    if "rng_state" in wanted:
+        _restore_random_states(loaded["rng_state"])
+
+
+def _model_key(trained: Trained, index: int) -> str:
+    return "model" if len(trained.model) == 1 else f"model{index}"
+
+
+def _metadata(args: argparse.Namespace) -> dict[str, Any]:
+    """How megatron-core is to lay out optimizer shards."""
+    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    if args.use_distributed_optimizer:
+        metadata["distrib_optim_sharding_type"] = "dp_reshardable"
+    metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return metadata
+
+
+def _layout(args: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(args, name) for name in _LAYOUT}
+
+
+def _random_states() -> ShardedObject:
+    """Every random state of this rank, kept under its place in the layout."""
+    states = {
+        "random_rng_state": random.getstate(),
+        "np_rng_state": numpy.random.get_state(),
+        "torch_rng_state": torch.get_rng_state(),
+        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        "device_rng_state": tensor_parallel.random._get_cuda_rng_state(),
+    }
+    sizes = (
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_data_parallel_world_size(),
+    )
+    place = (
+        parallel_state.get_pipeline_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_data_parallel_rank(),
+    )
+    return ShardedObject("rng_state", states, sizes, place, replica_id=0)
+
+
+def _restore_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["random_rng_state"])
+    numpy.random.set_state(states["np_rng_state"])
+    torch.set_rng_state(states["torch_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
+    tensor_parallel.random._set_cuda_rng_state(states["device_rng_state"])
+
+
+def _publish(writing: Path, final: Path, iteration: int) -> None:
+    """Turn a finished directory into the checkpoint that the next start loads."""
+    files = {file.name: file.stat().st_size for file in sorted(writing.iterdir())}
+    (writing / MANIFEST).write_text(json.dumps(files, indent=1))
+    replaced = final.with_name(final.name + ".replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if final.exists():
+        final.rename(replaced)
+    writing.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
+    tracker = final.parent / TRACKER
+    temporary = tracker.with_name(tracker.name + _WRITING)
+    with temporary.open("w") as file:
+        file.write(str(iteration))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(tracker)
+
+
+def _incompleteness(path: Path) -> str | None:
+    """What is missing of the checkpoint at ``path``; None when it is whole, or lists no files (Megatron's own)."""
+    remedy = f"restore it, or write an earlier iteration into {path.parent / TRACKER}"
+    if not (path / "metadata.json").is_file():
+        return f"the checkpoint {path} that {TRACKER} names is not there; {remedy}"
+    if not (path / MANIFEST).is_file():
+        return None
+    try:
+        files = json.loads((path / MANIFEST).read_text())
+    except ValueError:
+        return f"the checkpoint {path} has an unreadable {MANIFEST}; {remedy}"
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            return f"the checkpoint {path} must have {size} bytes in {name}, got {found or 'no such file'}; {remedy}"
+    return None

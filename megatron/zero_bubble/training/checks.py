@@ -1,0 +1,274 @@
+"""Whether what the user asked for can work, one function a rule; all of them before anything is started.
+
+Every rank runs the same checks on the same values, so all ranks stop together and none waits for another.
+"""
+
+from __future__ import annotations
+
+import argparse
+from importlib.util import find_spec
+from pathlib import Path
+
+from megatron.zero_bubble.training.batch_sizes import BatchSizes
+from megatron.zero_bubble.training.blends import Blend, parse_blend
+from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.training.indexed import check_indexed
+
+_REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
+
+
+def check(args: argparse.Namespace, world_size: int) -> None:
+    """Apply every rule and fill in what follows from the others (data-parallel size, batch size, lengths).
+
+    Raises:
+        UsageError: the first rule that does not hold.
+    """
+    _check_required(args)
+    _check_parallel_sizes(args, world_size)
+    _check_layers(args)
+    _check_widths(args)
+    _check_batch_sizes(args)
+    _check_experts(args, world_size)
+    _check_overlaps(args)
+    _check_precision(args)
+    _check_learning_rate(args)
+    _check_tokenizer(args)
+    _check_data(args)
+    _check_packages(args)
+    _check_schedule(args)
+
+
+def _check_required(args: argparse.Namespace) -> None:
+    missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
+    if missing:
+        raise UsageError(
+            f"a run needs {', '.join(missing)}; give them on the command line or with --config configs/gpt_tiny.yaml"
+        )
+    positive = (
+        *_REQUIRED[:-1],
+        "tensor_model_parallel_size",
+        "pipeline_model_parallel_size",
+        "expert_model_parallel_size",
+        "log_interval",
+        "save_interval",
+        "eval_interval",
+        "exit_interval",
+        "distributed_timeout_minutes",
+        "make_vocab_size_divisible_by",
+    )
+    for name in positive:
+        value = getattr(args, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"{_flag(name)} must be positive, got {value}")
+    for name in ("eval_iters", "lr_warmup_iters", "num_workers", "lr", "min_lr", "clip_grad"):
+        if getattr(args, name) < 0:
+            raise UsageError(f"{_flag(name)} must not be negative, got {getattr(args, name)}")
+
+
+def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
+    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    if world_size % model:
+        raise UsageError(
+            "the number of processes must be divisible by tensor * pipeline parallel size, got "
+            f"{world_size} and {args.tensor_model_parallel_size} * {args.pipeline_model_parallel_size}; "
+            f"start a multiple of {model} (torchrun --nproc-per-node {model}) or change the sizes"
+        )
+    args.data_parallel_size = world_size // model
+    if args.sequence_parallel and args.tensor_model_parallel_size == 1:
+        raise UsageError(
+            "--sequence-parallel needs --tensor-model-parallel-size of 2 or more, got 1; drop it or raise the size"
+        )
+    if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
+        raise UsageError(
+            "with --sequence-parallel the sequence length must be divisible by the tensor-parallel size, got "
+            f"{args.seq_length} and {args.tensor_model_parallel_size}; change either"
+        )
+
+
+def _check_layers(args: argparse.Namespace) -> None:
+    chunks = args.virtual_pipeline_model_parallel_size
+    if chunks is not None and (chunks < 1 or args.pipeline_model_parallel_size == 1):
+        raise UsageError(
+            "--num-virtual-stages-per-pipeline-rank must be positive and needs 2 or more pipeline ranks, got "
+            f"{chunks} and {args.pipeline_model_parallel_size}; drop it or raise --pipeline-model-parallel-size"
+        )
+    stages, layers = args.pipeline_model_parallel_size * (chunks or 1), args.num_layers
+    of_ends = (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage)
+    given = [count for count in of_ends if count is not None]
+    if given and (chunks is not None or args.pipeline_model_parallel_size < 2 or min(given) < 1):
+        raise UsageError(
+            "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must be positive and need 2 or "
+            f"more pipeline ranks of one stage each, got {given}; drop them or change the pipeline"
+        )
+    layers, stages = layers - sum(given), stages - len(given)
+    if layers < stages or (layers % stages if stages else layers):
+        raise UsageError(
+            f"--num-layers must be divisible by the number of pipeline stages, got {layers} layers for {stages} stages"
+            f"{' beside the first or last' if given else ''}; "
+            f"use {args.num_layers + (-layers % stages if stages else -layers)} layers or change the pipeline"
+        )
+
+
+def _check_widths(args: argparse.Namespace) -> None:
+    heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
+    if args.kv_channels is None and args.hidden_size % heads:
+        raise UsageError(
+            f"--hidden-size must be divisible by --num-attention-heads, got {args.hidden_size} and {heads}; "
+            "change either or give --kv-channels"
+        )
+    if heads % tensor_parallel:
+        raise UsageError(
+            "--num-attention-heads must be divisible by --tensor-model-parallel-size, got "
+            f"{heads} and {tensor_parallel}; change either"
+        )
+    if args.group_query_attention and (heads % args.num_query_groups or args.num_query_groups % tensor_parallel):
+        raise UsageError(
+            "--num-query-groups must divide the attention heads and be divisible by the tensor-parallel size, got "
+            f"{args.num_query_groups} groups, {heads} heads, tensor-parallel size {tensor_parallel}; change the groups"
+        )
+    if args.max_position_embeddings is None:
+        args.max_position_embeddings = args.seq_length
+    if args.max_position_embeddings < args.seq_length:
+        raise UsageError(
+            "--max-position-embeddings must be at least --seq-length, got "
+            f"{args.max_position_embeddings} and {args.seq_length}; raise the former"
+        )
+
+
+def _check_batch_sizes(args: argparse.Namespace) -> None:
+    args.batch_sizes = BatchSizes.from_arguments(args)
+    args.global_batch_size = args.batch_sizes.final
+    chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
+    per_microbatch = args.micro_batch_size * args.data_parallel_size
+    if chunks and args.zero_bubble_schedule is None and args.batch_sizes.final // per_microbatch % ranks:
+        raise UsageError(
+            "Megatron's interleaved schedule needs a number of microbatches divisible by the pipeline ranks, got "
+            f"{args.batch_sizes.final // per_microbatch} and {ranks}; change --global-batch-size"
+        )
+
+
+def _check_experts(args: argparse.Namespace, world_size: int) -> None:
+    experts, expert_parallel = args.num_moe_experts, args.expert_model_parallel_size
+    if experts is None:
+        if expert_parallel > 1:
+            raise UsageError(
+                f"--expert-model-parallel-size {expert_parallel} needs experts; give --num-experts or drop it"
+            )
+        return
+    if experts % expert_parallel:
+        raise UsageError(
+            "--num-experts must be divisible by --expert-model-parallel-size, got "
+            f"{experts} and {expert_parallel}; change either"
+        )
+    if args.moe_router_topk > experts:
+        raise UsageError(f"--moe-router-topk must be at most --num-experts, got {args.moe_router_topk} and {experts}")
+    tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    model = tensor * expert_parallel * args.pipeline_model_parallel_size
+    if world_size % model:
+        raise UsageError(
+            "the number of processes must be divisible by expert-tensor * expert * pipeline parallel size, got "
+            f"{world_size} and {tensor} * {expert_parallel} * {args.pipeline_model_parallel_size}; change the sizes"
+        )
+    if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
+        raise UsageError("experts with tensor parallelism need --sequence-parallel; add it")
+
+
+def _check_overlaps(args: argparse.Namespace) -> None:
+    if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
+        raise UsageError(
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them or drop it"
+        )
+
+
+def _check_precision(args: argparse.Namespace) -> None:
+    if args.bf16 and args.fp16:
+        raise UsageError("--bf16 and --fp16 exclude each other; keep one")
+    if args.fp16 and args.loss_scale is None:
+        args.check_for_nan_in_loss_and_grad = False  # an overflow tells the loss scaler to go lower
+    if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
+        raise UsageError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one")
+
+
+def _check_learning_rate(args: argparse.Namespace) -> None:
+    if args.min_lr > args.lr:
+        raise UsageError(f"--min-lr must be at most --lr, got {args.min_lr} and {args.lr}; change either")
+    if args.lr_decay_iters is None:
+        args.lr_decay_iters = args.train_iters
+    if args.lr_warmup_fraction is not None:
+        if args.lr_warmup_iters or not 0 <= args.lr_warmup_fraction < 1:
+            raise UsageError(
+                "--lr-warmup-fraction lies in [0, 1) and replaces --lr-warmup-iters, got "
+                f"{args.lr_warmup_fraction} and {args.lr_warmup_iters}; keep one"
+            )
+        args.lr_warmup_iters = int(args.lr_warmup_fraction * args.lr_decay_iters)
+    if args.lr_warmup_iters >= args.lr_decay_iters:
+        raise UsageError(
+            "the warm-up must be shorter than the decay, got "
+            f"{args.lr_warmup_iters} and {args.lr_decay_iters} iterations; lower --lr-warmup-iters"
+        )
+
+
+def _check_tokenizer(args: argparse.Namespace) -> None:
+    if args.tokenizer_type == "NullTokenizer" and (args.vocab_size is None or args.vocab_size < 1):
+        raise UsageError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids in the data")
+    if args.tokenizer_type != "NullTokenizer" and args.vocab_size is not None:
+        raise UsageError(
+            f"--vocab-size belongs to data already tokenised, got {args.vocab_size} with {args.tokenizer_type}; "
+            "add --tokenizer-type NullTokenizer or drop it"
+        )
+
+
+def _check_data(args: argparse.Namespace) -> None:
+    per_split = (args.train_data_path, args.valid_data_path, args.test_data_path)
+    sources = [bool(args.data_path), any(per_split), args.mock_data]
+    if sum(sources) != 1:
+        raise UsageError(
+            "a run needs exactly one source of data: --data-path, or --train-data-path (with --valid-data-path, "
+            f"--test-data-path), or --mock-data; got {sum(sources)} of them"
+        )
+    if any(per_split) and not args.train_data_path:
+        raise UsageError("--valid-data-path and --test-data-path need --train-data-path; add it or use --data-path")
+    args.blend = parse_blend("--data-path", args.data_path) if args.data_path else None
+    args.blend_per_split = tuple(
+        parse_blend(flag, paths) if paths else None
+        for flag, paths in zip(("--train-data-path", "--valid-data-path", "--test-data-path"), per_split, strict=True)
+    )
+    blends: list[Blend] = [blend for blend in (args.blend, *args.blend_per_split) if blend is not None]
+    for blend in blends:
+        for prefix in blend.prefixes:
+            check_indexed(prefix)
+    try:
+        shares = [float(share) for share in args.split.split(",")]
+    except ValueError:
+        shares = []
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
+        raise UsageError(
+            f"--split gives one to three shares with a positive first (train,valid,test), got {args.split!r}"
+        )
+
+
+def _check_packages(args: argparse.Namespace) -> None:
+    if args.save and find_spec("psutil") is None:
+        raise UsageError("--save needs the package psutil, without which megatron-core's writers hang; pip install psutil")
+    if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
+        raise UsageError(
+            "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "
+            "use --transformer-impl local"
+        )
+    if args.save and Path(args.save).exists() and not Path(args.save).is_dir():
+        raise UsageError(f"--save must name a directory, got {args.save}, which is a file; give another path")
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
+        raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
+    file = args.zero_bubble_schedule_file
+    if file and not Path(file).is_file():
+        raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
+
+
+_FLAGS = {"virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank"}
+
+
+def _flag(name: str) -> str:
+    return "--" + _FLAGS.get(name, name.replace("_", "-"))

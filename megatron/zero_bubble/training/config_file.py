@@ -1,0 +1,67 @@
+"""``--config FILE``: a YAML mapping of flag names to values, read as if it stood first on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.training.errors import UsageError
+
+# Flags of which one replaces the others: naming one on the command line drops its rivals from the file.
+RIVALS = (
+    frozenset({"data-path", "train-data-path", "valid-data-path", "test-data-path", "mock-data"}),
+    frozenset({"zero-bubble-schedule", "zero-bubble-schedule-file"}),
+    frozenset({"bf16", "fp16"}),
+    frozenset({"lr-warmup-iters", "lr-warmup-fraction"}),
+    frozenset({"recompute-activations", "recompute-granularity"}),
+)
+
+
+def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
+    """The command-line tokens that ``file`` stands for, less those that ``argv`` replaces by a rival flag.
+
+    ``num-layers: 4`` becomes ``--num-layers 4``, ``swiglu: true`` becomes ``--swiglu`` (``false`` leaves it out), and
+    a list becomes several values.
+
+    Raises:
+        UsageError: the file is missing, is not YAML or is not a mapping of flags.
+    """
+    explicit = {token[2:].partition("=")[0] for token in argv if token.startswith("--")}
+    replaced = set().union(*(rivals for rivals in RIVALS if rivals & explicit))
+    tokens: list[str] = []
+    for name, value in _read(Path(file)).items():
+        if not isinstance(name, str) or name.startswith("-") or "_" in name:
+            raise UsageError(f"a configuration file names flags without their dashes (num-layers), got {name!r} in {file}")
+        if name == "config":
+            raise UsageError(f"a configuration file cannot name another one; remove 'config' from {file}")
+        if name in replaced:
+            continue
+        tokens += _flag(name, value)
+    return tokens
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    if value is None or value is False:
+        return []
+    if value is True:
+        return [f"--{name}"]
+    values = value if isinstance(value, list) else [value]
+    return [f"--{name}", *(str(item) for item in values)]
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"the configuration file cannot be read: {path} ({error.strerror}); give an existing file, such as "
+            "configs/gpt_tiny.yaml"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UsageError(f"the configuration file must be YAML: {path} ({' '.join(str(error).split())})") from None
+    if not isinstance(content, dict):
+        raise UsageError(f"the configuration file must map flags to values (num-layers: 4), got none in {path}")
+    return content

@@ -1,0 +1,134 @@
+"""Text into Megatron's indexed format: the demo's corpus from the Python standard library, or a user's own files.
+
+A document is the UTF-8 bytes of one file (or of one JSON line's text) and a document end, stored as uint16. Files
+appear complete or not at all: both parts are written under temporary names and renamed, the index last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.training.indexed import check_indexed
+from megatron.zero_bubble.training.tokenizer import ByteLevelTokenizer
+
+SPLITS = ("train", "valid", "test")
+# Of the standard library: other people's packages, and tests, which many installations leave out.
+_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
+
+
+def prepare_standard_library(prefix: str) -> dict[str, str]:
+    """Write the sources of this interpreter's standard library as ``<prefix>_train``, ``_valid`` and ``_test``.
+
+    About 90, 5 and 5 percent of the files: each file goes where the hash of its path says, so the same interpreter
+    always gives the same data. What is there already and whole is left alone.
+
+    Returns:
+        the prefix of each split.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    prefixes = {split: f"{prefix}_{split}" for split in SPLITS}
+    for split, target in prefixes.items():
+        if not is_whole(target):
+            files = [file for file in standard_library_files(root) if split_of(file.relative_to(root)) == split]
+            write_documents(target, (file.read_bytes() for file in files))
+    return prefixes
+
+
+def standard_library_files(root: Path) -> list[Path]:
+    """The ``.py`` files under ``root`` in a fixed order, without tests and installed packages."""
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in _SKIPPED_FOLDERS]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def split_of(path: Path) -> str:
+    """The split of a file, by the hash of its path relative to the root."""
+    share = int.from_bytes(hashlib.sha256(path.as_posix().encode()).digest()[:4], "big") % 100
+    return "train" if share < 90 else "valid" if share < 95 else "test"
+
+
+def read_documents(paths: Iterable[Path], json_key: str = "text") -> Iterator[bytes]:
+    """The documents of ``.jsonl`` files (one a line, under ``json_key``) and of text files (one a file).
+
+    Raises:
+        UsageError: a file cannot be read, or a line is not a JSON object with text under ``json_key``.
+    """
+    for path in paths:
+        try:
+            if path.suffix == ".jsonl":
+                yield from _read_json_lines(path, json_key)
+            else:
+                yield path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"the input must be a readable file, got {path} ({error.strerror}); check the path") from None
+
+
+def _read_json_lines(path: Path, key: str) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                document = json.loads(line)
+            except ValueError as error:  # also UnicodeDecodeError
+                raise UsageError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+            if not isinstance(document, dict) or not isinstance(document.get(key), str):
+                found = sorted(document) if isinstance(document, dict) else type(document).__name__
+                raise UsageError(
+                    f"{path}, line {number}: a line must be an object with text under {key!r}, got {found}; mend the "
+                    "line or name the key with --json-key"
+                )
+            yield document[key].encode("utf-8", errors="surrogatepass")
+
+
+def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
+    """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one sequence a document; empty documents are left out.
+
+    Returns:
+        the number of tokens, document ends included.
+
+    Raises:
+        UsageError: there is no document with a byte in it.
+    """
+    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    unfinished = f"{prefix}.writing-{os.getpid()}"
+    end = numpy.array([ByteLevelTokenizer.eod], dtype=numpy.uint16)
+    tokens = 0
+    try:
+        builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=numpy.uint16)
+        for document in documents:
+            if not document:
+                continue
+            ids = numpy.concatenate([numpy.frombuffer(document, dtype=numpy.uint8).astype(numpy.uint16), end])
+            builder.add_document(torch.from_numpy(ids), [len(ids)])
+            tokens += len(ids)
+        builder.finalize(f"{unfinished}.idx")
+        if not tokens:
+            raise UsageError(f"{prefix} would hold no text: every input document is empty; give files with text in them")
+        os.replace(f"{unfinished}.bin", f"{prefix}.bin")
+        os.replace(f"{unfinished}.idx", f"{prefix}.idx")
+    finally:
+        for part in ("bin", "idx"):
+            Path(f"{unfinished}.{part}").unlink(missing_ok=True)
+    return tokens
+
+
+def is_whole(prefix: str) -> bool:
+    """Whether a complete data set is there already."""
+    try:
+        check_indexed(prefix)
+    except UsageError:
+        return False
+    return True

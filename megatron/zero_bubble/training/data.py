@@ -1,0 +1,148 @@
+"""Samples for this rank: megatron-core's ``GPTDataset`` and its blended builder, read in microbatches.
+
+A rank whose chunks include the first or the last stage reads; the ranks between get their input from the pipeline.
+All tensor-parallel ranks of such a stage read the same samples from the same files, so nothing is broadcast.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from torch.utils.data import DataLoader, Dataset
+
+from megatron.zero_bubble.training.distributed import agree, gather
+from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.training.tokenizer import Tokenizer
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Splits:
+    """The data sets of this rank; None where it reads none, or the user gave none."""
+
+    train: Dataset | None
+    valid: Dataset | None
+    test: Dataset | None
+    has_valid: bool
+    has_test: bool
+
+
+def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
+    """The three data sets, as large as the run needs; a collective call.
+
+    Raises:
+        UsageError: on every rank, when any rank cannot build its data sets.
+    """
+    evaluation = args.eval_iters * args.global_batch_size
+    sizes = [args.batch_sizes.samples_after(args.train_iters), evaluation, evaluation]
+    problem: str | None = None
+    splits: list[Dataset | None] = [None, None, None]
+    try:
+        config = _dataset_config(args, tokenizer)
+        dataset = MockGPTDataset if args.mock_data else GPTDataset
+        splits = BlendedMegatronDatasetBuilder(dataset, sizes, lambda: reads_data(args), config).build()
+    except (AssertionError, IndexError, ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        problem = f"the data sets cannot be built ({type(error).__name__}: {text}); check the data flags and files"
+    agree(problem)
+    found = gather([split is not None and len(split) > 0 for split in splits])  # type: ignore[arg-type]
+    present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]
+    if not present[0]:
+        raise UsageError(f"no training data is left by --split {args.split}; give the first share more")
+    return Splits(*splits, has_valid=present[1], has_test=present[2])
+
+
+def reads_data(args: argparse.Namespace) -> bool:
+    """Whether this rank reads: it holds the first or the last stage, or every stage needs the attention mask."""
+    ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
+    return ends or args.reset_attention_mask
+
+
+def microbatches(
+    dataset: Dataset | None,
+    args: argparse.Namespace,
+    consumed_samples: int,
+    vocab_size: int,
+    num_chunks: int,
+) -> list[Iterator[Batch]]:
+    """One endless-as-the-data iterator of microbatches per model chunk, starting after ``consumed_samples``.
+
+    Each microbatch holds ``tokens``, ``labels``, ``position_ids`` (int64), ``loss_mask`` (float32), all of shape
+    [micro batch, sequence], and ``attention_mask`` where ``--reset-attention-mask`` asks for one.
+    """
+    if dataset is None:
+        return [iter(()) for _ in range(num_chunks)]
+    order = MicrobatchOrder(
+        len(dataset),  # type: ignore[arg-type]
+        consumed_samples,
+        args.micro_batch_size,
+        parallel_state.get_data_parallel_rank(),
+        args.data_parallel_size,
+    )
+
+    loader = DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers)
+    return [_read(loader, vocab_size) for _ in range(num_chunks)]
+
+
+def _read(batches: DataLoader, vocab_size: int) -> Iterator[Batch]:
+    for batch in batches:  # starts the loader's workers at the first use, which a middle chunk never makes
+        smallest, largest = int(batch["tokens"].min()), int(batch["tokens"].max())
+        if smallest < 0 or largest >= vocab_size:
+            raise UsageError(
+                f"token ids must lie in 0..{vocab_size - 1}, the vocabulary, got {smallest}..{largest}; choose the "
+                "tokenizer the data was made with (--tokenizer-type NullTokenizer --vocab-size N)",
+                everywhere=False,
+            )
+        yield batch
+
+
+@dataclass(frozen=True)
+class MicrobatchOrder:
+    """Which samples this data-parallel rank reads: in order, a microbatch for every rank in turn, as Megatron does."""
+
+    num_samples: int
+    consumed_samples: int
+    micro_batch_size: int
+    data_rank: int
+    data_parallel_size: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        together = self.micro_batch_size * self.data_parallel_size
+        for start in range(self.consumed_samples, self.num_samples - together + 1, together):
+            first = start + self.data_rank * self.micro_batch_size
+            yield list(range(first, first + self.micro_batch_size))
+
+    def __len__(self) -> int:
+        return (self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The same tensors on ``device``."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _dataset_config(args: argparse.Namespace, tokenizer: Tokenizer) -> GPTDatasetConfig:
+    per_split = any(blend is not None for blend in args.blend_per_split)
+    blends = [None if blend is None else blend.for_core() for blend in args.blend_per_split]
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=None if args.blend is None else args.blend.for_core(),
+        blend_per_split=blends if per_split else None,
+        split=None if per_split or args.mock_data else args.split,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=tokenizer,
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        # Core's attention makes its own causal mask; a mask of seq x seq per sample is needed only when it differs.
+        create_attention_mask=args.reset_attention_mask,
+    )

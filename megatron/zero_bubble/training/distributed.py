@@ -1,0 +1,102 @@
+"""Process groups and random states: from one torchrun process to a rank of the parallel layout."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from datetime import timedelta
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.training.launch import Launch
+
+
+def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
+    """Raise unless ``backend`` can move this platform's tensors between these processes.
+
+    Raises:
+        UsageError: NCCL without a GPU for every process of this machine.
+    """
+    if backend != "nccl":
+        return
+    if platform.name != "cuda":
+        raise UsageError("--distributed-backend nccl moves GPU memory only, got the cpu device; use gloo or drop it")
+    if launch.local_world_size > platform.device_count():
+        raise UsageError(
+            "nccl needs a GPU for every process of a machine, got "
+            f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer, or let them share "
+            "GPUs with --distributed-backend gloo"
+        )
+
+
+def initialize(args: argparse.Namespace, launch: Launch, backend: str) -> None:
+    """Join the world, lay out the parallel groups and seed every random state."""
+    timeout = timedelta(minutes=args.distributed_timeout_minutes)
+    if launch.under_torchrun:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    lay_out(args)
+    seed(args)
+
+
+def lay_out(args: argparse.Namespace) -> None:
+    """Make megatron-core's parallel groups; a collective call."""
+    from megatron.core import parallel_state
+    from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tensor_model_parallel_size,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=args.expert_model_parallel_size,
+        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    # DDP reports NaN gradients through it; re-running iterations to tell faulty hardware is left to Megatron's loop.
+    initialize_rerun_state_machine(mode=RerunMode.DISABLED)
+
+
+def seed(args: argparse.Namespace) -> None:
+    """Seed every random state with ``--seed`` plus 100 times the pipeline rank, as Megatron does: stages differ."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    of_rank = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
+    random.seed(of_rank)
+    numpy.random.seed(of_rank)
+    torch.manual_seed(of_rank)
+    tensor_parallel.model_parallel_cuda_manual_seed(of_rank)
+
+
+def gather(value: Any) -> list[Any]:
+    """``value`` of every rank, in the order of ranks; a collective call."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def agree(problem: str | None) -> None:
+    """Raise the same error on every rank when any of them has a ``problem``; a collective call.
+
+    Raises:
+        UsageError: with the text of the lowest rank that has one.
+    """
+    for text in gather(problem):
+        if text is not None:
+            raise UsageError(text)
+
+
+def describe_rank() -> str:
+    """``rank 3 (pipeline rank 1, tensor rank 0, data rank 1)``, for messages; needs the groups of :func:`initialize`."""
+    from megatron.core import parallel_state
+
+    return (
+        f"rank {dist.get_rank()} (pipeline rank {parallel_state.get_pipeline_model_parallel_rank()}, tensor rank "
+        f"{parallel_state.get_tensor_model_parallel_rank()}, data rank {parallel_state.get_data_parallel_rank()})"
+    )

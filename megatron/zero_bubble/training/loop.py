@@ -1,0 +1,201 @@
+"""Training and evaluation on megatron-core's pipeline schedules."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
+from torch.utils.data import Dataset
+
+from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
+from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
+from megatron.zero_bubble.training.progress import IterationMetrics, Progress
+from megatron.zero_bubble.training.stop import StopRequest
+
+Reports = list[dict[str, torch.Tensor]]
+
+
+@dataclass
+class Trainer:
+    """One run: everything built, and how far it has come.
+
+    Attributes:
+        device: where this rank computes.
+        vocab_size: size of the embedding; token ids lie below.
+        around_passes: called as ``around_passes(iteration, passes)`` for every training iteration; it calls
+            ``passes()``, which runs the forward and backward passes, and returns its result. For measurements.
+    """
+
+    args: argparse.Namespace
+    platform: Platform
+    device: torch.device
+    trained: Trained
+    splits: Splits
+    vocab_size: int
+    state: TrainState
+    progress: Progress
+    around_passes: Callable[[int, Callable[[], Reports]], Reports] = lambda _iteration, passes: passes()
+    _unreported: list[dict[str, Any]] = field(default_factory=list)
+    _saved: int | None = None
+
+    def run(self, stop: StopRequest) -> None:
+        """Train until ``--train-iters``, ``--exit-interval`` or a stop request, save, and test at the very end."""
+        args, state = self.args, self.state
+        self._saved = state.iteration  # what was just loaded, or nothing yet
+        batches = self._microbatches(self.splits.train, state.consumed_samples)
+        while state.iteration < args.train_iters:
+            seconds = self._iteration(batches)
+            if self._due(args.log_interval):
+                self._report()
+            if self._due(args.eval_interval):
+                self._report()
+                self.evaluate("valid", self.splits.valid, self.splits.has_valid)
+            if self._due(args.save_interval):
+                self._save()
+            if self._due(args.exit_interval) or stop.decided():
+                break
+            stop.vote(seconds)
+        stop.decided()
+        self._report()
+        self._save()
+        if state.iteration == args.train_iters:
+            self.evaluate("test", self.splits.test, self.splits.has_test)
+
+    def evaluate(self, split: str, dataset: Dataset | None, present: bool) -> None:
+        """Report the mean loss of ``--eval-iters`` global batches, each time the same first samples of ``dataset``."""
+        if not present or not self.args.eval_iters:
+            return
+        batches = self._microbatches(dataset, consumed_samples=0)
+        num_microbatches = self.args.batch_sizes.final // self.args.batch_sizes.granule
+        reports: Reports = []
+        with self._whole_parameters(), torch.no_grad():
+            for chunk in self.trained.model:
+                chunk.eval()
+            for _ in range(self.args.eval_iters):
+                reports += self._passes(batches, num_microbatches, forward_only=True)
+            for chunk in self.trained.model:
+                chunk.train()
+        loss = _mean_loss(reports)
+        self.progress.evaluation(self.state.iteration, split, None if loss is None else loss.item())
+
+    def _iteration(self, batches: list[Iterator[Batch]]) -> float:
+        """One step of the optimizer; returns the seconds it took."""
+        started = time.perf_counter()
+        state, optimizer, sizes = self.state, self.trained.optimizer, self.args.batch_sizes
+        num_microbatches = sizes.microbatches(state.consumed_samples)
+        samples = num_microbatches * sizes.granule
+        for chunk in self.trained.model:
+            chunk.zero_grad_buffer()
+        optimizer.zero_grad()
+        reports = self.around_passes(state.iteration + 1, partial(self._passes, batches, num_microbatches))
+        learning_rate = optimizer.param_groups[0]["lr"]
+        updated, grad_norm, _ = optimizer.step()
+        if updated:
+            self.trained.scheduler.step(increment=samples)
+        state.iteration += 1
+        state.consumed_samples += samples
+        state.skipped_iterations += not updated
+        loss = _mean_loss(reports)
+        seconds = time.perf_counter() - started
+        self._unreported.append(
+            {
+                "iteration": state.iteration,
+                "consumed_samples": state.consumed_samples,
+                "num_microbatches": num_microbatches,
+                "lm_loss": loss,
+                "grad_norm": grad_norm,
+                "learning_rate": learning_rate,
+                "loss_scale": optimizer.get_loss_scale().item(),
+                "skipped": not updated,
+                "iteration_ms": seconds * 1000.0,
+                "tokens_per_second": samples * self.args.seq_length / seconds,
+            }
+        )
+        return seconds
+
+    def _passes(self, batches: list[Iterator[Batch]], num_microbatches: int, forward_only: bool = False) -> Reports:
+        """All passes of one global batch, by the schedule in force; one report a microbatch on the last stage."""
+        model = self.trained.model
+        return get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=batches if len(model) > 1 else batches[0],
+            model=model,
+            num_microbatches=num_microbatches,
+            seq_length=self.args.seq_length,
+            micro_batch_size=self.args.micro_batch_size,
+            decoder_seq_length=self.args.seq_length,
+            forward_only=forward_only,
+        )
+
+    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+        """Megatron's forward step: the output of one chunk for the next microbatch, and how to make a loss of it."""
+        batch: Batch = {}
+        ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
+        if ends or self.args.reset_attention_mask:
+            batch = to_device(next(batches), self.device)
+        output = model(
+            batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
+        )
+        return output, partial(_loss, batch.get("loss_mask"))
+
+    def _microbatches(self, dataset: Dataset | None, consumed_samples: int) -> list[Iterator[Batch]]:
+        return microbatches(dataset, self.args, consumed_samples, self.vocab_size, len(self.trained.model))
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.state.iteration % interval == 0
+
+    def _report(self) -> None:
+        done = [
+            IterationMetrics(**{**values, "lm_loss": None if values["lm_loss"] is None else values["lm_loss"].item()})
+            for values in self._unreported
+        ]
+        self._unreported.clear()
+        self.progress.iterations(done)
+
+    def _save(self) -> None:
+        if not self.args.save or self._saved == self.state.iteration:
+            return
+        with self._whole_parameters():
+            path = save(self.args, self.trained, self.state)
+        self._saved = self.state.iteration
+        self.progress.say(f" saved iteration {self.state.iteration} to {path}")
+
+    @contextlib.contextmanager
+    def _whole_parameters(self) -> Iterator[None]:
+        """With ``--overlap-param-gather``, parameters are gathered by the forward that needs them: gather all now."""
+        if not self.args.overlap_param_gather:
+            yield
+            return
+        for chunk in self.trained.model:
+            chunk.disable_forward_pre_hook()
+        yield
+        for chunk in self.trained.model:
+            chunk.enable_forward_pre_hook()
+
+
+def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum of the losses of unmasked tokens, their number (int32), and both for the report, as Megatron's loop does."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    num_tokens = mask.sum().detach().to(torch.int32)
+    return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.float()))}
+
+
+def _mean_loss(reports: Reports) -> torch.Tensor | None:
+    """Loss per token over all microbatches and data-parallel ranks; None on ranks without the last stage."""
+    if not reports:
+        return None
+    total = torch.stack([report["lm loss"] for report in reports]).sum(dim=0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return total[0] / total[1]

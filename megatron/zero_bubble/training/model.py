@@ -1,0 +1,202 @@
+"""The GPT of the flags: megatron-core's ``GPTModel`` behind its DDP, with its optimizer and its learning rates."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_model_config
+
+from megatron.zero_bubble.training.errors import UsageError
+
+# Megatron's rule for when gradients of one bucket are large enough to be worth reducing while others are computed.
+_SMALLEST_BUCKET = 40_000_000
+_BUCKET_PER_RANK = 1_000_000
+
+
+def build_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
+    """The flags as megatron-core's configuration: by field name, and the rest below.
+
+    Raises:
+        UsageError: with megatron-core's own words, for what it refuses.
+    """
+    dtype = params_dtype(args)
+    engine = uses_transformer_engine(args, device)
+    fields = _by_name(TransformerConfig, args)
+    fields.update(
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        autocast_dtype=dtype,
+        deallocate_pipeline_outputs=True,
+        transformer_impl="transformer_engine" if engine else "local",
+        attention_backend=AttnBackend[args.attention_backend],
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        overlap_p2p_comm=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
+        recompute_granularity="selective" if args.recompute_activations else args.recompute_granularity,
+        bias_activation_fusion=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
+        # Fusions that need TransformerEngine or Apex go where those are missing.
+        apply_rope_fusion=args.apply_rope_fusion and engine,
+        persist_layer_norm=args.persist_layer_norm and (engine or find_spec("apex") is not None),
+        gradient_accumulation_fusion=args.gradient_accumulation_fusion and _has_fused_accumulation(),
+    )
+    fields["batch_p2p_comm"] = not fields["overlap_p2p_comm"]
+    if args.swiglu:
+        fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
+        if args.ffn_hidden_size is None:
+            fields["ffn_hidden_size"] = int(args.hidden_size * 4 * 2 / 3 / 64) * 64 or args.hidden_size * 4
+    elif args.squared_relu:
+        from megatron.core.activations import squared_relu
+
+        fields.update(activation_func=squared_relu, bias_activation_fusion=False)
+    try:
+        return TransformerConfig(**fields)
+    except (ValueError, AssertionError) as error:
+        raise UsageError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
+
+
+def params_dtype(args: argparse.Namespace) -> torch.dtype:
+    """The type of the parameters and of what the stages exchange."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def uses_transformer_engine(args: argparse.Namespace, device: torch.device) -> bool:
+    """Whether layers come from TransformerEngine: as ``--transformer-impl`` says, else where it can run."""
+    if args.transformer_impl is not None:
+        return args.transformer_impl == "transformer_engine"
+    return device.type == "cuda" and find_spec("transformer_engine") is not None
+
+
+def build_model(
+    args: argparse.Namespace, config: TransformerConfig, vocab_size: int, device: torch.device
+) -> list[DistributedDataParallel]:
+    """This rank's chunks of the model on ``device``, each behind DDP.
+
+    Args:
+        vocab_size: of the embedding, padding included.
+    """
+    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    chunks: list[torch.nn.Module] = []
+    for chunk in range(num_chunks):
+        vp_stage = chunk if num_chunks > 1 else None
+        module: torch.nn.Module = build_chunk(args, config, vocab_size, vp_stage)
+        for parameter in module.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module = module.to(device)
+        chunks.append(Float16Module(config, module) if args.bf16 or args.fp16 else module)
+    ddp_config = build_ddp_config(args)
+    return [
+        # Later chunks reduce while earlier ones still compute, so only the first gains from several buckets.
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=chunk > 0)
+        for chunk, module in enumerate(chunks)
+    ]
+
+
+def build_chunk(args: argparse.Namespace, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
+    """One contiguous run of layers, with the embedding on the first stage and the output layer on the last."""
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=_layer_spec(args, config, vp_stage),
+        vocab_size=vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        vp_stage=vp_stage,
+    )
+    model.vp_stage = vp_stage
+    return model
+
+
+def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: int | None) -> Any:
+    engine = config.transformer_impl == "transformer_engine"
+    if args.num_moe_experts:
+        return get_gpt_decoder_block_spec(config, engine, normalization=args.normalization, vp_stage=vp_stage)
+    if engine:
+        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=args.qk_layernorm)
+    return get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
+
+
+def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
+    """Gradient buckets and their reduction."""
+    fields = _by_name(DistributedDataParallelConfig, args)
+    fields["grad_reduce_in_fp32"] = not args.grad_reduce_in_bf16
+    fields["check_for_nan_in_grad"] = args.check_for_nan_in_loss_and_grad
+    if not args.overlap_grad_reduce:
+        fields["bucket_size"] = None
+    elif args.bucket_size is None:
+        ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        fields["bucket_size"] = max(_SMALLEST_BUCKET, _BUCKET_PER_RANK * ranks)
+    return DistributedDataParallelConfig(**fields)
+
+
+def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
+    """megatron-core's optimizer, distributed over the data-parallel ranks if asked."""
+    fields = _by_name(OptimizerConfig, args)
+    fields["params_dtype"] = params_dtype(args)
+    return get_megatron_optimizer(OptimizerConfig(**fields), model, use_gloo_process_groups=False)
+
+
+def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Learning rates as a function of the samples consumed."""
+    samples = args.batch_sizes.samples_after
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=args.lr_warmup_init,
+        max_lr=args.lr,
+        min_lr=args.min_lr,
+        lr_warmup_steps=samples(args.lr_warmup_iters),
+        lr_decay_steps=samples(args.lr_decay_iters),
+        lr_decay_style=args.lr_decay_style,
+        start_wd=args.weight_decay,
+        end_wd=args.weight_decay,
+        wd_incr_steps=samples(args.train_iters),
+        wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
+    )
+
+
+def connect(args: argparse.Namespace, model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Tell the schedules how this run scales losses and when it synchronises gradients, as Megatron's loop does."""
+    config = get_model_config(model[0])
+    config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    if args.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
+        if args.align_grad_reduce:
+            config.grad_sync_func = _one_or_all([chunk.start_grad_sync for chunk in model])
+    if args.overlap_param_gather and args.align_param_gather and len(model) > 1:
+        config.param_sync_func = [chunk.start_param_sync for chunk in model]
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    return functions[0] if len(functions) == 1 else functions
+
+
+def _by_name(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
+    """The flags that are fields of ``config_class``; None leaves its default."""
+    names = (field.name for field in dataclasses.fields(config_class))
+    return {name: value for name in names if (value := getattr(args, name, None)) is not None}
+
+
+def _has_fused_accumulation() -> bool:
+    return find_spec("fused_weight_gradient_mlp_cuda") is not None

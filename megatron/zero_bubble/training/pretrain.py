@@ -1,0 +1,94 @@
+"""The whole of a run, from the command line to its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+from megatron.zero_bubble.training.arguments import parse
+from megatron.zero_bubble.training.checks import check
+from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.training.launch import Launch
+from megatron.zero_bubble.training.quiet import quiet
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run with these flags in this process, one of those that torchrun started, or alone.
+
+    Returns:
+        0 after training or a clean stop, 2 when the flags or files cannot work.
+    """
+    launch = Launch.from_environment()
+    try:
+        args = parse(argv)
+        check(args, launch.world_size)
+        _train(args, launch)
+    except UsageError as error:
+        if launch.rank == 0 or not error.everywhere:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def _train(args: argparse.Namespace, launch: Launch) -> None:
+    import torch.distributed as dist
+
+    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.training.distributed import check_backend, describe_rank, initialize
+
+    try:
+        platform = select(args.zero_bubble_device)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    backend = args.distributed_backend or platform.backend
+    check_backend(backend, platform, launch)
+    device = platform.setup(launch.local_rank)
+    with quiet():
+        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
+        from megatron.zero_bubble.training.zero_bubble import apply_schedule
+        config = model.build_config(args, device)
+        initialize(args, launch, backend)
+    schedule = apply_schedule(args)
+    if launch.rank == 0:
+        print(
+            f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
+            f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
+            f"{args.data_parallel_size}, expert {args.expert_model_parallel_size}; {config.transformer_impl} layers; "
+            f"{schedule}",
+            flush=True,
+        )
+    vocabulary = tokenizer.build_tokenizer(args)
+    with quiet() if args.mock_data else nullcontext():
+        splits = data.build_splits(args, vocabulary)
+    vocab_size = tokenizer.padded_vocab_size(args, vocabulary)
+    chunks = model.build_model(args, config, vocab_size, device)
+    optimizer = model.build_optimizer(args, chunks)
+    model.connect(args, chunks, optimizer)
+    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
+    # The last rank holds the last stage, which knows the loss.
+    reporting = launch.rank == launch.world_size - 1
+    with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
+        state = _resume(args, trained, shown)
+        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown)
+        with stop.StopRequest(device, describe_rank()) as request:
+            try:
+                trainer.run(request)
+            except Exception as error:
+                error.add_note(f"{describe_rank()} failed in iteration {state.iteration + 1}")
+                raise
+    dist.destroy_process_group()
+
+
+def _resume(args, trained, shown):
+    from megatron.zero_bubble.training.checkpoint import TrainState, load
+
+    if not args.load:
+        return TrainState()
+    state = load(args, trained)
+    if state is None:
+        shown.say(f" no checkpoint in {args.load}: starting from scratch")
+        return TrainState()
+    shown.say(f" loaded {args.load}: continuing after iteration {state.iteration}")
+    return state

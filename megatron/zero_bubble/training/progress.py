@@ -1,0 +1,127 @@
+"""What the user sees of a run: a bar on a terminal, plain lines elsewhere, JSON lines in a file, TensorBoard."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+_BAR = 24
+
+
+@dataclass(frozen=True)
+class IterationMetrics:
+    """One training iteration. A line of ``--metrics-file`` is this with ``"kind": "train"``."""
+
+    iteration: int
+    consumed_samples: int
+    num_microbatches: int
+    lm_loss: float | None
+    grad_norm: float | None
+    learning_rate: float
+    loss_scale: float
+    skipped: bool
+    iteration_ms: float
+    tokens_per_second: float
+
+
+class Progress:
+    """Reports a run from one rank; on every other rank it is silent and opens nothing.
+
+    Args:
+        reporting: whether this is the rank that reports.
+        train_iters: iterations of the whole run.
+        metrics_file: appended to, one JSON object a line.
+        tensorboard_dir: event files go there when TensorBoard is installed.
+    """
+
+    def __init__(
+        self, reporting: bool, train_iters: int, metrics_file: str | None = None, tensorboard_dir: str | None = None
+    ) -> None:
+        self._reporting = reporting
+        self._train_iters = train_iters
+        self._file: TextIO | None = None
+        self._board: Any = None
+        self._bar = reporting and sys.stdout.isatty()
+        if not reporting:
+            return
+        if metrics_file:
+            Path(metrics_file).parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(metrics_file, "a", encoding="utf-8")
+        if tensorboard_dir:
+            self._board = self._open_board(tensorboard_dir)
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            print(flush=True)
+        for sink in (self._file, self._board):
+            if sink is not None:
+                sink.close()
+
+    def say(self, text: str) -> None:
+        """One line for the user, above the bar."""
+        if self._reporting:
+            print(("\r\033[K" if self._bar else "") + text, flush=True)
+
+    def iterations(self, done: list[IterationMetrics]) -> None:
+        """Report the iterations since the last report: all of them in the files, the last one on the screen."""
+        if not self._reporting or not done:
+            return
+        for metrics in done:
+            self._record("train", asdict(metrics))
+        self._show(done)
+
+    def evaluation(self, iteration: int, split: str, lm_loss: float | None) -> None:
+        """Report the loss on the validation or test data."""
+        if not self._reporting or lm_loss is None:
+            return
+        self._record("evaluation", {"iteration": iteration, "split": split, "lm_loss": lm_loss})
+        self.say(f" {split} loss at iteration {iteration}: {lm_loss:.6f}")
+
+    def _show(self, done: list[IterationMetrics]) -> None:
+        last = done[-1]
+        rate = sum(metrics.tokens_per_second * metrics.iteration_ms for metrics in done) / sum(
+            metrics.iteration_ms for metrics in done
+        )
+        loss = "      -" if last.lm_loss is None else f"{last.lm_loss:.6f}"
+        norm = "-" if last.grad_norm is None else f"{last.grad_norm:.3f}"
+        text = (
+            f" iteration {last.iteration:>{len(str(self._train_iters))}}/{self._train_iters} | loss {loss} | "
+            f"grad norm {norm} | lr {last.learning_rate:.3e} | {rate:,.0f} tokens/s"
+        )
+        if last.loss_scale != 1.0:
+            text += f" | loss scale {last.loss_scale:.0f}"
+        skipped = sum(metrics.skipped for metrics in done)
+        if skipped:
+            text += f" | skipped {skipped}"
+        if not self._bar:
+            print(text, flush=True)
+            return
+        filled = _BAR * last.iteration // self._train_iters
+        print(f"\r\033[K[{'#' * filled}{'.' * (_BAR - filled)}]{text}", end="", flush=True)
+
+    def _record(self, kind: str, values: dict[str, Any]) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **values}) + "\n")
+            self._file.flush()
+        if self._board is not None:
+            group = values.get("split", kind)
+            for name, value in values.items():
+                if isinstance(value, float):
+                    self._board.add_scalar(f"{group}/{name}", value, values["iteration"])
+
+    def _open_board(self, directory: str) -> Any:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            self.say(f"TensorBoard is not installed: nothing is written to {directory} (pip install tensorboard)")
+            return None
+        return SummaryWriter(directory)

@@ -1,0 +1,48 @@
+#!/usr/bin/env python3
+"""Make data for pretraining: byte-level tokens in Megatron's indexed format (PREFIX.bin, PREFIX.idx).
+
+python scripts/prepare_data.py --standard-library --output-prefix data/stdlib
+python scripts/prepare_data.py --input articles.jsonl notes.txt --output-prefix data/mine
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.training.quiet import quiet
+
+
+def main(argv: list[str]) -> int:
+    """Write the data sets; 0, or 2 after one sentence about what is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", nargs="+", type=Path, metavar="FILE", help=".jsonl, or text (one document a file)")
+    source.add_argument(
+        "--standard-library", action="store_true", help="this Python's own sources, split by file: _train _valid _test"
+    )
+    parser.add_argument("--json-key", default="text", help="the text's key in a .jsonl line (default: text)")
+    parser.add_argument("--output-prefix", required=True, help="path of the data set, without .bin")
+    args = parser.parse_args(argv)
+    # Slow to import, so after the flags are known to be right.
+    with quiet():
+        from megatron.zero_bubble.training.corpus import prepare_standard_library, read_documents, write_documents
+
+    try:
+        if args.standard_library:
+            for split, prefix in prepare_standard_library(args.output_prefix).items():
+                print(f"{split}: {Path(prefix + '.bin').stat().st_size // 2:,} tokens in {prefix}.bin")
+        else:
+            tokens = write_documents(args.output_prefix, read_documents(args.input, args.json_key))
+            print(f"{tokens:,} tokens in {args.output_prefix}.bin")
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {args.output_prefix} cannot be written: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
