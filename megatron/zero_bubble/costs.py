@@ -62,6 +62,15 @@ class PassCosts:
     def num_stages(self) -> int:
         return len(self.forward_ms)
 
+    def fit(self, placement: Placement) -> PassCosts:
+        """The same model cut into the stages of ``placement``: a stage is halved evenly, neighbours are joined.
+
+        Raises:
+            ValueError: when the one number of stages is no multiple of the other.
+        """
+        f, b, w = (_recut(getattr(self, name), placement.num_stages) for name in _TIMES)
+        return PassCosts(f, b, w, self.comm_ms, self.links)
+
     def duration(self, p: Pass, num_slices: int = 1) -> float:
         """Milliseconds of ``p``; the slices of a sequence share its microbatch's time evenly."""
         if p.kind is Kind.F:
@@ -111,6 +120,10 @@ class PassMemory:
     @property
     def num_stages(self) -> int:
         return len(self.activation)
+
+    def fit(self, placement: Placement) -> PassMemory:
+        """The same model cut into the stages of ``placement``, as ``PassCosts.fit`` does."""
+        return PassMemory(*(_recut(getattr(self, name), placement.num_stages) for name in _MEMORY))
 
     def delta(self, p: Pass, num_slices: int = 1) -> float:
         """By how much ``p`` changes what its stage keeps; F's part is due at its start, the others' at their end."""
@@ -170,6 +183,20 @@ def _same_length(owner: object, names: Sequence[str]) -> None:
 def _spread(placement: Placement, whole: float) -> tuple[float, ...]:
     """A rank's figure over its chunks, as one figure a stage."""
     return tuple(whole / len(placement.stages_of(rank)) for rank in placement.stage_to_rank)
+
+
+def _recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    """Figures a stage of one cut of the model as figures a stage of another."""
+    finer, coarser = max(num_stages, len(figures)), min(num_stages, len(figures))
+    if finer % coarser:
+        raise ValueError(
+            f"figures for {len(figures)} stages cannot be cut into {num_stages}: the one must be a multiple of the "
+            "other; measure, or give, a figure for each stage"
+        )
+    parts = finer // coarser
+    if num_stages >= len(figures):
+        return tuple(figure / parts for figure in figures for _ in range(parts))
+    return tuple(sum(figures[s * parts : (s + 1) * parts]) for s in range(num_stages))
 
 
 def _per_stage(content: Mapping[str, Any], name: str, placement: Placement) -> tuple[float, ...]:

@@ -1,0 +1,5 @@
+"""Automatic schedules: the best order found for any costs, memory limit and placement."""
+
+from megatron.zero_bubble.search.auto import zb_auto
+
+__all__ = ["zb_auto"]

@@ -1,0 +1,82 @@
+"""``zb_auto``: the best schedule found for given costs under a memory limit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.search.greedy import search_placement
+from megatron.zero_bubble.search.problem import Problem
+
+PlacementChoice = Literal["linear", "vee", "auto"]
+_PLACEMENTS = {"linear": Placement.linear, "vee": Placement.vee}
+
+
+def zb_auto(
+    costs: PassCosts,
+    memory: PassMemory,
+    num_ranks: int,
+    num_microbatches: int,
+    memory_limit: float | Sequence[float],
+    *,
+    placement: PlacementChoice = "auto",
+    objective: Metric = "span",
+    effort: float = 1.0,
+) -> Schedule:
+    """The schedule with the smallest ``objective`` found, within ``memory_limit``; the same on every machine.
+
+    Args:
+        costs: figures for ``num_ranks`` stages, or for twice as many; ``costs.fit(schedule.placement)`` are those of
+            the result's stages.
+        memory: likewise.
+        num_ranks: pipeline ranks.
+        num_microbatches: microbatches an iteration, 1 or more.
+        memory_limit: what a rank may keep at any time, in the unit of ``memory``; one figure, or one a rank.
+        placement: one stage a rank (``linear``), two in a V (``vee``), or the better of both (``auto``).
+        objective: ``span`` when the optimizer does not wait for other ranks, ``makespan`` when it does.
+        effort: the search's budget of work, in passes placed, relative to the default; not time, so that the result
+            does not depend on the machine.
+
+    Raises:
+        ValueError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
+            message names the least limit that does.
+    """
+    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if count < 1:
+            raise ValueError(f"{name} must be 1 or more; got {count}")
+    limit = _limits(memory_limit, num_ranks)
+    names = ("linear", "vee") if placement == "auto" else (placement,)
+    problems = [
+        Problem.of(_PLACEMENTS[name](num_ranks), num_microbatches, costs, memory, limit, objective) for name in names
+    ]
+    feasible = [problem for problem in problems if problem.is_feasible]
+    if not feasible:
+        raise ValueError(_too_tight(problems, limit, memory_limit))
+    results = [(*search_placement(problem, effort), problem) for problem in feasible]
+    _, orders, problem = min(results, key=lambda result: result[0])
+    return problem.schedule("zb-auto", orders)
+
+
+def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
+    limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise ValueError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
+    return limits
+
+
+def _too_tight(problems: Sequence[Problem], limit: Sequence[float], memory_limit: object) -> str:
+    needs = [problem.least_memory for problem in problems]
+    if isinstance(memory_limit, Sequence):
+        rank = next(r for r, least in enumerate(needs[0]) if least > limit[r])
+        return (
+            f"the memory limit admits no schedule: rank {rank} may keep {limit[rank]:g}, and one microbatch alone needs "
+            f"{min(need[rank] for need in needs):g}; raise it to that at least"
+        )
+    least = min(map(max, needs))
+    return (
+        f"the memory limit admits no schedule: a rank may keep {limit[0]:g}, and one microbatch alone needs {least:.10g} "
+        "on the fullest rank; raise the limit to that at least"
+    )

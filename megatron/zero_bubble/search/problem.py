@@ -1,0 +1,124 @@
+"""One scheduling problem as plain lists: what the hot loops of the search read.
+
+Within a stage all microbatches are alike, so running them in order loses nothing (exchange argument): a rank's
+schedule is a list of *codes* ``3 * stage + kind`` with kind 0 for F, 1 for B, 2 for W, and the n-th of a code is for
+microbatch n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+
+Orders = list[list[int]]
+"""For each rank its codes, first to last."""
+
+F, B, W = 0, 1, 2
+_KINDS = (Kind.F, Kind.B, Kind.W)
+_ROUNDING = 1e-9
+"""How far, as a part of the limit, sums of memory figures may exceed it: floating-point noise, not memory."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What to schedule, under which limit, for which objective.
+
+    ``forward``, ``backward`` and ``wgrad`` are ms a stage; ``forward_hop[s]`` is the transfer into stage s on the way
+    down and ``backward_hop[s]`` on the way up; ``kept`` and ``kept_by_wgrad`` are memory from F to B and from B to W;
+    ``limit`` is memory a rank. The cost of a schedule is the largest over ranks of (its end - ``origin[rank]``).
+    """
+
+    placement: Placement
+    num_microbatches: int
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    wgrad: tuple[float, ...]
+    forward_hop: tuple[float, ...]
+    backward_hop: tuple[float, ...]
+    kept: tuple[float, ...]
+    kept_by_wgrad: tuple[float, ...]
+    limit: tuple[float, ...]
+    origin: tuple[float, ...]
+
+    @classmethod
+    def of(
+        cls,
+        placement: Placement,
+        num_microbatches: int,
+        costs: PassCosts,
+        memory: PassMemory,
+        limit: Sequence[float],
+        objective: Metric,
+    ) -> Problem:
+        """The problem on ``placement``; ``costs`` and ``memory`` are fitted to it."""
+        costs, memory = costs.fit(placement), memory.fit(placement)
+        rank_of = placement.stage_to_rank
+        last = placement.num_stages - 1
+        down = tuple(costs.comm(rank_of[s - 1], rank_of[s]) if s else 0.0 for s in range(last + 1))
+        up = tuple(costs.comm(rank_of[s + 1], rank_of[s]) if s < last else 0.0 for s in range(last + 1))
+        arrival = [0.0]
+        for s in range(1, last + 1):
+            arrival.append(arrival[-1] + costs.forward_ms[s - 1] + down[s])
+        starts = tuple(arrival[placement.stages_of(rank)[0]] for rank in range(placement.num_ranks))
+        return cls(
+            placement,
+            num_microbatches,
+            costs.forward_ms,
+            costs.backward_ms,
+            costs.wgrad_ms,
+            down,
+            up,
+            memory.activation,
+            memory.wgrad,
+            tuple(amount * (1 + _ROUNDING) for amount in limit),
+            # A rank's first pass is F0 of its first stage, which nothing can hold up: its span starts at a known time.
+            starts if objective == "span" else (0.0,) * len(starts),
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    def work(self, rank: int) -> float:
+        """Milliseconds that ``rank`` computes."""
+        stages = self.placement.stages_of(rank)
+        return self.num_microbatches * sum(self.forward[s] + self.backward[s] + self.wgrad[s] for s in stages)
+
+    @cached_property
+    def least_memory(self) -> tuple[float, ...]:
+        """What one microbatch alone makes each rank keep: no schedule does with less."""
+        return tuple(self._alone(self.placement.stages_of(rank)) for rank in range(self.num_ranks))
+
+    def _alone(self, stages: Sequence[int]) -> float:
+        """The peak of F down the rank's stages, then B and W of each on the way back."""
+        below = peak = 0.0
+        for s in stages:
+            peak = max(peak, below + max(self.kept[s], self.kept_by_wgrad[s]))
+            below += self.kept[s]
+        return peak
+
+    @property
+    def is_feasible(self) -> bool:
+        """Whether the limit admits any schedule: one microbatch at a time, if nothing else."""
+        return all(least <= limit for least, limit in zip(self.least_memory, self.limit, strict=True))
+
+    def schedule(self, name: str, orders: Orders) -> Schedule:
+        """The codes as a ``Schedule``."""
+        rows = []
+        for row in orders:
+            cursor = [0] * (3 * self.num_stages)
+            passes = []
+            for code in row:
+                passes.append(Pass(code // 3, _KINDS[code % 3], cursor[code]))
+                cursor[code] += 1
+            rows.append(tuple(passes))
+        return Schedule(name, self.placement, self.num_microbatches, tuple(rows))
