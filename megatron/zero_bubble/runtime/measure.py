@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -64,22 +66,36 @@ def gather_timeline(name: str, spans: tuple[Span, ...], group: dist.ProcessGroup
     return Timeline(Schedule(name, placement, num_microbatches, order), tuple(rows))
 
 
-def median_costs(timelines: list[Timeline], comm_ms: float = 0.0) -> PassCosts:
-    """The median duration of each kind of pass on each stage; a fused BW counts as B with W = 0.
+def median_costs(timelines: list[Timeline]) -> PassCosts:
+    """What the measured iterations say of the costs: medians of every stage's passes and of the transfers.
+
+    A fused BW counts as B with W = 0. A transfer shows only where its receiver stood idle; it is the time from the end
+    of the producer to the start of the consumer.
 
     Args:
         timelines: measured iterations of one placement, the first ones (cold caches, allocations) left out.
-        comm_ms: the latency of a transfer, which passes do not show.
     """
     durations: dict[tuple[int, Kind], list[float]] = {}
+    transfers: list[float] = []
     for timeline in timelines:
         for row in timeline.spans:
             for work, start, end in row:
                 kind = Kind.B if work.kind is Kind.BW else work.kind
                 durations.setdefault((work.stage, kind), []).append(end - start)
+        transfers.extend(_awaited_transfers(timeline))
     stages = range(timelines[0].schedule.num_stages)
 
     def medians(kind: Kind) -> tuple[float, ...]:
         return tuple(median(durations.get((stage, kind), [0.0])) for stage in stages)
 
-    return PassCosts(medians(Kind.F), medians(Kind.B), medians(Kind.W), comm_ms)
+    return PassCosts(medians(Kind.F), medians(Kind.B), medians(Kind.W), median(transfers) if transfers else 0.0)
+
+
+def _awaited_transfers(timeline: Timeline) -> Iterator[float]:
+    ends = {span.pass_: span.end_ms for row in timeline.spans for span in row}
+    stage_to_rank = timeline.schedule.placement.stage_to_rank
+    for rank, row in enumerate(timeline.spans):
+        for previous, span in pairwise(row):
+            for needed in timeline.schedule.dependencies(span.pass_):
+                if stage_to_rank[needed.stage] != rank and ends[needed] > previous.end_ms:
+                    yield max(0.0, span.start_ms - ends[needed])

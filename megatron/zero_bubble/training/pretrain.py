@@ -46,11 +46,16 @@ def _train(args: argparse.Namespace, launch: Launch) -> None:
     check_backend(backend, platform, launch)
     device = platform.setup(launch.local_rank)
     with quiet():
-        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
+        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer, trace
         from megatron.zero_bubble.training.zero_bubble import apply_schedule
+
         config = model.build_config(args, device)
         initialize(args, launch, backend)
-    schedule = apply_schedule(args)
+    tracer = None
+    if args.zero_bubble_trace:
+        name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
+        tracer = trace.Tracer(platform, args.zero_bubble_trace, name, args.train_iters)
+    schedule = apply_schedule(args, tracer.recorder if tracer else None)
     if launch.rank == 0:
         print(
             f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
@@ -72,12 +77,16 @@ def _train(args: argparse.Namespace, launch: Launch) -> None:
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
         trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown)
+        if tracer:
+            trainer.around_passes = tracer.around_passes
         with stop.StopRequest(device, describe_rank()) as request:
             try:
                 trainer.run(request)
             except Exception as error:
                 error.add_note(f"{describe_rank()} failed in iteration {state.iteration + 1}")
                 raise
+        if tracer:
+            tracer.write()
     dist.destroy_process_group()
 
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.training.errors import UsageError
 
+if TYPE_CHECKING:
+    from megatron.zero_bubble.runtime.executor import PassObserver
 
-def apply_schedule(args: argparse.Namespace) -> str:
-    """Put the schedule of the flags in force, before the model is built; without one, change nothing.
+
+def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = None) -> str:
+    """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place.
+
+    Args:
+        observer: told of every pass, of Megatron's own schedule too.
 
     Returns:
         a phrase for the start-up line.
@@ -16,18 +23,21 @@ def apply_schedule(args: argparse.Namespace) -> str:
     Raises:
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
-    if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
-        return "Megatron's own schedule"
     from megatron.zero_bubble.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import apply
+    from megatron.zero_bubble.patching import apply, observe
 
+    if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
+        if observer is not None:
+            observe(observer)
+        return "Megatron's own schedule"
     try:
         apply(
             ZeroBubbleConfig(
                 schedule=args.zero_bubble_schedule,
                 schedule_file=args.zero_bubble_schedule_file,
                 peer_timeout_s=args.distributed_timeout_minutes * 60,
-            )
+            ),
+            observer,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
