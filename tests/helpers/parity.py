@@ -1,6 +1,6 @@
 """Train the same model by stock megatron-core and by zero-bubble schedules on the same ranks, and compare every bit.
 
-An option under test is written as the flags a user would give.
+An option under test is written as the flags a user would give. A run trains five steps and evaluates after the third.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import select
 
 STEPS = 5
 
-# Small, but with every kind of parameter: embeddings, norms, biases, column and row linears, an output layer.
+# Small, but with every kind of parameter: embeddings, norms, biases, column and row linears, an output layer. Without
+# weight decay a parameter moves only when its gradient does not vanish.
 BASE_FLAGS = (
-    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
-    "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 95 --make-vocab-size-divisible-by 8 "
-    f"--train-iters {STEPS} --lr 1e-2 --weight-decay 0.01 --clip-grad 1.0 --attention-dropout 0 --hidden-dropout 0 "
-    "--eval-iters 0 --num-workers 0 --transformer-impl local --zero-bubble-device cpu"
+    "--hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 31 --make-vocab-size-divisible-by 8 "
+    f"--train-iters {STEPS} --lr 1e-2 --weight-decay 0 --clip-grad 0 --attention-dropout 0 --hidden-dropout 0 "
+    "--eval-iters 1 --eval-interval 3 --transformer-impl local --zero-bubble-device cpu"
 )
 
 
@@ -30,42 +32,62 @@ class Outcome:
     """What one rank saw of one training run; equal outcomes are equal in every bit.
 
     Attributes:
-        losses: the hexadecimal losses of every microbatch of every step, on the last stage.
+        losses: the hexadecimal losses of every microbatch of every step, on the last stage, and of the evaluation.
         grad_norms: of every step, hexadecimal.
         weights: a digest of every parameter after the last step, by name.
+        unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
     """
 
     losses: tuple[str, ...]
     grad_norms: tuple[str, ...]
     weights: dict[str, str]
+    unmoved: tuple[str, ...]
 
 
-def train(rank: int, flags: str, schedules: Sequence[str | None], evaluate: bool = False) -> list[Outcome]:
+class Tokens(Dataset):
+    """Random samples; each masks another share of its losses, so that a mean over tokens is not one over microbatches."""
+
+    def __init__(self, num_samples: int, seq_length: int, vocab_size: int) -> None:
+        self._shape = (num_samples, seq_length, vocab_size)
+
+    def __len__(self) -> int:
+        return self._shape[0]
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        _, length, vocab_size = self._shape
+        text = torch.randint(vocab_size, (length + 1,), generator=torch.Generator().manual_seed(index))
+        positions = torch.arange(length)
+        mask = (positions >= index * 3 % length).float()
+        return {"tokens": text[:-1], "labels": text[1:], "position_ids": positions, "loss_mask": mask}
+
+
+def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
     """Run ``STEPS`` iterations under each schedule (None is stock) from the same start; call it on a rank pool."""
     from megatron.zero_bubble.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.data import build_splits
+    from megatron.zero_bubble.training.data import Splits, reads_data
     from megatron.zero_bubble.training.distributed import lay_out
-    from megatron.zero_bubble.training.tokenizer import build_tokenizer
 
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())
     lay_out(args)
-    splits = build_splits(args, build_tokenizer(args))
+    samples = Tokens(args.batch_sizes.samples_after(STEPS), args.seq_length, args.vocab_size)
+    own = samples if reads_data(args) else None
+    splits = Splits(own, own, None, has_valid=True, has_test=False)
     outcomes = []
     for schedule in schedules:
-        if schedule is not None:
-            apply(ZeroBubbleConfig(schedule=schedule))
+        pipeline = None if schedule is None else apply(ZeroBubbleConfig(schedule=schedule))
         try:
-            outcomes.append(_train_once(args, splits, evaluate))
+            outcomes.append(_train_once(args, splits))
         finally:
             revert()
+        assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
     return outcomes
 
 
-def _train_once(args: Any, splits: Any, evaluate: bool) -> Outcome:
+def _train_once(args: Any, splits: Any) -> Outcome:
     from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer
     from megatron.zero_bubble.training.distributed import seed
 
@@ -75,6 +97,7 @@ def _train_once(args: Any, splits: Any, evaluate: bool) -> Outcome:
     config = model.build_config(args, device)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
     chunks = model.build_model(args, config, vocab_size, device)
+    before = _digests(chunks)
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
@@ -84,11 +107,12 @@ def _train_once(args: Any, splits: Any, evaluate: bool) -> Outcome:
     )
     with stop.StopRequest(device, "a test") as request:
         trainer.run(request)
-    if evaluate:
-        args.eval_iters = 1
-        trainer.evaluate("train", splits.train, present=True)
-        args.eval_iters = 0
-    return Outcome(tuple(seen.losses), tuple(seen.grad_norms), _digests(chunks))
+    if args.overlap_param_gather:  # the next forward would gather what the last step has changed
+        for chunk in chunks:
+            chunk.start_param_sync(force_sync=True)
+    after = _digests(chunks)
+    unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
+    return Outcome(tuple(seen.losses), tuple(seen.grad_norms), after, unmoved)
 
 
 class _Seen:
@@ -125,7 +149,8 @@ def assert_same_bits(results: list[list[Outcome]], schedules: Sequence[str | Non
     """Compare every schedule's outcome with the first one's, rank by rank, and name what differs first."""
     for rank, outcomes in enumerate(results):
         reference = outcomes[0]
-        assert reference.grad_norms, "the reference run reported no gradient norm"
+        assert len(reference.grad_norms) == STEPS, "the reference run reports the norm of every step"
+        assert not reference.unmoved, f"rank {rank}: the reference run moves every parameter"
         for schedule, outcome in zip(schedules[1:], outcomes[1:], strict=True):
             where = f"rank {rank}, {schedule} against {schedules[0] or 'stock 1F1B'}"
             assert outcome.losses == reference.losses, f"losses differ on {where}"

@@ -13,7 +13,7 @@ SCHEDULES = [None, "1f1b", "zb-h1", "zb-h2"]
 def flags(pipeline: int, num_microbatches: int, options: str = "", tensor: int = 1, data: int = 1) -> str:
     """The parallel layout and batch sizes of a case, then its options; a microbatch has two samples."""
     return (
-        f"--pipeline-model-parallel-size {pipeline} --tensor-model-parallel-size {tensor} "
+        f"--num-layers {pipeline} --pipeline-model-parallel-size {pipeline} --tensor-model-parallel-size {tensor} "
         f"--global-batch-size {2 * num_microbatches * data} {options}"
     )
 

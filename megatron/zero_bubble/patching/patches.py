@@ -56,13 +56,16 @@ class _Patches:
 _active = _Patches()
 
 
-def apply(config: ZeroBubbleConfig, observer: PassObserver | None = None) -> None:
+def apply(config: ZeroBubbleConfig, observer: PassObserver | None = None) -> Pipeline:
     """Make megatron-core's non-interleaved pipeline run the schedule of ``config``.
 
     Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns ours.
 
     Args:
         observer: told of every pass (``runtime.measure.Recorder``).
+
+    Returns:
+        what now runs the iterations.
 
     Raises:
         PatchError: an unknown megatron-core, or a second call without ``revert``.
@@ -77,6 +80,7 @@ def apply(config: ZeroBubbleConfig, observer: PassObserver | None = None) -> Non
             (seams.LINEAR, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
         ]
     )
+    return pipeline
 
 
 def observe(observer: PassObserver) -> None:

@@ -57,6 +57,11 @@ class Pipeline:
         self._transport: Transport | None = None
         self._group: dist.ProcessGroup | None = None
 
+    @property
+    def num_pending(self) -> int:
+        """Weight gradients not yet computed and sends not yet settled: 0 between iterations."""
+        return len(self.store) + (0 if self._transport is None else self._transport.num_in_flight)
+
     def forward_backward(
         self,
         *,
