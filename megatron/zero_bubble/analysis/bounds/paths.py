@@ -1,0 +1,119 @@
+"""Bounds by longest paths: what must come before and after each pass, and one machine at a time.
+
+Between the passes hold, in every schedule of a ``Setting``, the pipeline's own dependencies, the order of microbatches,
+and what the memory limit forces: with K microbatches kept up to a chunk at most, F(j) comes after B(j-K); and where W's
+keep enough, after a W as well. Longest paths along these edges give every pass a head and a tail; the passes of any one
+rank, with their heads and tails, are a one-machine problem (``jackson``) that no schedule can beat.
+
+All edges lead from earlier microbatches to later ones or along one microbatch's way, so passes numbered by microbatch,
+then by F up, B down, W, are in topological order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+from megatron.zero_bubble.analysis.bounds.jackson import one_machine_bound
+from megatron.zero_bubble.analysis.bounds.setting import Setting
+
+_NEVER = -math.inf
+
+
+class Paths:
+    """The graph of a setting's passes, numbered in the order in which a microbatch alone would run them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.stages = setting.num_stages
+        self.length = (*setting.f, *reversed(setting.b), *setting.w) * setting.m
+
+    def f(self, stage: int, microbatch: int) -> int:
+        """The number of F of ``stage``."""
+        return microbatch * 3 * self.stages + stage
+
+    def b(self, stage: int, microbatch: int) -> int:
+        """The number of B."""
+        return (microbatch * 3 + 2) * self.stages - 1 - stage
+
+    def w(self, stage: int, microbatch: int) -> int:
+        """The number of W."""
+        return (microbatch * 3 + 2) * self.stages + stage
+
+    @cached_property
+    def before(self) -> Sequence[Sequence[tuple[int, float]]]:
+        """For every pass, the passes that end before it starts and the transfer between them."""
+        s, last = self.setting, self.stages - 1
+        turns = [list(self._forced_by_memory(stage)) for stage in range(self.stages)]
+        edges: list[list[tuple[int, float]]] = []
+        for j in range(s.m):
+            for k in range(self.stages):
+                needs = [(self.f(k - 1, j), s.up[k - 1])] if k else []
+                needs += [(first + j * 3 * self.stages, 0.0) for first, since in turns[k] if j >= since]
+                edges.append(needs)
+            for k in reversed(range(self.stages)):
+                edges.append([(self.b(k + 1, j), s.down[k]) if k < last else (self.f(k, j), 0.0)])
+            edges += ([(self.b(k, j), 0.0)] for k in range(self.stages))
+            if j:
+                step = 3 * self.stages
+                for n in range(j * step, (j + 1) * step):
+                    edges[n].append((n - step, 0.0))
+        return edges
+
+    def _forced_by_memory(self, stage: int) -> Iterable[tuple[int, int]]:
+        """What F of a microbatch on ``stage`` must follow: a pass's number as if for microbatch 0, and since which one.
+
+        When F(j) starts, the chunks up to this one began j+1 microbatches and no B of j. If B(j-K) is not over, K+1 of
+        them keep all of their F's; if W(j-K) is not, these keep W's part of K microbatches besides all of j's.
+        """
+        s = self.setting
+        chunks = [k for k in s.stages(s.placement.stage_to_rank[stage]) if k <= stage]
+        whole = sum(s.a[k] for k in chunks)
+        lag = s.fits(whole)
+        yield self.b(stage, -lag), lag
+        for k in chunks:
+            if s.g[k] > 0:
+                lag = s.fits(s.g[k], s.limit - whole) + 1
+                yield self.w(k, -lag), lag
+
+    def heads(self, origin: int) -> list[float]:
+        """The least time from the start of pass ``origin`` to the start of every pass; minus infinity where none."""
+        heads = [_NEVER] * len(self.length)
+        heads[origin] = 0.0
+        length = self.length
+        for n in range(origin + 1, len(heads)):
+            for before, transfer in self.before[n]:
+                time = heads[before] + length[before] + transfer
+                if time > heads[n]:
+                    heads[n] = time
+        return heads
+
+    def tails(self, ends: Iterable[int]) -> list[float]:
+        """The least time from the end of every pass to the end of any in ``ends``; minus infinity where none."""
+        tails = [_NEVER] * len(self.length)
+        for n in ends:
+            tails[n] = 0.0
+        length = self.length
+        for n in range(len(tails) - 1, -1, -1):
+            time = tails[n] + length[n]
+            for before, transfer in self.before[n]:
+                if time + transfer > tails[before]:
+                    tails[before] = time + transfer
+        return tails
+
+    def bound(self, rank: int | None) -> float:
+        """A bound on the span of ``rank``, or on the makespan (None): the best of all machines between its ends."""
+        s = self.setting
+        own = range(s.num_ranks) if rank is None else (rank,)
+        stages = [k for r in own for k in s.stages(r)]
+        heads = self.heads(self.f(min(stages), 0))
+        tails = self.tails(self.w(k, s.m - 1) for k in stages)
+        return max(one_machine_bound(self._jobs(machine, heads, tails)) for machine in range(s.num_ranks))
+
+    def _jobs(self, rank: int, heads: Sequence[float], tails: Sequence[float]) -> Iterable[tuple[float, float, float]]:
+        for stage in self.setting.stages(rank):
+            for first in (self.f(stage, 0), self.b(stage, 0), self.w(stage, 0)):
+                for n in range(first, len(heads), 3 * self.stages):
+                    if heads[n] > _NEVER and tails[n] > _NEVER:
+                        yield heads[n], self.length[n], tails[n]

@@ -1,0 +1,101 @@
+"""What the bounds are computed from: the figures of every stage, and the path of a microbatch through them.
+
+Three assumptions, none of which loses a schedule:
+
+* Microbatches are alike and keep their order on every stage. Call the k-th F (B, W) that a stage runs "of microbatch k":
+  all times stay, what is kept stays, and the k-th arrival is never later than before.
+* Every backward is split. A BW is a B with its W right behind it, which keeps less and hands on earlier.
+  With ``fused`` the opposite holds: B lasts as long as BW, and W neither lasts nor keeps.
+* W keeps no more than F added (``wgrad`` cut to ``activation``), which only leaves more room.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Placement
+
+_ROUNDING = 1e-9
+"""Limits and memory are sums of floats: a count that misses the next whole number by less than this has reached it."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One instance: durations ``f``, ``b``, ``w`` (ms) and memory ``a`` (F to B), ``g`` (B to W) of every stage.
+
+    ``up[s]`` is the transfer from stage s to s+1 and ``down[s]`` the one back. ``limit`` is what a rank may keep.
+    """
+
+    placement: Placement
+    m: int
+    f: tuple[float, ...]
+    b: tuple[float, ...]
+    w: tuple[float, ...]
+    a: tuple[float, ...]
+    g: tuple[float, ...]
+    up: tuple[float, ...]
+    down: tuple[float, ...]
+    limit: float
+
+    @classmethod
+    def of(
+        cls, costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limit: float | None, fused: bool
+    ) -> Setting:
+        """The figures as the bounds want them."""
+        ranks = placement.stage_to_rank
+        hops = list(zip(ranks, ranks[1:]))  # noqa: B905 - the last stage has no next
+        b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
+        if fused:
+            b, w, g = tuple(map(sum, zip(b, w, strict=True))), (0.0,) * len(w), (0.0,) * len(g)
+        up = tuple(costs.comm(source, destination) for source, destination in hops)
+        down = tuple(costs.comm(destination, source) for source, destination in hops)
+        limit = math.inf if limit is None else limit
+        return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, up, down, limit)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.f)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.placement.num_ranks
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages of ``rank`` in model order."""
+        return self.placement.stages_of(rank)
+
+    @cached_property
+    def forward_at(self) -> tuple[float, ...]:
+        """When F of the first microbatch can start on every stage, counted from its start on stage 0."""
+        return (0.0, *accumulate(f + hop for f, hop in zip(self.f, self.up)))  # noqa: B905 - one hop less than stages
+
+    @cached_property
+    def backward_left(self) -> tuple[float, ...]:
+        """From the start of a B on every stage to the earliest start of the same microbatch's B on stage 0."""
+        return (0.0, *accumulate(b + hop for b, hop in zip(self.b[1:], self.down, strict=True)))
+
+    def round_trip(self, start: int, end: int) -> float:
+        """From the start of F on stage ``start`` to the earliest start of the same microbatch's B on stage ``end``."""
+        last = self.num_stages - 1
+        there = self.forward_at[last] - self.forward_at[start] + self.f[last]
+        return there + self.backward_left[last] - self.backward_left[end]
+
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """What every rank computes."""
+        one = [sum(self.f[s] + self.b[s] + self.w[s] for s in self.stages(rank)) for rank in range(self.num_ranks)]
+        return tuple(self.m * ms for ms in one)
+
+    def fits(self, size: float, room: float | None = None) -> int:
+        """How many things of ``size`` fit into ``room`` (default: the limit), at most ``m`` a stage of the model."""
+        room = self.limit if room is None else room
+        most = self.m * self.num_stages
+        return most if size * most <= room else int(room / size + _ROUNDING)
+
+    def whole(self, rank: int) -> float:
+        """What one microbatch keeps on ``rank`` once all its chunks ran F."""
+        return sum(self.a[s] for s in self.stages(rank))

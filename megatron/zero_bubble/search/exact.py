@@ -1,0 +1,184 @@
+"""The best schedule there is, with proof, for small cases: a constraint model for OR-tools CP-SAT (extra ``exact``).
+
+Every pass is an interval, a rank runs one at a time, microbatches keep their order (``analysis.bounds.setting`` says why
+none is lost by that), and what is kept is an interval as well, from the start of F to the end of B and on to the end of W.
+Up to 4 ranks and 6 microbatches take seconds; a good ``hint`` helps beyond. Formulations alike are the ILP of the Zero Bubble
+paper (arXiv 2401.10241, appendix G) and CrossPipe (arXiv 2507.00217).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+
+_TICKS = 1_000_000
+"""Ticks in the longest time a model knows; durations are cut to whole ticks, so that its bound holds for the true ones."""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """What the solver found: ``cost_ms`` of ``schedule``, and ``bound_ms``, below which no schedule is."""
+
+    schedule: Schedule
+    cost_ms: float
+    bound_ms: float
+    optimal: bool
+
+
+def solve(
+    costs: PassCosts,
+    memory: PassMemory,
+    placement: Placement,
+    num_microbatches: int,
+    memory_limit: float | None = None,
+    objective: Metric = "span",
+    *,
+    fused: bool = False,
+    hint: Schedule | None = None,
+    seconds: float = 60.0,
+    workers: int = 1,
+) -> Exact:
+    """The shortest schedule within ``memory_limit`` (unit of ``memory``), as far as ``seconds`` allow.
+
+    ``hint`` is a schedule to start from, on the same placement; it need not keep the limit.
+
+    Raises:
+        ValueError: without OR-tools, when no schedule keeps the limit, or when none was found in time.
+    """
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise ValueError(
+            "the exact solver needs OR-tools, which is not installed; pip install 'megatron-zero-bubble[exact]'"
+        ) from None
+    model = _Model(cp_model.CpModel(), costs, placement, num_microbatches, fused)
+    model.one_pass_at_a_time()
+    model.dependencies()
+    if memory_limit is not None:
+        model.keep_within(memory, memory_limit)
+    model.minimize(objective)
+    if hint is not None:
+        model.start_from(hint)
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.num_workers = workers
+    status = solver.solve(model.cp)
+    if status == cp_model.INFEASIBLE:
+        raise ValueError(f"no schedule keeps the memory limit {memory_limit}; raise it")
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise ValueError(f"the exact solver found no schedule within {seconds} s; give a hint or more seconds")
+    schedule = model.schedule(solver)
+    timeline = simulate(schedule, costs, memory)
+    cost = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
+    return Exact(schedule, cost, solver.best_objective_bound * model.tick, status == cp_model.OPTIMAL)
+
+
+class _Model:
+    """The constraint model; ``start`` and ``end`` of every pass are its variables, in ticks."""
+
+    def __init__(self, cp: Any, costs: PassCosts, placement: Placement, m: int, fused: bool) -> None:
+        self.cp, self.costs, self.placement, self.m = cp, costs, placement, m
+        self.kinds = (Kind.F, Kind.BW) if fused else (Kind.F, Kind.B, Kind.W)
+        stages = range(placement.num_stages)
+        self.passes = [Pass(s, kind, j) for j in range(m) for kind in self.kinds for s in stages]
+        hops = zip(placement.stage_to_rank, placement.stage_to_rank[1:])  # noqa: B905 - the last stage has no next
+        transfers = 2 * m * sum(max(costs.comm(a, b), costs.comm(b, a)) for a, b in hops)
+        one_by_one = sum(map(costs.duration, self.passes)) + transfers
+        self.tick = max(one_by_one, 1e-9) / _TICKS if not self._whole() else 1.0
+        self.horizon = int(one_by_one / self.tick) + 1
+        self.start: dict[Pass, Any] = {}
+        self.end: dict[Pass, Any] = {}
+        self.interval: dict[Pass, Any] = {}
+        for p in self.passes:
+            length = self.ticks(costs.duration(p))
+            self.start[p] = cp.new_int_var(0, self.horizon, f"start {p}")
+            self.end[p] = self.start[p] + length
+            self.interval[p] = cp.new_fixed_size_interval_var(self.start[p], length, str(p))
+
+    def _whole(self) -> bool:
+        """Whole milliseconds need no finer clock."""
+        c = self.costs
+        figures = (*c.forward_ms, *c.backward_ms, *c.wgrad_ms, c.comm_ms, *c.links.values())
+        return all(ms == int(ms) for ms in figures)
+
+    def ticks(self, ms: float) -> int:
+        """Whole ticks within ``ms``."""
+        return int(ms / self.tick)
+
+    def on(self, rank: int) -> list[Pass]:
+        """The passes of ``rank``."""
+        return [p for p in self.passes if self.placement.stage_to_rank[p.stage] == rank]
+
+    def one_pass_at_a_time(self) -> None:
+        """A rank computes one pass at a time."""
+        for rank in range(self.placement.num_ranks):
+            self.cp.add_no_overlap(self.interval[p] for p in self.on(rank))
+
+    def dependencies(self) -> None:
+        """Passes wait for what they need, and for the same pass of the microbatch before."""
+        unordered = Schedule("", self.placement, self.m, (tuple(self.passes),))
+        ranks = self.placement.stage_to_rank
+        for p in self.passes:
+            for d in unordered.dependencies(p):
+                transfer = self.ticks(self.costs.comm(ranks[d.stage], ranks[p.stage]))
+                self.cp.add(self.start[p] >= self.end[d] + transfer)
+            if p.microbatch:
+                self.cp.add(self.start[p] >= self.end[Pass(p.stage, p.kind, p.microbatch - 1)])
+
+    def keep_within(self, memory: PassMemory, limit: float) -> None:
+        """What a rank keeps, counted in millionths of the limit."""
+        for rank in range(self.placement.num_ranks):
+            kept, sizes = [], []
+            for p in self.on(rank):
+                if p.kind is Kind.F:
+                    continue
+                first, size = (Kind.B, memory.wgrad) if p.kind is Kind.W else (Kind.F, memory.activation)
+                since = Pass(p.stage, first, p.microbatch)
+                begin = self.end[since] if p.kind is Kind.W else self.start[since]
+                length = self.cp.new_int_var(0, self.horizon, f"{p} keeps")
+                kept.append(self.cp.new_interval_var(begin, length, self.end[p], f"{p} frees"))
+                sizes.append(round(size[p.stage] / limit * _TICKS))
+            # Rounding errors of the sizes add up to less than the half of a millionth each.
+            self.cp.add_cumulative(kept, sizes, _TICKS + len(sizes) // 2)
+
+    def minimize(self, objective: Metric) -> None:
+        """The longest rank from its first pass to its last, or all of them."""
+        cost = self.cp.new_int_var(0, self.horizon, objective)
+        for rank in range(self.placement.num_ranks):
+            stages = self.placement.stages_of(rank)
+            begin = self.start[Pass(stages[0], Kind.F, 0)] if objective == "span" else 0
+            for stage in stages:
+                self.cp.add(cost >= self.end[Pass(stage, self.kinds[-1], self.m - 1)] - begin)
+        self.cp.minimize(cost)
+
+    def start_from(self, hint: Schedule) -> None:
+        """Begin the search at the times of ``hint``, its k-th pass of a kind being microbatch k's."""
+        timeline = simulate(hint, self.costs)
+        starts: dict[tuple[int, Kind], list[int]] = {}
+        for row in timeline.spans:
+            for span in row:
+                p = span.pass_
+                kinds = (Kind.B, Kind.W) if p.kind is Kind.BW and Kind.W in self.kinds else (p.kind,)
+                for kind in kinds:
+                    late = self.costs.backward_ms[p.stage] if len(kinds) > 1 and kind is Kind.W else 0.0
+                    starts.setdefault((p.stage, kind), []).append(self.ticks(span.start_ms + late))
+        for p in self.passes:
+            times = sorted(starts.get((p.stage, p.kind), ()))
+            if p.microbatch < len(times):
+                self.cp.add_hint(self.start[p], times[p.microbatch])
+
+    def schedule(self, solver: Any) -> Schedule:
+        """The solution as an order; among passes of no length at one time, dependencies decide."""
+        rank_of_kind = {kind: n for n, kind in enumerate(self.kinds)}
+
+        def when(p: Pass) -> tuple[int, int, int, int, int]:
+            along = p.stage if p.kind is Kind.F else -p.stage
+            return solver.value(self.start[p]), solver.value(self.end[p]), p.microbatch, rank_of_kind[p.kind], along
+
+        order = tuple(tuple(sorted(self.on(rank), key=when)) for rank in range(self.placement.num_ranks))
+        return Schedule("exact", self.placement, self.m, order)
