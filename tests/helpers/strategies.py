@@ -1,15 +1,10 @@
-"""Random schedules and costs for property tests, and how many examples these try."""
+"""Random schedules and costs for property tests; ``tests/conftest.py`` says how many they try."""
 
 from __future__ import annotations
 
-from hypothesis import settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import SCHEDULES, PassCosts, Schedule, build
-
-# A busy machine would fail an example by its deadline; examples that are always the same fail for everybody or nobody.
-settings.register_profile("pipeline", deadline=None, derandomize=True, database=None, max_examples=60)
-settings.load_profile("pipeline")
 
 names = st.sampled_from(sorted(SCHEDULES))
 num_ranks = st.integers(1, 8)
