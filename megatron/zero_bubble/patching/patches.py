@@ -24,6 +24,10 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 _KNOWN = {"0.16": core_0_16}
 
 
+# A seam, and how to make the replacement from the original.
+_Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+
 class PatchError(RuntimeError):
     """This megatron-core cannot be patched, or is patched already."""
 
@@ -33,21 +37,25 @@ class _Patches:
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Seam, ModuleType, Callable[..., Any]]] = []
+        self._close: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
         return bool(self._replaced)
 
-    def replace(self, replacements: list[tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
-        """Check every seam first, then replace all of them: nothing is left half done."""
+    def replace(self, replacements: list[_Replacement], close: Callable[[], None]) -> None:
+        """Check every seam first, then replace all of them: nothing is left half done; ``close`` comes with revert."""
         resolved = [(seam, make, *seam.resolve()) for seam, make in replacements]
         for seam, make, module, original in resolved:
             setattr(module, seam.name, make(original))
             self._replaced.append((seam, module, original))
+        self._close = close
 
     def revert(self) -> None:
+        close, self._close = self._close, lambda: None
         while self._replaced:
             seam, module, original = self._replaced.pop()
             setattr(module, seam.name, original)
+        close()
 
     def report(self) -> list[str]:
         return [f"{seam.module}.{seam.name}: {seam.why}" for seam, _, _ in self._replaced]
@@ -78,7 +86,8 @@ def apply(config: ZeroBubbleConfig, observer: PassObserver | None = None) -> Pip
         [
             (seams.SCHEDULE, lambda _: pipeline.forward_backward),
             (seams.LINEAR, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
-        ]
+        ],
+        pipeline.close,
     )
     return pipeline
 
@@ -101,7 +110,7 @@ def observe(observer: PassObserver) -> None:
 
 
 def revert() -> None:
-    """Restore every upstream name; does nothing where nothing is applied."""
+    """Restore every upstream name and disconnect; does nothing where nothing is applied."""
     _active.revert()
 
 
@@ -110,10 +119,10 @@ def report() -> list[str]:
     return _active.report()
 
 
-def _replace(replacements: list[tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]]) -> None:
+def _replace(replacements: list[_Replacement], close: Callable[[], None] = lambda: None) -> None:
     if _active:
         raise PatchError("megatron-core is patched already; call revert() before applying another configuration")
-    _active.replace(replacements)
+    _active.replace(replacements, close)
 
 
 def _seams() -> ModuleType:

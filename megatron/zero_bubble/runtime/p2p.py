@@ -128,6 +128,13 @@ class Transport:
         """gloo moves host memory only: several ranks that share one GPU pass their tensors through the host."""
         return self._backend == "gloo" and tensor.device.type != "cpu"
 
+    def close(self) -> None:
+        """Give the groups back; nothing may be under way."""
+        if dist.is_initialized():
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
     @property
     def num_in_flight(self) -> int:
         """Sends not yet settled: 0 between iterations."""

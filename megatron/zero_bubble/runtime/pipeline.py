@@ -141,6 +141,13 @@ class Pipeline:
         assert self._transport is not None
         Executor(prepared.plan, prepared.rank, stages, self._transport, boundary.new_buffer, self._observer).run()
 
+    def close(self) -> None:
+        """Disconnect from the other ranks."""
+        if self._transport is not None:
+            self._transport.close()
+            self._transport = None
+        self._prepared.clear()
+
     def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> _Prepared:
         """The plan for this many microbatches: made, checked and agreed upon once."""
         key = (num_microbatches, forward_only)
@@ -173,6 +180,7 @@ class Pipeline:
             )
         channels = {op.message.channel for ops in plan.ops for op in ops if isinstance(op, Send)}
         if self._transport is None or self._group is not group:
+            self.close()
             self._transport, self._group = Transport(group, channels, self._timeout), group
         else:
             self._transport.open(channels)
