@@ -28,6 +28,27 @@ BASE_FLAGS = (
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How many ranks of each kind a case uses; one layer a stage unless it says otherwise."""
+
+    pipeline: int
+    tensor: int = 1
+    data: int = 1
+    num_layers: int = 0
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.tensor * self.data
+
+    def flags(self, num_microbatches: int, options: str = "") -> str:
+        """The layout, its batch sizes (a microbatch has two samples), then ``options``."""
+        return (
+            f"--num-layers {self.num_layers or self.pipeline} --pipeline-model-parallel-size {self.pipeline} "
+            f"--tensor-model-parallel-size {self.tensor} --global-batch-size {2 * num_microbatches * self.data} {options}"
+        )
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What one rank saw of one training run; equal outcomes are equal in every bit.
 

@@ -1,24 +1,73 @@
-"""Losses, gradient norms and weights after five steps are those of stock megatron-core, bit for bit."""
+"""Losses, gradient norms and weights after five steps are those of stock megatron-core, bit for bit.
+
+A row runs stock 1F1B and our schedules on the same ranks, and combines options that do not hide each other. What a
+row is there for comes first in its name. The cross products are in ``test_parity_full.py``.
+"""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.helpers.parity import assert_same_bits, train
+from tests.helpers.parity import Layout, assert_same_bits, train
 from tests.helpers.ranks import RankPool
 
 SCHEDULES = [None, "1f1b", "zb-h1", "zb-h2"]
 
+LLAMA = "--swiglu --normalization RMSNorm --group-query-attention --num-query-groups 2 --disable-bias-linear"
+ROPE = "--position-embedding-type rope"
+UNTIED = "--untie-embeddings-and-output-weights"
+DROPOUT = "--attention-dropout 0.2 --hidden-dropout 0.2"
+FP16 = "--fp16 --initial-loss-scale 65536 --loss-scale-window 2"
+EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear"
+BUCKETS = "--ddp-bucket-size 1000"
 
-def flags(pipeline: int, num_microbatches: int, options: str = "", tensor: int = 1, data: int = 1) -> str:
-    """The parallel layout and batch sizes of a case, then its options; a microbatch has two samples."""
-    return (
-        f"--num-layers {pipeline} --pipeline-model-parallel-size {pipeline} --tensor-model-parallel-size {tensor} "
-        f"--global-batch-size {2 * num_microbatches * data} {options}"
-    )
+ROWS = {
+    "m=1, tied, bias": (Layout(2), 1, ""),
+    "m=p=2, llama, bf16, untied, no bias": (Layout(2), 2, f"--bf16 {LLAMA} {ROPE} {UNTIED}"),
+    "m=p+1=3, fp16 with loss scale, dropout, selective recompute": (
+        Layout(2),
+        3,
+        f"{FP16} {DROPOUT} --recompute-granularity selective",
+    ),
+    "m=3p+1=7, full recompute, dropout, two layers a stage": (
+        Layout(2, num_layers=4),
+        7,
+        f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {DROPOUT}",
+    ),
+    "experts, per-token loss": (Layout(2), 3, f"{EXPERTS} {UNTIED} --calculate-per-token-loss"),
+    "p=4, m=p-1=3, untied": (Layout(4), 3, UNTIED),
+    "p=4, m=p+1=5, bf16": (Layout(4), 5, "--bf16"),
+    "tp=2, bf16, no bias": (Layout(2, tensor=2), 3, "--bf16 --disable-bias-linear"),
+    "tp=2 and sequence parallel, dropout": (Layout(2, tensor=2), 3, f"--sequence-parallel {UNTIED} {DROPOUT}"),
+    "dp=2, per-token loss": (Layout(2, data=2), 2, "--calculate-per-token-loss"),
+    "dp=2, overlap_grad_reduce, not aligned, m grows from 1": (
+        Layout(2, data=2),
+        3,
+        f"--overlap-grad-reduce --no-align-grad-reduce {BUCKETS} --rampup-batch-size 4 4 12",
+    ),
+    "dp=2, distributed optimizer, both overlaps, bf16": (
+        Layout(2, data=2),
+        3,
+        f"--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {BUCKETS}",
+    ),
+    "ep=2, all-to-all": (
+        Layout(2, data=2),
+        2,
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall",
+    ),
+}
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7])
-def test_two_stages(ranks: RankPool, num_microbatches: int) -> None:
-    results = ranks.run(2, train, flags(2, num_microbatches), SCHEDULES, timeout=120)
+@pytest.mark.parametrize("name", ROWS)
+def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
+    layout, num_microbatches, options = ROWS[name]
+    results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), SCHEDULES, timeout=120)
     assert_same_bits(results, SCHEDULES)
+
+
+@pytest.mark.parametrize("clip, active", [(0.1, True), (100.0, False)])
+def test_gradient_clipping(ranks: RankPool, clip: float, active: bool) -> None:
+    results = ranks.run(2, train, Layout(2).flags(3, f"--clip-grad {clip}"), SCHEDULES, timeout=120)
+    assert_same_bits(results, SCHEDULES)
+    norms = [float.fromhex(norm) for norm in results[0][0].grad_norms]
+    assert all((norm > clip) == active for norm in norms), norms
