@@ -7,6 +7,7 @@ arguments, results and order of closing steps this keeps.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import check_model_config
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.plan import Message, Plan, Send, lower
+from megatron.zero_bubble.plan import Message, Plan, PlanError, Send, lower, prove
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
@@ -165,6 +166,7 @@ class Pipeline:
                 plan = lower(schedule.forward_only(), _MAX_IN_FLIGHT_FORWARD_ONLY)
             else:
                 plan = lower(schedule)
+            _check_queues(group, plan)
             self._connect(group, plan)
             self._prepared[key] = _Prepared.of(plan, group.rank())
         return self._prepared[key]
@@ -230,6 +232,19 @@ def _finalized(
     schedules.finish_embedding_wgrad_compute(config, embedding, prepared.has_last_stage, groups.tp)
     num_tokens = results.num_tokens if config.calculate_per_token_loss else None
     config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+
+def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Raises PlanError when a single hardware queue, which Megatron asks for, would let the ranks block each other."""
+    if dist.get_backend(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+        return
+    try:
+        prove(plan, single_queue=True)
+    except PlanError as error:
+        raise PlanError(
+            f"schedule {plan.schedule.name!r} needs several hardware queues a GPU, but CUDA_DEVICE_MAX_CONNECTIONS is 1; "
+            f"set it to 8, or choose another schedule. {error}"
+        ) from error
 
 
 def _groups(pg_collection: Any) -> Any:
