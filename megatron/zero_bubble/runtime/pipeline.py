@@ -242,7 +242,7 @@ def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
         prove(plan, single_queue=True)
     except PlanError as error:
         raise PlanError(
-            f"schedule {plan.schedule.name!r} needs several hardware queues a GPU, but CUDA_DEVICE_MAX_CONNECTIONS is 1; "
+            f"schedule {plan.schedule.name!r} needs several hardware queues a GPU, CUDA_DEVICE_MAX_CONNECTIONS is 1; "
             f"set it to 8, or choose another schedule. {error}"
         ) from error
 
