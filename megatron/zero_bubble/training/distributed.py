@@ -37,7 +37,9 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
 def initialize(args: argparse.Namespace, launch: Launch, backend: str) -> None:
     """Join the world, lay out the parallel groups and seed every random state."""
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
-    if launch.under_torchrun:
+    if dist.is_initialized():
+        pass  # the caller, a program that trains inside a world of its own, has joined already
+    elif launch.under_torchrun:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)

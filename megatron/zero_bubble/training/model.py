@@ -49,17 +49,26 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         overlap_p2p_comm=args.overlap_p2p_comm and args.virtual_pipeline_model_parallel_size is not None,
         recompute_granularity="selective" if args.recompute_activations else args.recompute_granularity,
-        bias_activation_fusion=args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion,
-        # Fusions that need TransformerEngine or Apex go where those are missing.
+        bias_activation_fusion=(
+            args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion and args.add_bias_linear
+        ),
+        # Fusions whose kernels (of TransformerEngine or Apex) are not installed go.
+        masked_softmax_fusion=args.masked_softmax_fusion and _installed("scaled_masked_softmax_cuda"),
         apply_rope_fusion=args.apply_rope_fusion and engine,
-        persist_layer_norm=args.persist_layer_norm and (engine or find_spec("apex") is not None),
-        gradient_accumulation_fusion=args.gradient_accumulation_fusion and _has_fused_accumulation(),
+        persist_layer_norm=args.persist_layer_norm and (engine or _installed("apex")),
+        gradient_accumulation_fusion=args.gradient_accumulation_fusion and _installed("fused_weight_gradient_mlp_cuda"),
     )
     fields["batch_p2p_comm"] = not fields["overlap_p2p_comm"]
+    fields["ffn_hidden_size"] = _ffn_hidden_size(args)
+    if args.num_moe_experts:
+        fields["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or fields["ffn_hidden_size"]
+        if args.add_bias_linear and not engine:
+            raise UsageError(
+                "experts of --transformer-impl local need --disable-bias-linear: megatron-core 0.16 adds their bias in "
+                "place, which autograd refuses; add the flag"
+            )
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
-        if args.ffn_hidden_size is None:
-            fields["ffn_hidden_size"] = int(args.hidden_size * 4 * 2 / 3 / 64) * 64 or args.hidden_size * 4
     elif args.squared_relu:
         from megatron.core.activations import squared_relu
 
@@ -68,6 +77,14 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         return TransformerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
+
+
+def _ffn_hidden_size(args: argparse.Namespace) -> int:
+    """As given, or four times the hidden size; with gates, two thirds of that in multiples of 64, as Megatron does."""
+    if args.ffn_hidden_size is not None:
+        return args.ffn_hidden_size
+    wide = 4 * args.hidden_size
+    return int(wide * 2 / 3 / 64) * 64 or wide if args.swiglu else wide
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
@@ -79,7 +96,7 @@ def uses_transformer_engine(args: argparse.Namespace, device: torch.device) -> b
     """Whether layers come from TransformerEngine: as ``--transformer-impl`` says, else where it can run."""
     if args.transformer_impl is not None:
         return args.transformer_impl == "transformer_engine"
-    return device.type == "cuda" and find_spec("transformer_engine") is not None
+    return device.type == "cuda" and _installed("transformer_engine")
 
 
 def build_model(
@@ -198,5 +215,5 @@ def _by_name(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 
 
-def _has_fused_accumulation() -> bool:
-    return find_spec("fused_weight_gradient_mlp_cuda") is not None
+def _installed(module: str) -> bool:
+    return find_spec(module) is not None

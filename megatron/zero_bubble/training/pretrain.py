@@ -6,12 +6,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError
 from megatron.zero_bubble.training.launch import Launch
 from megatron.zero_bubble.training.quiet import quiet
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.training.checkpoint import Trained, TrainState
+    from megatron.zero_bubble.training.progress import Progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -24,7 +29,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         check(args, launch.world_size)
-        _train(args, launch)
+        train(args, launch)
+        _leave()
     except UsageError as error:
         if launch.rank == 0 or not error.everywhere:
             print(f"error: {error}", file=sys.stderr, flush=True)
@@ -32,9 +38,18 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _train(args: argparse.Namespace, launch: Launch) -> None:
+def _leave() -> None:
     import torch.distributed as dist
 
+    dist.destroy_process_group()
+
+
+def train(args: argparse.Namespace, launch: Launch) -> None:
+    """Build everything that checked ``args`` ask for and train. torch and megatron-core are imported here.
+
+    Raises:
+        UsageError: what could not be known before.
+    """
     from megatron.zero_bubble.platforms import select
     from megatron.zero_bubble.training.distributed import check_backend, describe_rank, initialize
 
@@ -87,10 +102,9 @@ def _train(args: argparse.Namespace, launch: Launch) -> None:
                 raise
         if tracer:
             tracer.write()
-    dist.destroy_process_group()
 
 
-def _resume(args, trained, shown):
+def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:
     from megatron.zero_bubble.training.checkpoint import TrainState, load
 
     if not args.load:
