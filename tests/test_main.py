@@ -93,7 +93,9 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
     by_flags = run(capsys, *PLAN, *TIMES, "--format", "json")
     assert run(capsys, *PLAN, "--costs", str(path), "--format", "json") == by_flags
     path.write_text('{"forward_ms": 2, "backward_ms": 2, "wgrad_ms": 1, "activation": 8, "wgrad": 0}')
-    assert json.loads(run(capsys, *PLAN, "--costs", str(path), "--format", "json"))["peak_activation"] == [2.0, 1.0]
+    by_file = [*PLAN, "--costs", str(path), "--format", "json"]
+    assert json.loads(run(capsys, *by_file))["peak_activation"] == [2.0, 1.0]
+    assert json.loads(run(capsys, *by_file, "--wgrad-memory", "0.5"))["peak_activation"] == [2.0, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +144,7 @@ def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-h2", "--format", "json"]
-    command += ["--num-ranks", "16", "--num-microbatches", "200", *TIMES]
+    command += ["--num-ranks", "16", "--num-microbatches", "600", *TIMES]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stderr is not None

@@ -65,8 +65,6 @@ def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float)
     cells = []
     column = 0
     for p, start_ms, end_ms in spans:
-        if end_ms == start_ms:
-            continue
         start, end = (round((ms - timeline.start_ms) / ms_per_character) for ms in (start_ms, end_ms))
         cells.append("." * (start - column))
         cells.append(_cell(_label(timeline, p), p.kind.value, end - start))
