@@ -87,6 +87,11 @@ class Plan:
     ops: tuple[tuple[Op, ...], ...]
 
     @cached_property
+    def channels(self) -> frozenset[tuple[int, int]]:
+        """The (source, target) pairs of ranks between which messages travel."""
+        return frozenset(op.message.channel for row in self.ops for op in row if isinstance(op, Send))
+
+    @cached_property
     def digest(self) -> str:
         """A fingerprint that is equal on two ranks exactly when they execute the same plan."""
         text = "\n".join(" ".join(map(str, row)) for row in self.ops)

@@ -8,13 +8,23 @@ they are blind to overhead. ``SleepingStage`` spends the time for real, and show
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
 
 import torch
 
+from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.plan import Plan, lower
+from megatron.zero_bubble.runtime.executor import Executor, Stage
+from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.schedules import SCHEDULES, build
+
+# Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.
+_COST_RATIOS = ((10.0, 10.0, 10.0, 0.0), (18.522, 18.086, 9.337, 0.601), (5.0, 9.0, 3.0, 4.0))
 
 # time.sleep oversleeps by a few hundred microseconds; the rest of a pass is spun.
 _SPIN_S = 0.002
@@ -35,11 +45,7 @@ class VirtualClock:
 
 
 class VirtualStage:
-    """A stage on a virtual clock; its tensors are float64 of ``num_elements``.
-
-    Args:
-        clock: shared by the stages of a rank.
-    """
+    """Every stage of one rank, on its clock; the tensors are float64 of ``num_elements``."""
 
     def __init__(self, schedule: Schedule, costs: PassCosts, clock: VirtualClock, num_elements: int = 1) -> None:
         self._schedule = schedule
@@ -68,7 +74,7 @@ class VirtualStage:
 
 
 class SleepingStage:
-    """A stage whose passes take their planned time on the wall clock; its tensors are float32 of ``num_elements``."""
+    """Stages whose passes take their planned time on the wall clock; the tensors are float32 of ``num_elements``."""
 
     def __init__(self, schedule: Schedule, costs: PassCosts, num_elements: int) -> None:
         self._schedule = schedule
@@ -88,6 +94,46 @@ class SleepingStage:
 
     def _sleep(self, work: Pass) -> None:
         sleep_until(time.perf_counter() + self._costs.duration(work, self._schedule.num_slices) / 1e3)
+
+
+def execute(plan: Plan, stage: Stage, transport: Transport, like: torch.Tensor) -> None:
+    """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``."""
+    stages = dict.fromkeys(plan.schedule.placement.stages_of(transport.rank), stage)
+    Executor(plan, transport.rank, stages, transport, lambda _message: torch.empty_like(like)).run()
+
+
+def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
+    """Every registered schedule with 1, P and 3P microbatches, each under three ratios of costs."""
+    for name in SCHEDULES:
+        for num_microbatches in (1, num_ranks, 3 * num_ranks):
+            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+            for ratio in _COST_RATIOS:
+                yield schedule, PassCosts.uniform(schedule.placement, *ratio)
+
+
+def virtual_deviation_ms(
+    schedule: Schedule, costs: PassCosts, transport: Transport, num_elements: int = 1024
+) -> tuple[float, str]:
+    """Execute ``schedule`` on virtual clocks and compare each pass of this rank with the simulation.
+
+    Args:
+        num_elements: of every message, each a float64.
+
+    Returns:
+        The largest difference of a start or an end, and the pass it is of; infinite where the order differs.
+    """
+    plan = lower(schedule)
+    transport.open(plan.channels)
+    clock = VirtualClock()
+    like = torch.empty(num_elements, dtype=torch.float64)
+    execute(plan, VirtualStage(schedule, costs, clock, num_elements), transport, like)
+    planned = simulate(schedule, costs).spans[transport.rank]
+    if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
+        return math.inf, "order"
+    return max(
+        (max(abs(ran.start_ms - due.start_ms), abs(ran.end_ms - due.end_ms)), str(due.pass_))
+        for ran, due in zip(clock.spans, planned, strict=True)
+    )
 
 
 def sleep_until(deadline: float) -> None:

@@ -180,12 +180,11 @@ class Pipeline:
                 f"all ranks of a pipeline must run the same plan; their fingerprints are {digests}; start every rank "
                 "with the same schedule, batch sizes and version"
             )
-        channels = {op.message.channel for ops in plan.ops for op in ops if isinstance(op, Send)}
         if self._transport is None or self._group is not group:
             self.close()
-            self._transport, self._group = Transport(group, channels, self._timeout), group
+            self._transport, self._group = Transport(group, plan.channels, self._timeout), group
         else:
-            self._transport.open(channels)
+            self._transport.open(plan.channels)
 
 
 @dataclass(frozen=True)
