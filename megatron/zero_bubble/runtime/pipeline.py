@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import check_model_config
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.plan import Message, Plan, PlanError, Send, lower, prove
+from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, prove
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
