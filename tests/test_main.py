@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -145,7 +146,9 @@ def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-h2", "--format", "json"]
     command += ["--num-ranks", "16", "--num-microbatches", "600", *TIMES]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # Unbuffered output would hide the closed pipe: its one short write is all that the interpreter tries.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.read(10)
