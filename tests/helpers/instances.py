@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Schedule, simulate
 
+_CHOICE = 12
+"""How many ready passes a random schedule looks at before it takes one."""
+
 
 @dataclass(frozen=True)
 class Instance:
@@ -33,7 +36,9 @@ def random_placement(rng: random.Random, most_ranks: int) -> Placement:
     return Placement(tuple(ranks))
 
 
-def random_instance(rng: random.Random, most_ranks: int = 6, most_microbatches: int = 12, whole: bool = False) -> Instance:
+def random_instance(
+    rng: random.Random, most_ranks: int = 6, most_microbatches: int = 12, whole: bool = False
+) -> Instance:
     """Equal or unequal stages; whole figures suit solvers that count in integers."""
     placement = random_placement(rng, most_ranks)
     n = placement.num_stages
@@ -51,7 +56,7 @@ def random_instance(rng: random.Random, most_ranks: int = 6, most_microbatches: 
     slow = rng.choice((0, 1, 5))
     costs = PassCosts(figures(1, 12), figures(1, 12), figures(0 if not whole else 1, 12), float(slow), links)
     activation = figures(2, 10)
-    wgrad = tuple(a * rng.choice((0.0, 0.5, 1.0)) for a in activation) if rng.random() < 0.8 else figures(1, 12)
+    wgrad = tuple(a * rng.choice((0.0, 0.5, 1.0)) for a in activation) if rng.random() < 0.9 else figures(1, 12)
     return Instance(placement, costs, PassMemory(activation, wgrad), rng.randint(1, most_microbatches))
 
 
@@ -82,7 +87,7 @@ def random_schedule(rng: random.Random, instance: Instance, fused: bool = False)
 
     while ready:
         p = min(
-            ready,
+            rng.sample(ready, min(_CHOICE, len(ready))),
             key=lambda p: start(p) + taste[p.kind] + rng.random() * noise + (p.microbatch if orderly else 0) * 1e-3,
         )
         rank = placement.stage_to_rank[p.stage]
@@ -100,4 +105,4 @@ def peak_memory(schedule: Schedule, instance: Instance) -> float:
     """The most that any rank keeps, in the unit of the instance's memory."""
     peaks = simulate(schedule, instance.costs, instance.memory).peak_activation
     whole = [sum(instance.memory.activation[s] for s in schedule.placement.stages_of(r)) for r in range(len(peaks))]
-    return max(peak * one for peak, one in zip(peaks, whole))
+    return max(peak * one for peak, one in zip(peaks, whole, strict=True))

@@ -1,14 +1,15 @@
 """The best schedule there is, with proof, for small cases: a constraint model for OR-tools CP-SAT (extra ``exact``).
 
-Every pass is an interval, a rank runs one at a time, microbatches keep their order (``analysis.bounds.setting`` says why
-none is lost by that), and what is kept is an interval as well, from the start of F to the end of B and on to the end of W.
-Up to 4 ranks and 6 microbatches take seconds; a good ``hint`` helps beyond. Formulations alike are the ILP of the Zero Bubble
-paper (arXiv 2401.10241, appendix G) and CrossPipe (arXiv 2507.00217).
+Every pass is an interval, a rank runs one at a time, microbatches keep their order (``analysis.bounds.setting`` says
+why no schedule is lost by that), and what is kept is an interval as well, from the start of F to the end of B and on to
+the end of W. Up to 4 ranks and 6 microbatches take seconds; a good ``hint`` helps beyond. Related formulations: the ILP
+of the Zero Bubble paper (arXiv 2401.10241, appendix G) and CrossPipe's constraint program (arXiv 2507.00217).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -17,12 +18,16 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 _TICKS = 1_000_000
-"""Ticks in the longest time a model knows; durations are cut to whole ticks, so that its bound holds for the true ones."""
+"""Ticks in all passes one by one; durations are cut to whole ticks, so that the bound holds for the true ones."""
 
 
 @dataclass(frozen=True)
 class Exact:
-    """What the solver found: ``cost_ms`` of ``schedule``, and ``bound_ms``, below which no schedule is."""
+    """What the solver found: ``cost_ms`` of ``schedule``, and ``bound_ms``, below which no schedule is.
+
+    ``optimal`` says that ``bound_ms`` is reached. With the span as objective that may take a first pass which starts
+    later than it could; ``cost_ms`` is what ``simulate`` says, where every pass starts as early as it can.
+    """
 
     schedule: Schedule
     cost_ms: float
@@ -86,7 +91,7 @@ class _Model:
         self.kinds = (Kind.F, Kind.BW) if fused else (Kind.F, Kind.B, Kind.W)
         stages = range(placement.num_stages)
         self.passes = [Pass(s, kind, j) for j in range(m) for kind in self.kinds for s in stages]
-        hops = zip(placement.stage_to_rank, placement.stage_to_rank[1:])  # noqa: B905 - the last stage has no next
+        hops = pairwise(placement.stage_to_rank)
         transfers = 2 * m * sum(max(costs.comm(a, b), costs.comm(b, a)) for a, b in hops)
         one_by_one = sum(map(costs.duration, self.passes)) + transfers
         self.tick = max(one_by_one, 1e-9) / _TICKS if not self._whole() else 1.0

@@ -1,13 +1,15 @@
 """How short no schedule can be: lower bounds on span and makespan for given costs, memory limit and placement.
 
 The difference between a schedule and the bound, the gap, is a certificate: no schedule, known or unknown, is better by
-more than that. Every bound here holds for every schedule of whole microbatches on the placement, split or fused backwards,
-in any order of microbatches. ``setting`` says why that many can be treated as one kind; ``windows`` has the closed forms
-and ``paths`` the longest paths with Jackson's preemptive one-machine schedule (derivations there).
+more than that. Every bound here holds for every schedule of whole microbatches on the placement, with split or fused
+backwards, in any order of microbatches. ``setting`` says why so many can be treated as one kind; ``windows`` has the
+closed forms and ``paths`` the longest paths with Jackson's preemptive one-machine schedule, with their derivations.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.zero_bubble.analysis.bounds.paths import Paths
@@ -25,7 +27,7 @@ _EFFORT = 120_000
 
 @dataclass(frozen=True)
 class Bound:
-    """``value_ms`` is what no schedule stays below; ``reason`` names the bound that gave it, ``rank`` where (or None)."""
+    """No schedule is shorter than ``value_ms``; ``reason`` names the bound that says so, ``rank`` where (or None)."""
 
     value_ms: float
     reason: str
@@ -37,19 +39,19 @@ class Bound:
         return gap if abs(gap) > 1e-9 else 0.0
 
 
-def least_memory(memory: PassMemory, placement: Placement, *, fused: bool = False) -> float:
-    """The smallest limit that admits a schedule, in the unit of ``memory``: one microbatch after the other.
+def least_memory(memory: PassMemory, placement: Placement, *, fused: bool = False) -> tuple[float, ...]:
+    """The smallest limits, one a rank, that admit a schedule, in the unit of ``memory``: one microbatch at a time.
 
-    Before a rank's first B its chunks all ran F; a B may leave more for its W than it frees.
+    Before a rank's first B its chunks all ran F; a B may leave more for its W than it frees, a BW leaves nothing.
     """
-    most = 0.0
+    peaks = []
     for rank in range(placement.num_ranks):
-        kept = 0.0
+        kept = peak = 0.0
         for stage in placement.stages_of(rank):
-            most = max(most, kept if fused else kept + memory.wgrad[stage])
+            peak = max(peak, kept if fused else kept + memory.wgrad[stage])
             kept += memory.activation[stage]
-        most = max(most, kept)
-    return most
+        peaks.append(max(peak, kept))
+    return tuple(peaks)
 
 
 def lower_bound(
@@ -57,22 +59,24 @@ def lower_bound(
     memory: PassMemory,
     placement: Placement,
     num_microbatches: int,
-    memory_limit: float | None,
+    memory_limit: float | Sequence[float] | None,
     objective: Metric = "span",
     fused: bool = False,
     effort: int = _EFFORT,
 ) -> Bound:
-    """The best known lower bound on ``objective`` (ms) over all schedules that keep within ``memory_limit`` on every rank.
+    """A lower bound on ``objective`` (ms) over all schedules that keep within ``memory_limit`` on every rank.
 
-    ``memory_limit`` is in the unit of ``memory``, None for no limit. ``fused`` asks for schedules with fused backwards only,
-    whose bound is higher. Closed forms are always used; the longest paths, at most ``effort`` passes long in sum, from
-    as many ranks as that allows, so that the answer never depends on the machine.
+    ``memory_limit`` is in the unit of ``memory``, one figure or one a rank, None for no limit. ``fused`` asks for
+    schedules with fused backwards only, whose bound is higher. Closed forms are always used; longest paths, of at most
+    ``effort`` passes in sum, from as many ranks as that allows: the answer does not depend on the machine's speed.
 
     Raises:
-        ValueError: when the limit admits no schedule, naming the least that does, or figures are for another number of stages.
+        ValueError: when the limit admits no schedule, naming the least that does, or when figures are for another
+            number of stages.
     """
-    _check(costs, memory, placement, num_microbatches, memory_limit)
-    setting = Setting.of(costs, memory, placement, num_microbatches, memory_limit, fused)
+    limit = _limits(memory_limit, placement.num_ranks)
+    _check(costs, memory, placement, num_microbatches, limit)
+    setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused)
     closed = _closed_forms(setting, objective)
     best = max(closed, key=lambda bound: bound.value_ms)
     chain = by_head_chain(setting, objective, best.value_ms)
@@ -114,9 +118,17 @@ def _origins(closed: list[Bound], objective: Metric, affordable: int) -> list[in
     return sorted(highest, key=lambda rank: -highest[rank])[:affordable]
 
 
-def _check(
-    costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limit: float | None
-) -> None:
+def _limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
+    """One limit a rank; infinity for none."""
+    if limit is None:
+        return (math.inf,) * num_ranks
+    limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * num_ranks
+    if len(limits) != num_ranks:
+        raise ValueError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
+    return limits
+
+
+def _check(costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limits: Sequence[float]) -> None:
     for what, figures in (("costs", costs), ("memory", memory)):
         if figures.num_stages != placement.num_stages:
             raise ValueError(
@@ -125,9 +137,9 @@ def _check(
             )
     if m < 1:
         raise ValueError(f"num_microbatches must be 1 or more; got {m}")
-    least = least_memory(memory, placement, fused=True)
-    if limit is not None and limit < least * (1 - 1e-9):
-        raise ValueError(
-            f"the memory limit must leave room for one microbatch, {least:.6g} on the fullest rank; got {limit:.6g}; "
-            "raise the limit or split the model over more ranks"
-        )
+    for rank, (least, limit) in enumerate(zip(least_memory(memory, placement, fused=True), limits, strict=True)):
+        if limit < least * (1 - 1e-9):
+            raise ValueError(
+                f"the memory limit must leave room for one microbatch, {least:.6g} on rank {rank}; got {limit:.6g}; "
+                "raise the limit or split the model over more ranks"
+            )

@@ -1,8 +1,8 @@
 """One machine, jobs with heads and tails: the bound that every rank's passes give.
 
-A job may start at its ``head``, takes ``length`` and needs ``tail`` after its end before everything is over. If jobs may
-be interrupted, running whichever waiting job has the longest tail is optimal (J. R. Jackson, 1955), so the end of that
-schedule is a lower bound for the machine without interruptions.
+A job may start at its ``head``, takes ``length`` and needs ``tail`` after its end before everything is over. If jobs
+may be interrupted, running whichever waiting job has the longest tail is optimal (J. R. Jackson, 1955), so the end of
+that schedule is a lower bound for the machine without interruptions.
 """
 
 from __future__ import annotations

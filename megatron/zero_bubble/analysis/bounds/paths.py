@@ -1,9 +1,9 @@
 """Bounds by longest paths: what must come before and after each pass, and one machine at a time.
 
 Between the passes hold, in every schedule of a ``Setting``, the pipeline's own dependencies, the order of microbatches,
-and what the memory limit forces: with K microbatches kept up to a chunk at most, F(j) comes after B(j-K); and where W's
-keep enough, after a W as well. Longest paths along these edges give every pass a head and a tail; the passes of any one
-rank, with their heads and tails, are a one-machine problem (``jackson``) that no schedule can beat.
+and what the memory limit forces: where K microbatches are the most that fit, F(j) comes after B(j-K). Longest paths
+along these edges give every pass a head and a tail; the passes of any one rank, with their heads and tails, are a
+one-machine problem (``jackson``) that no schedule can beat.
 
 All edges lead from earlier microbatches to later ones or along one microbatch's way, so passes numbered by microbatch,
 then by F up, B down, W, are in topological order.
@@ -64,17 +64,23 @@ class Paths:
     def _forced_by_memory(self, stage: int) -> Iterable[tuple[int, int]]:
         """What F of a microbatch on ``stage`` must follow: a pass's number as if for microbatch 0, and since which one.
 
-        When F(j) starts, the chunks up to this one began j+1 microbatches and no B of j. If B(j-K) is not over, K+1 of
-        them keep all of their F's; if W(j-K) is not, these keep W's part of K microbatches besides all of j's.
+        Say F(j) starts while B(i) of a chunk at or after this one is not over. By the time that B ends, i kept all F's
+        up to that chunk and i+1 to j at least those up to this one. Where that is too much, F(j) comes after B(i).
+        Say F(j) starts while W(i) of a chunk up to this one is not over. Then i to j-1 keep W's part or more, and j
+        its F's.
         """
         s = self.setting
-        chunks = [k for k in s.stages(s.placement.stage_to_rank[stage]) if k <= stage]
-        whole = sum(s.a[k] for k in chunks)
-        lag = s.fits(whole)
-        yield self.b(stage, -lag), lag
+        rank = s.placement.stage_to_rank[stage]
+        chunks, limit = s.stages(rank), s.limit[rank]
+        upper = sum(s.a[k] for k in chunks if k <= stage)
+        between = 0.0
         for k in chunks:
-            if s.g[k] > 0:
-                lag = s.fits(s.g[k], s.limit - whole) + 1
+            if k >= stage:
+                between += s.a[k] if k > stage else 0.0
+                lag = max(1, s.fits(upper, limit - between))
+                yield self.b(k, -lag), lag
+            if k <= stage and s.g[k] > 0:
+                lag = s.fits(s.g[k], limit - upper) + 1
                 yield self.w(k, -lag), lag
 
     def heads(self, origin: int) -> list[float]:

@@ -2,8 +2,8 @@
 
 Three assumptions, none of which loses a schedule:
 
-* Microbatches are alike and keep their order on every stage. Call the k-th F (B, W) that a stage runs "of microbatch k":
-  all times stay, what is kept stays, and the k-th arrival is never later than before.
+* Microbatches are alike and keep their order on every stage. Call the k-th F (B, W) that a stage runs "of microbatch
+  k": all times stay, what is kept stays, and the k-th arrival is never later than before.
 * Every backward is split. A BW is a B with its W right behind it, which keeps less and hands on earlier.
   With ``fused`` the opposite holds: B lasts as long as BW, and W neither lasts nor keeps.
 * W keeps no more than F added (``wgrad`` cut to ``activation``), which only leaves more room.
@@ -11,10 +11,9 @@ Three assumptions, none of which loses a schedule:
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
@@ -27,7 +26,7 @@ _ROUNDING = 1e-9
 class Setting:
     """One instance: durations ``f``, ``b``, ``w`` (ms) and memory ``a`` (F to B), ``g`` (B to W) of every stage.
 
-    ``up[s]`` is the transfer from stage s to s+1 and ``down[s]`` the one back. ``limit`` is what a rank may keep.
+    ``up[s]`` is the transfer from stage s to s+1 and ``down[s]`` the one back. ``limit[rank]`` is what a rank may keep.
     """
 
     placement: Placement
@@ -39,21 +38,26 @@ class Setting:
     g: tuple[float, ...]
     up: tuple[float, ...]
     down: tuple[float, ...]
-    limit: float
+    limit: tuple[float, ...]
 
     @classmethod
     def of(
-        cls, costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limit: float | None, fused: bool
+        cls,
+        costs: PassCosts,
+        memory: PassMemory,
+        placement: Placement,
+        m: int,
+        limit: tuple[float, ...],
+        fused: bool,
     ) -> Setting:
         """The figures as the bounds want them."""
         ranks = placement.stage_to_rank
-        hops = list(zip(ranks, ranks[1:]))  # noqa: B905 - the last stage has no next
+        hops = list(pairwise(ranks))
         b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
         if fused:
             b, w, g = tuple(map(sum, zip(b, w, strict=True))), (0.0,) * len(w), (0.0,) * len(g)
         up = tuple(costs.comm(source, destination) for source, destination in hops)
         down = tuple(costs.comm(destination, source) for source, destination in hops)
-        limit = math.inf if limit is None else limit
         return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, up, down, limit)
 
     @property
@@ -90,9 +94,8 @@ class Setting:
         one = [sum(self.f[s] + self.b[s] + self.w[s] for s in self.stages(rank)) for rank in range(self.num_ranks)]
         return tuple(self.m * ms for ms in one)
 
-    def fits(self, size: float, room: float | None = None) -> int:
-        """How many things of ``size`` fit into ``room`` (default: the limit), at most ``m`` a stage of the model."""
-        room = self.limit if room is None else room
+    def fits(self, size: float, room: float) -> int:
+        """How many things of ``size`` fit into ``room``, at most ``m`` a stage of the model."""
         most = self.m * self.num_stages
         return most if size * most <= room else int(room / size + _ROUNDING)
 

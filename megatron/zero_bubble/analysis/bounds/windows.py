@@ -20,11 +20,12 @@ _HALVINGS = 60
 
 
 def head_idle(s: Setting, rank: int) -> float:
-    """Idle time between a rank's first F and its first B."""
+    """Idle time between a rank's first F and its first B, whose microbatch runs F on every chunk before it."""
     stages = s.stages(rank)
     window = s.round_trip(stages[0], stages[-1])
-    weights = [s.a[stage] for stage in stages]
-    return max(0.0, window - _fill([s.f[stage] for stage in stages], weights, s.m, s.limit))
+    forward = [s.f[stage] for stage in stages]
+    others = _fill(forward, [s.a[stage] for stage in stages], s.m - 1, s.limit[rank] - s.whole(rank))
+    return max(0.0, window - sum(forward) - others)
 
 
 def tail_idle(s: Setting, rank: int) -> float:
@@ -32,7 +33,7 @@ def tail_idle(s: Setting, rank: int) -> float:
     stages = s.stages(rank)
     last = stages[-1]
     window = s.round_trip(last, last) - s.f[last]
-    room = s.limit - s.whole(rank)
+    room = s.limit[rank] - s.whole(rank)
     backward = [s.b[stage] + s.w[stage] for stage in stages]
     keeps, kept_for_w = [s.a[stage] for stage in stages], [s.g[stage] for stage in stages]
     wgrad = [s.w[stage] for stage in stages]
@@ -42,17 +43,14 @@ def tail_idle(s: Setting, rank: int) -> float:
         most = min(len(stages) * (s.m - 1), s.fits(keeps[0], room))
         work = min(
             work,
-            max(
-                n * max(backward) + _fill(wgrad, kept_for_w, s.m - 1, room - n * keeps[0])
-                for n in range(most + 1)
-            ),
+            max(n * max(backward) + _fill(wgrad, kept_for_w, s.m - 1, room - n * keeps[0]) for n in range(most + 1)),
         )
     return max(0.0, window - work)
 
 
 def waits(s: Setting, rank: int) -> tuple[float, bool]:
     """The idle time that both waits leave, and whether the waits are apart: some F must come after the first B."""
-    apart = s.fits(s.whole(rank)) < s.m
+    apart = s.fits(s.whole(rank), s.limit[rank]) < s.m
     head, tail = head_idle(s, rank), tail_idle(s, rank)
     return (head + tail if apart else max(head, tail)), apart
 
@@ -65,17 +63,19 @@ def by_waits(s: Setting) -> Sequence[float]:
 def by_area(s: Setting) -> Sequence[float]:
     """Memory times time (Little's law): m microbatches stay at least their way to the end of the model and back.
 
-    The limit cannot be used in full at once: n things are kept only after n-1 forwards, and at a time t before the end no
-    more than what can be freed within t.
+    The limit cannot be used in full at once: n things are kept only after n-1 forwards, and at a time t before the end
+    no more than what can be freed within t.
     """
-    return [_area_span(s, rank) if math.isfinite(s.limit) else 0.0 for rank in range(s.num_ranks)]
+    return [_area_span(s, rank) if math.isfinite(s.limit[rank]) else 0.0 for rank in range(s.num_ranks)]
 
 
 def _area_span(s: Setting, rank: int) -> float:
     stages = s.stages(rank)
     most = max(s.a[k] for k in stages)
     all_alike = {s.a[k] for k in stages} == {s.g[k] for k in stages} == {most}
-    limit = min(s.limit, s.fits(most) * most) if all_alike else s.limit
+    limit = s.limit[rank]
+    if all_alike:
+        limit = min(limit, s.fits(most, limit) * most)
     stay = s.m * sum(s.a[k] * (s.round_trip(k, k) + s.b[k]) + s.g[k] * s.w[k] for k in stages)
 
     shortest = min(s.f[k] for k in stages)
@@ -109,9 +109,9 @@ def by_fill(s: Setting) -> Sequence[float]:
 def by_head_chain(s: Setting, objective: str, floor: float) -> float:
     """The least span (or makespan) at which all ranks can wait for their first B at once; 0 unless one stage a rank.
 
-    A rank's wait is whole F's and idle time. It is at least the next rank's wait and the two passes and transfers between
-    them. Where F's do not fit the wait evenly, the next rank down waits for the remainder as well. ``floor`` is a
-    bound known already; the answer is looked for above it.
+    A rank's wait is whole F's and idle time. It is at least the next rank's wait and the two passes and transfers
+    between them. Where F's do not fit the wait evenly, either it is idle for the remainder or the rank before waits
+    longer. ``floor`` is a bound known already; the answer is looked for above it.
     """
     if s.placement.stage_to_rank != tuple(range(s.num_ranks)):
         return 0.0
@@ -142,7 +142,7 @@ def _chain_holds(s: Setting, idle: Sequence[float]) -> bool:
             needed = wait + s.f[rank] + s.b[rank + 1] + s.up[rank] + s.down[rank]
         # Idle time within rounding of what is needed is enough: the answer must not exceed the true bound.
         spare = idle[rank] + 1e-12 * needed
-        most = min(s.m, s.fits(s.a[rank]))
+        most = min(s.m, s.fits(s.a[rank], s.limit[rank]))
         whole = min(most, int(needed / s.f[rank])) if s.f[rank] > 0 else 0
         if needed - whole * s.f[rank] <= spare:
             wait = needed

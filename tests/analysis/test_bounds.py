@@ -1,0 +1,170 @@
+"""No schedule is below the bound, and where the literature proves an optimum the bound is the optimum."""
+
+from __future__ import annotations
+
+import csv
+import random
+from itertools import pairwise, product
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
+from megatron.zero_bubble.analysis.bounds import Bound, least_memory, lower_bound
+from megatron.zero_bubble.analysis.bounds.jackson import one_machine_bound
+from tests.helpers.instances import peak_memory, random_instance, random_schedule
+
+PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
+HIDDEN_SIZE_AND_HEADS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
+
+
+def no_schedule_is_below(seeds: range) -> None:
+    """A random schedule is feasible at its own peak; both metrics, and both kinds of bound where it is fused."""
+    for seed in seeds:
+        rng = random.Random(seed)
+        instance = random_instance(rng, most_ranks=4, most_microbatches=7)
+        fused = rng.random() < 0.3
+        schedule = random_schedule(rng, instance, fused)
+        timeline = simulate(schedule, instance.costs, instance.memory)
+        limit = peak_memory(schedule, instance)
+        costs, memory, placement, m = instance.costs, instance.memory, instance.placement, instance.num_microbatches
+        for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
+            bound = lower_bound(costs, memory, placement, m, limit, objective, fused)
+            assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_no_schedule_is_below_the_bound(part: int) -> None:
+    no_schedule_is_below(range(part * 500, part * 500 + 500))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(10))
+def test_no_schedule_of_ten_thousand_is_below_the_bound(part: int) -> None:
+    no_schedule_is_below(range(10_000 + part * 1000, 10_000 + part * 1000 + 1000))
+
+
+def published_rows() -> list[dict[str, str]]:
+    lines = PUBLISHED.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("row", published_rows(), ids=lambda row: f"{row['model']}-{row['m']}")
+def test_zb_h1_is_proved_optimal_on_every_row_of_the_paper(row: dict[str, str]) -> None:
+    """M_B and M_W by the paper's formulas; ZB-H1 keeps to 1F1B's memory, and its gap is 0."""
+    p, m = int(row["p"]), int(row["m"])
+    placement = Placement.linear(p)
+    costs = PassCosts.uniform(placement, *(float(row[key]) for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms")))
+    h, heads = HIDDEN_SIZE_AND_HEADS[row["model"]]
+    memory = PassMemory.uniform(placement, 34 * h + 5 * heads * 1024, 32 * h)
+    timeline = simulate(build("zb-h1", num_ranks=p, num_microbatches=m), costs, memory)
+    limit = p * memory.activation[0]
+    assert max(timeline.peak_activation) <= p
+    assert lower_bound(costs, memory, placement, m, limit).gap(timeline.span_ms) == 0.0
+    relaxed = lower_bound(costs, memory, placement, m, 2 * limit)
+    work = m * (costs.forward_ms[0] + costs.backward_ms[0] + costs.wgrad_ms[0])
+    assert (relaxed.value_ms - work) / relaxed.value_ms <= float(row["zb_2p"]) + 5e-5
+
+
+def test_1f1b_is_proved_optimal_at_its_memory_when_backwards_are_fused() -> None:
+    placement = Placement.linear(6)
+    costs, memory = PassCosts.uniform(placement, 3.0, 2.0, 4.0), PassMemory.uniform(placement)
+    timeline = simulate(build("1f1b", num_ranks=6, num_microbatches=15), costs, memory)
+    for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
+        assert lower_bound(costs, memory, placement, 15, 6.0, objective, fused=True).gap(cost) == 0.0
+        assert lower_bound(costs, memory, placement, 15, 6.0, objective).gap(cost) > 0.1
+
+
+@pytest.mark.parametrize("m", [1, 2, 5])
+def test_one_microbatch_at_a_time_is_proved_optimal_at_the_least_memory(m: int) -> None:
+    """A limit that admits one microbatch admits nothing but one after the other, if W keeps all that F added."""
+    placement = Placement.linear(4)
+    costs = PassCosts((3.0, 1.0, 2.0, 5.0), (2.0,) * 4, (0.0,) * 4, 1.5)
+    memory = PassMemory.uniform(placement)
+    round_trip = 11.0 + 8.0 + 2 * 3 * 1.5
+    for objective in ("span", "makespan"):
+        assert lower_bound(costs, memory, placement, m, 1.0, objective).value_ms == pytest.approx(m * round_trip)
+
+
+def test_a_barrier_costs_the_way_to_the_last_rank() -> None:
+    """Without limit, no single-chunk schedule ends sooner than the last rank's late start and its work allow."""
+    placement = Placement.linear(8)
+    costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0, 0.5), PassMemory.uniform(placement)
+    bound = lower_bound(costs, memory, placement, 40, None, "makespan")
+    assert bound == Bound(pytest.approx(40 * 6 + 7 * 2.5), "work", 7)
+    assert lower_bound(costs, memory, placement, 40, None).value_ms == pytest.approx(240)
+
+
+def test_bounds_never_fall_with_less_memory() -> None:
+    rng = random.Random(7)
+    for _ in range(40):
+        instance = random_instance(rng, 3, 5)
+        least = max(least_memory(instance.memory, instance.placement))
+        pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
+        for objective in ("span", "makespan"):
+            values = [lower_bound(*pipeline, least * k / 4, objective).value_ms for k in (4, 5, 6, 8, 12, 100)]
+            values.append(lower_bound(*pipeline, None, objective).value_ms)
+            assert all(a >= b * (1 - 1e-9) for a, b in pairwise(values))
+
+
+def test_jackson_on_a_case_by_hand() -> None:
+    """The long tail interrupts: 0-1 first job, 1-3 second (ends 3+7), 3-6 the rest of the first."""
+    assert one_machine_bound([(0.0, 4.0, 2.0), (1.0, 2.0, 7.0)]) == 10.0
+    assert one_machine_bound([(0.0, 4.0, 5.0), (1.0, 2.0, 7.0)]) == 11.0
+    assert one_machine_bound([(5.0, 1.0, 0.0)]) == 6.0
+    assert one_machine_bound([]) == 0.0
+
+
+def test_jackson_is_the_largest_of_all_subsets() -> None:
+    """The theory says so: the least head, all lengths and the least tail of the worst subset."""
+    rng = random.Random(3)
+    for _ in range(100):
+        jobs = [tuple(float(rng.randint(0, 9)) for _ in range(3)) for _ in range(rng.randint(1, 7))]
+        chosen = (
+            [job for job, taken in zip(jobs, mask, strict=True) if taken] for mask in product((0, 1), repeat=len(jobs))
+        )
+        worst = max(
+            min(h for h, _, _ in some) + sum(n for _, n, _ in some) + min(t for _, _, t in some)
+            for some in chosen
+            if some
+        )
+        assert one_machine_bound(jobs) == worst
+
+
+def test_a_limit_below_one_microbatch_names_the_least() -> None:
+    placement = Placement.vee(2)
+    memory = PassMemory((3.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 1.0))
+    costs = PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
+    with pytest.raises(ValueError, match="room for one microbatch, 5 on rank 0; got 4.9"):
+        lower_bound(costs, memory, placement, 3, 4.9)
+    both = lower_bound(costs, memory, placement, 3, 5.0)
+    assert lower_bound(costs, memory, placement, 3, (5.0, 5.0)) == both
+    assert (
+        lower_bound(costs, memory, placement, 3, (5.0, 2.0)).value_ms
+        > lower_bound(costs, memory, placement, 3, (9.0, 9.0)).value_ms
+    )
+    with pytest.raises(ValueError, match="one for each of the 2 ranks"):
+        lower_bound(costs, memory, placement, 3, (5.0, 5.0, 5.0))
+
+
+def test_the_least_memory_counts_a_wgrad_that_keeps_more_than_the_activation() -> None:
+    memory = PassMemory((3.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 4.0))
+    assert least_memory(memory, Placement.vee(2)) == (7.0, 2.0)
+    assert least_memory(memory, Placement.vee(2), fused=True) == (5.0, 2.0)
+
+
+def test_effort_only_raises_the_bound() -> None:
+    rng = random.Random(11)
+    for _ in range(30):
+        instance = random_instance(rng, 4, 6)
+        pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
+        limit = 1.5 * max(least_memory(instance.memory, instance.placement))
+        by_effort = [lower_bound(*pipeline, limit, effort=effort).value_ms for effort in (0, 400, 10**6)]
+        assert by_effort == sorted(by_effort)
+
+
+def test_gap() -> None:
+    assert Bound(90.0, "work").gap(100.0) == pytest.approx(0.1)
+    assert Bound(100.0 + 1e-9, "work").gap(100.0) == 0.0
+    assert Bound(0.0, "work").gap(0.0) == 0.0

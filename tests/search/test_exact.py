@@ -1,0 +1,95 @@
+"""The exact solver: its schedules are valid and keep the limit, its optima are what the bounds are measured by."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
+from megatron.zero_bubble.analysis.bounds import least_memory, lower_bound
+from megatron.zero_bubble.search.exact import Exact, solve
+from tests.helpers.instances import Instance, peak_memory, random_instance, random_schedule
+
+
+def small_case(seed: int) -> tuple[Instance, bool, float, str, Exact]:
+    """A random pipeline with a limit between the least and what a random schedule keeps, solved."""
+    rng = random.Random(seed)
+    case = random_instance(rng, most_ranks=3, most_microbatches=3, whole=True)
+    fused, objective = rng.random() < 0.3, rng.choice(("span", "makespan"))
+    hint = random_schedule(rng, case, fused)
+    least = max(least_memory(case.memory, case.placement, fused=fused))
+    limit = rng.uniform(least, max(peak_memory(hint, case), least))
+    pipeline = (case.costs, case.memory, case.placement, case.num_microbatches)
+    return case, fused, limit, objective, solve(*pipeline, limit, objective, fused=fused, hint=hint, seconds=5.0)
+
+
+def compare(seeds: range) -> tuple[int, int]:
+    """How many cases are solved, and for how many of these the bound is the optimum."""
+    solved = equal = 0
+    for seed in seeds:
+        case, fused, limit, objective, exact = small_case(seed)
+        validate(exact.schedule)
+        assert peak_memory(exact.schedule, case) <= limit * (1 + 1e-4)
+        pipeline = (case.costs, case.memory, case.placement, case.num_microbatches)
+        bound = lower_bound(*pipeline, limit, objective, fused)
+        if exact.optimal:
+            assert bound.value_ms <= exact.bound_ms * (1 + 1e-9), f"seed {seed}: {exact.bound_ms} is below {bound}"
+            solved += 1
+            equal += bound.gap(exact.bound_ms) == 0.0
+    return solved, equal
+
+
+def test_the_bound_is_the_optimum_of_most_solved_cases() -> None:
+    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
+    solved, equal = compare(range(40))
+    assert solved >= 20
+    assert equal > 0.6 * solved
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(8))
+def test_the_bound_is_the_optimum_of_most_solved_cases_in_full(part: int) -> None:
+    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
+    solved, equal = compare(range(1000 + 100 * part, 1100 + 100 * part))
+    assert equal > 0.6 * solved
+
+
+def test_zb_h1_is_the_optimum_at_1f1b_memory() -> None:
+    """Two ranks, four microbatches, warm-started with 1F1B, which is not it."""
+    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
+    placement = Placement.linear(2)
+    costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0, 1.0), PassMemory.uniform(placement)
+    hint = build("1f1b", num_ranks=2, num_microbatches=4)
+    exact = solve(costs, memory, placement, 4, 2.0, hint=hint)
+    h1 = simulate(build("zb-h1", num_ranks=2, num_microbatches=4), costs, memory)
+    assert exact.optimal
+    assert exact.cost_ms == exact.bound_ms == h1.span_ms < simulate(hint, costs).span_ms
+    assert lower_bound(costs, memory, placement, 4, 2.0).value_ms == pytest.approx(exact.cost_ms)
+
+
+def test_times_that_are_not_whole_lose_less_than_a_tick_a_pass() -> None:
+    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
+    placement = Placement.vee(2)
+    costs, memory = PassCosts.uniform(placement, 1.23, 3.21, 0.777, 0.11), PassMemory.uniform(placement, 1.0, 0.4)
+    exact = solve(costs, memory, placement, 2, 2.0, "makespan")
+    assert exact.optimal
+    assert exact.bound_ms <= exact.cost_ms * (1 + 1e-9)
+    assert exact.bound_ms == pytest.approx(exact.cost_ms, rel=1e-4)
+
+
+def test_a_limit_that_admits_nothing() -> None:
+    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
+    placement = Placement.linear(2)
+    costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
+    with pytest.raises(ValueError, match=r"no schedule keeps the memory limit 0\.9"):
+        solve(costs, memory, placement, 2, 0.9)
+
+
+def test_without_the_solver_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    placement = Placement.linear(2)
+    with pytest.raises(ValueError, match=r"pip install 'megatron-zero-bubble\[exact\]'"):
+        solve(PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement), placement, 2)
