@@ -15,8 +15,11 @@ from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.patching import core_0_16
 from megatron.zero_bubble.patching.seam import Seam
 from megatron.zero_bubble.plan_file import read_schedule_file
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.auto import AutoOptions, AutoPipeline
 from megatron.zero_bubble.runtime.executor import PassObserver
 from megatron.zero_bubble.runtime.linear import split_linear
+from megatron.zero_bubble.runtime.measure import Recorder
 from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
@@ -64,13 +67,16 @@ class _Patches:
 _active = _Patches()
 
 
-def apply(config: ZeroBubbleConfig, observer: PassObserver | None = None) -> Pipeline:
+def apply(
+    config: ZeroBubbleConfig, observer: PassObserver | None = None, say: Callable[[str], None] = print
+) -> Pipeline:
     """Make megatron-core's non-interleaved pipeline run the schedule of ``config``.
 
     Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns ours.
 
     Args:
         observer: told of every pass (``runtime.measure.Recorder``).
+        say: where ``zb-auto`` reports what it measured and planned, on rank 0.
 
     Returns:
         what now runs the iterations.
@@ -81,7 +87,7 @@ def apply(config: ZeroBubbleConfig, observer: PassObserver | None = None) -> Pip
         ValueError: an unknown schedule or a bad schedule file.
     """
     seams = _seams()
-    pipeline = Pipeline(_schedule_maker(config), config.peer_timeout_s, observer)
+    pipeline = _pipeline(config, observer, say)
     _replace(
         [
             (seams.SCHEDULE, lambda _: pipeline.forward_backward),
@@ -134,6 +140,13 @@ def _seams() -> ModuleType:
             "install a known one"
         )
     return _KNOWN[minor]
+
+
+def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
+    if config.schedule != "zb-auto":
+        return Pipeline(_schedule_maker(config), config.peer_timeout_s, observer)
+    recorder = Recorder(select("auto"))
+    return AutoPipeline(AutoOptions(config.memory_limit), recorder, say, config.peer_timeout_s, observer)
 
 
 def _schedule_maker(config: ZeroBubbleConfig) -> Callable[[int, int], Schedule]:

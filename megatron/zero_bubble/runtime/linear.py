@@ -73,6 +73,10 @@ class DeferredLinear:
         self._grad_output = grad_output
         self._store.put(self)
 
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The input and, after B, the gradient of the output."""
+        return (self._input,) if self._grad_output is None else (self._input, self._grad_output)
+
     def prefetch(self) -> None:
         """Start gathering the input over the tensor-parallel group, into a buffer of our own: upstream's shared one
         is overwritten by the next layer.

@@ -90,7 +90,7 @@ class Pipeline:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])
-        groups = _groups(pg_collection)
+        groups = process_groups(pg_collection)
         prepared = self._prepare(groups.pp, config, num_microbatches, forward_only)
         prepared.check_chunks(chunks)
         step = StepArguments(
@@ -141,6 +141,10 @@ class Pipeline:
         }
         assert self._transport is not None
         Executor(prepared.plan, prepared.rank, stages, self._transport, boundary.new_buffer, self._observer).run()
+
+    def forget_plans(self) -> None:
+        """Ask for the schedule again at the next iteration; every rank calls this between the same two."""
+        self._prepared.clear()
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
@@ -246,7 +250,7 @@ def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
         ) from error
 
 
-def _groups(pg_collection: Any) -> Any:
+def process_groups(pg_collection: Any) -> Any:
     """The caller's process groups, or Megatron's global ones."""
     if pg_collection is not None:
         return pg_collection

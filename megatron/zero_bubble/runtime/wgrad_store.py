@@ -7,9 +7,11 @@ they belong to. One store serves all the stages of a rank.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
+
+import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
 
@@ -23,6 +25,10 @@ class Deferred(Protocol):
 
     def run(self) -> None:
         """Compute the gradient and accumulate it."""
+        ...
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """What is kept until ``run``."""
         ...
 
 
@@ -62,6 +68,11 @@ class WgradStore:
             if entries:
                 entries[0].prefetch()
             deferred.run()
+
+    def tensors(self, work: Pass) -> Iterator[torch.Tensor]:
+        """What is kept until the W ``work``."""
+        for deferred in self._stored.get(work, ()):
+            yield from deferred.tensors()
 
     def clear(self) -> None:
         """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""

@@ -1,0 +1,214 @@
+"""``zb-auto`` in training: measure under a handcrafted schedule, plan beside the run, switch between iterations.
+
+The planner is the ``zero-bubble`` command in a process of its own, started by one rank at the lowest priority, so that
+no rank waits for it. Every rank learns of its end in the same iteration, by a broadcast of one number, and takes the
+schedule from the rank that planned. What is computed does not change with the order, so the loss curve does not either.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory, costs_to_json
+from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.plan_file import read_schedule_file
+from megatron.zero_bubble.runtime.executor import PassObserver
+from megatron.zero_bubble.runtime.measure import Recorder, gather_timeline, median_costs
+from megatron.zero_bubble.runtime.memory import MemoryMeter
+from megatron.zero_bubble.runtime.pipeline import Pipeline, process_groups
+from megatron.zero_bubble.schedules import build
+
+
+@dataclass(frozen=True)
+class AutoOptions:
+    """How ``zb-auto`` goes about it.
+
+    Attributes:
+        memory_limit: as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B needs.
+        first: the schedule to measure under.
+        warm_up: iterations before measuring.
+        measured: iterations a measurement takes.
+        check_every: iterations between looks at whether the pass times have drifted.
+        drift: the relative change of the predicted iteration that makes a new plan worth while.
+    """
+
+    memory_limit: str = "1p"
+    first: str = "zb-h1"
+    warm_up: int = 2
+    measured: int = 4
+    check_every: int = 100
+    drift: float = 0.1
+
+
+class AutoPipeline(Pipeline):
+    """A pipeline that replaces its own schedule when it knows a better one.
+
+    Args:
+        recorder: times the passes.
+        say: where the log lines go, on the rank that plans.
+    """
+
+    def __init__(
+        self,
+        options: AutoOptions,
+        recorder: Recorder,
+        say: Callable[[str], None],
+        peer_timeout_s: float | None = None,
+        observer: PassObserver | None = None,
+    ) -> None:
+        self._options = options
+        self._recorder = recorder
+        self._say = say
+        self._planned: dict[int, Schedule] = {}
+        self._costs: PassCosts | None = None
+        self._timelines: list[Timeline] = []
+        self._iteration = 0
+        self._next_measurement = options.warm_up
+        self._planner: _Planner | None = None
+        self._waiting = False
+        super().__init__(self._current, peer_timeout_s, None)
+        self._meter = MemoryMeter(self.store)
+        self._observer = _All((observer, recorder, self._meter))
+
+    def _current(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        planned = self._planned.get(num_microbatches)
+        return planned or build(self._options.first, num_ranks=num_ranks, num_microbatches=num_microbatches)
+
+    def forward_backward(self, **call: Any) -> list[Any]:
+        """As ``Pipeline.forward_backward``; a training iteration may be measured, or be the first of a new plan."""
+        if call.get("forward_only"):
+            return super().forward_backward(**call)
+        num_microbatches = call["num_microbatches"]
+        if self._waiting:
+            self._switch_if_planned(num_microbatches)
+        if not self._measuring():
+            result = super().forward_backward(**call)
+        else:
+            group = process_groups(call.get("pg_collection")).pp
+            chunks = call["model"] if isinstance(call["model"], list) else [call["model"]]
+            self._meter.ignore(chunks)
+            self._recorder.start(group)
+            result = super().forward_backward(**call)
+            self._timelines.append(gather_timeline("zb-auto", self._recorder.stop(), group))
+            if len(self._timelines) == self._options.measured:
+                self._evaluate(group, num_microbatches)
+        self._iteration += 1
+        return result
+
+    def _measuring(self) -> bool:
+        return not self._waiting and self._iteration >= self._next_measurement
+
+    def _evaluate(self, group: dist.ProcessGroup, num_microbatches: int) -> None:
+        """After a measurement: say how the plan did, and decide, on one rank for all, whether to make a new one."""
+        timelines, self._timelines = self._timelines, []
+        costs = median_costs(timelines)
+        memory = self._gather_memory(group)
+        plan_anew = False
+        if dist.get_rank() == 0:
+            schedule = self._current(group.size(), num_microbatches)
+            predicted = simulate(schedule, costs).makespan_ms
+            measured = median(timeline.makespan_ms for timeline in timelines)
+            self._say(
+                f"zb-auto: iteration {self._iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from the "
+                f"measured passes, measured {measured:.1f} ms"
+            )
+            plan_anew = self._costs is None or num_microbatches not in self._planned or self._drifted(schedule, costs)
+            if plan_anew:
+                self._costs = costs
+                self._planner = _Planner(costs, memory, group.size(), num_microbatches, self._options.memory_limit)
+        self._waiting = bool(_from_first_rank(int(plan_anew)))
+        self._next_measurement = self._iteration + self._options.check_every
+
+    def _drifted(self, schedule: Schedule, costs: PassCosts) -> bool:
+        assert self._costs is not None, "a plan was made from costs"
+        before, now = (simulate(schedule, figures).makespan_ms for figures in (self._costs, costs))
+        return abs(now - before) > self._options.drift * before
+
+    def _gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
+        figures: list[Any] = [None] * group.size()
+        dist.all_gather_object(figures, (self._meter.activation, self._meter.wgrad), group=group)
+        activation, wgrad = ({s: b for row in kind for s, b in row.items()} for kind in zip(*figures, strict=True))
+        return PassMemory(
+            tuple(float(activation[s]) for s in sorted(activation)), tuple(float(wgrad[s]) for s in sorted(wgrad))
+        )
+
+    def _switch_if_planned(self, num_microbatches: int) -> None:
+        if not _from_first_rank(int(self._planner is not None and self._planner.finished())):
+            return
+        self._waiting = False
+        box: list[Any] = [None]
+        if self._planner is not None:
+            box[0], said = self._planner.result()
+            self._planner = None
+            self._say(f"zb-auto: iteration {self._iteration + 1}: {said}")
+        dist.broadcast_object_list(box, src=0)
+        if box[0] is not None:
+            self._planned[box[0].num_microbatches] = box[0]
+            self.forget_plans()
+            self._next_measurement = self._iteration + 1
+
+
+class _Planner:
+    """The planning process."""
+
+    def __init__(
+        self, costs: PassCosts, memory: PassMemory, num_ranks: int, num_microbatches: int, memory_limit: str
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-")
+        folder = Path(self._folder.name)
+        (folder / "costs.json").write_text(costs_to_json(costs, memory), encoding="utf-8")
+        command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-auto"]
+        command += ["--num-ranks", str(num_ranks), "--num-microbatches", str(num_microbatches), "--format", "json"]
+        command += ["--costs", str(folder / "costs.json"), "--memory-limit", memory_limit]
+        command += ["--placement", "linear", "--objective", "makespan"]
+        self._plan, self._errors = folder / "plan.json", folder / "errors.txt"
+        with self._plan.open("w") as plan, self._errors.open("w") as errors:
+            self._process = subprocess.Popen(["nice", "-n", "19", *command], stdout=plan, stderr=errors)
+
+    def finished(self) -> bool:
+        return self._process.poll() is not None
+
+    def result(self) -> tuple[Schedule | None, str]:
+        """The schedule, and a sentence about it; None, and why, when there is none."""
+        if self._process.wait():
+            said = self._errors.read_text(encoding="utf-8").strip()
+            schedule, text = None, f"no plan, the schedule stays as it is: {said}"
+        else:
+            schedule, text = read_schedule_file(self._plan), "switched to the planned schedule"
+        self._folder.cleanup()
+        return schedule, text
+
+
+class _All:
+    """Several observers as one."""
+
+    def __init__(self, observers: Iterable[PassObserver | None]) -> None:
+        self._observers = [observer for observer in observers if observer is not None]
+
+    def begin(self, work: Pass) -> None:
+        for observer in self._observers:
+            observer.begin(work)
+
+    def end(self, work: Pass) -> None:
+        for observer in reversed(self._observers):
+            observer.end(work)
+
+
+def _from_first_rank(number: int) -> int:
+    """``number`` of rank 0, on every rank of the job."""
+    device = "cpu" if dist.get_backend() == "gloo" else "cuda"
+    box = torch.tensor([number], device=device)
+    dist.broadcast(box, src=0)
+    return int(box.item())
