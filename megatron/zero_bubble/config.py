@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class JobError(ValueError):
+    """A job and its schedule do not fit each other; one sentence: the rule, the values, the remedy."""
+
+
 @dataclass(frozen=True)
 class ZeroBubbleConfig:
     """Options of zero-bubble training.

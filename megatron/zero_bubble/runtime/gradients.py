@@ -16,6 +16,8 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
+from megatron.zero_bubble.config import JobError
+
 
 class GradAccumulator:
     """Adds deferred gradients to their parameters as the autograd hooks of the job would have."""
@@ -28,7 +30,7 @@ class GradAccumulator:
         """Learn the hooks of the model chunks; cheap when they are known already.
 
         Raises:
-            ValueError: a wrapper with gradient hooks that only autograd can call.
+            JobError: a wrapper with gradient hooks that only autograd can call.
         """
         for chunk in chunks:
             if id(chunk) in self._seen:
@@ -38,7 +40,7 @@ class GradAccumulator:
                 for parameter in chunk.param_to_bucket_group:
                     self._hooks[parameter] = chunk._make_backward_post_hook(parameter)
             elif hasattr(chunk, "no_sync"):
-                raise ValueError(
+                raise JobError(
                     "a model chunk must be plain or wrapped in megatron-core's DistributedDataParallel, because "
                     f"deferred weight gradients must reach its hooks; got {type(chunk).__module__}."
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"

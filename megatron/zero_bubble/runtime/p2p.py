@@ -12,6 +12,7 @@ What the backends demand, and how it is met:
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
@@ -21,9 +22,22 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.plan import Message
 
+# How gloo, NCCL and the store behind them say that the other end is gone or silent.
+_LOST = re.compile("closed by peer|reset by peer|broken pipe|refused|remote process|timed? ?out", re.IGNORECASE)
+# gloo begins with a place in its source and ends with advice.
+_ONLY_THE_REASON = re.compile(r"^(?:\[[^]]*\.cc:\d+\] )?(.*?)(?:\. This is typically|\.?$)")
+
 
 class PeerError(RuntimeError):
-    """A peer did not deliver or did not take a message; the text names rank, channel and pass."""
+    """A peer did not deliver or did not take a message; the text names ranks of the pipeline, channel and pass."""
+
+
+def lost_connection(error: BaseException) -> str | None:
+    """The reason, in one phrase, if ``error`` of torch.distributed says that another rank is gone or does not answer;
+    None for any other error.
+    """
+    text = str(error)
+    return _reason(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
 
 
 class Receive:
@@ -44,12 +58,7 @@ class Receive:
         try:
             self._work.wait()
         except RuntimeError as error:
-            m = self._message
-            raise PeerError(
-                f"rank {m.target} could not run {needed_by}: the output of {m.producer} did not arrive from rank "
-                f"{m.source} on channel {m.source}>{m.target} ({_first_line(error)}); rank {m.source} has died or "
-                "hangs: look at its output first"
-            ) from error
+            raise _not_received(self._message, f"run {needed_by}", error) from error
         if self._staged is not None:
             self._buffer.copy_(self._staged)
         return self._buffer
@@ -90,20 +99,34 @@ class Transport:
         return self._groups[source < target]
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
-        """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer."""
+        """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer.
+
+        Raises:
+            PeerError: the receiver is known to be gone.
+        """
         tensor = tensor.contiguous()
         if self._stages(tensor):
             tensor = tensor.cpu()
-        work = dist.isend(tensor, self._global_ranks[message.target], group=self._group(*message.channel))
+        try:
+            work = dist.isend(tensor, self._global_ranks[message.target], group=self._group(*message.channel))
+        except RuntimeError as error:
+            raise _not_sent(message, error) from error
         assert work is not None, "this rank is in the group"
         self._in_flight[message] = (work, tensor)
 
     def post(self, message: Message, buffer: torch.Tensor) -> Receive:
-        """Post a receive into ``buffer``, which has the shape and dtype the sender sends."""
+        """Post a receive into ``buffer``, which has the shape and dtype the sender sends.
+
+        Raises:
+            PeerError: the sender is known to be gone.
+        """
         staged = torch.empty_like(buffer, device="cpu") if self._stages(buffer) else None
         source = self._global_ranks[message.source]
         target = buffer if staged is None else staged
-        work = dist.irecv(target, source, group=self._group(*message.channel))
+        try:
+            work = dist.irecv(target, source, group=self._group(*message.channel))
+        except RuntimeError as error:
+            raise _not_received(message, "go on", error) from error
         assert work is not None, "this rank is in the group"
         return Receive(work, buffer, staged, message)
 
@@ -117,12 +140,7 @@ class Transport:
         try:
             work.wait()
         except RuntimeError as error:
-            m = message
-            raise PeerError(
-                f"rank {m.source} could not deliver the output of {m.producer} to rank {m.target} on channel "
-                f"{m.source}>{m.target} ({_first_line(error)}); rank {m.target} has died or hangs: look at its output "
-                "first"
-            ) from error
+            raise _not_sent(message, error) from error
 
     def _stages(self, tensor: torch.Tensor) -> bool:
         """gloo moves host memory only: several ranks that share one GPU pass their tensors through the host."""
@@ -158,6 +176,24 @@ def _directions(ranks: list[int], backend: str, timeout: timedelta | None) -> di
     return own
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+def _not_received(message: Message, purpose: str, error: RuntimeError) -> PeerError:
+    m = message
+    return PeerError(
+        f"pipeline rank {m.target} could not {purpose}: the output of {m.producer} did not arrive from pipeline rank "
+        f"{m.source} on channel {m.source}>{m.target} ({_reason(error)}); rank {m.source} has died or hangs: look at "
+        "its output first"
+    )
+
+
+def _not_sent(message: Message, error: RuntimeError) -> PeerError:
+    m = message
+    return PeerError(
+        f"pipeline rank {m.source} could not deliver the output of {m.producer} to pipeline rank {m.target} on channel "
+        f"{m.source}>{m.target} ({_reason(error)}); rank {m.target} has died or hangs: look at its output first"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    match = _ONLY_THE_REASON.match(lines[0]) if lines else None
+    return match.group(1) if match else type(error).__name__

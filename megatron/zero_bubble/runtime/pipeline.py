@@ -21,7 +21,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.config import check_model_config
+from megatron.zero_bubble.config import JobError, check_model_config
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, prove
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver
@@ -84,7 +84,7 @@ class Pipeline:
         """One iteration; returns the losses of the microbatches on the last stage, an empty list elsewhere.
 
         Raises:
-            ValueError: the model's configuration cannot run under a reordered backward.
+            JobError: the schedule cannot be had, is not for this job, or the model cannot run under it.
             PeerError: another rank died or hangs.
         """
         chunks = list(model) if isinstance(model, list) else [model]
@@ -157,30 +157,38 @@ class Pipeline:
         """The plan for this many microbatches: made, checked and agreed upon once."""
         key = (num_microbatches, forward_only)
         if key not in self._prepared:
-            check_model_config(config)
-            schedule = self._make_schedule(group.size(), num_microbatches)
-            if schedule.num_ranks != group.size() or schedule.num_microbatches != num_microbatches:
-                raise ValueError(
-                    f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
-                    f"microbatches, but the job runs {group.size()} pipeline ranks and {num_microbatches} microbatches "
-                    "(global batch / micro batch / data-parallel size); plan it for the job's figures"
-                )
-            validate(schedule)
-            if forward_only:
-                plan = lower(schedule.forward_only(), _MAX_IN_FLIGHT_FORWARD_ONLY)
-            else:
-                plan = lower(schedule)
-            _check_queues(group, plan)
+            try:
+                check_model_config(config)
+                plan = self._plan(group, num_microbatches, forward_only)
+            except ValueError as error:
+                raise JobError(str(error)) from error
             self._connect(group, plan)
             self._prepared[key] = _Prepared.of(plan, group.rank())
         return self._prepared[key]
+
+    def _plan(self, group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Plan:
+        """The schedule for this many microbatches, checked and lowered."""
+        schedule = self._make_schedule(group.size(), num_microbatches)
+        if schedule.num_ranks != group.size() or schedule.num_microbatches != num_microbatches:
+            raise ValueError(
+                f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+                f"microbatches, but the job runs {group.size()} pipeline ranks and {num_microbatches} microbatches "
+                "(global batch / micro batch / data-parallel size); plan it for the job's figures"
+            )
+        validate(schedule)
+        if forward_only:
+            plan = lower(schedule.forward_only(), _MAX_IN_FLIGHT_FORWARD_ONLY)
+        else:
+            plan = lower(schedule)
+        _check_queues(group, plan)
+        return plan
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Agree on the plan with the other ranks and open its channels."""
         digests: list[Any] = [None] * group.size()
         dist.all_gather_object(digests, plan.digest, group=group)
         if len(set(digests)) > 1:
-            raise ValueError(
+            raise JobError(
                 f"all ranks of a pipeline must run the same plan; their fingerprints are {digests}; start every rank "
                 "with the same schedule, batch sizes and version"
             )
@@ -209,9 +217,9 @@ class _Prepared:
         return any(stage.is_last for stage in self.stages)
 
     def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
-        """Raises ValueError unless there is one model chunk a stage."""
+        """Raises JobError unless there is one model chunk a stage."""
         if len(chunks) != len(self.stages):
-            raise ValueError(
+            raise JobError(
                 f"schedule {self.plan.schedule.name!r} places {len(self.stages)} stages on this rank, so the model "
                 f"must come in as many chunks; got {len(chunks)}; check the virtual pipeline options"
             )
