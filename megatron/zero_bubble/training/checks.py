@@ -262,9 +262,25 @@ def _check_packages(args: argparse.Namespace) -> None:
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
+    if args.zero_bubble_schedule or args.zero_bubble_schedule_file:
+        _check_pipeline(args)
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
+
+
+def _check_pipeline(args: argparse.Namespace) -> None:
+    """Where Megatron would not call the function that runs the schedule."""
+    if args.pipeline_model_parallel_size < 2:
+        raise UsageError(
+            "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
+            f"{args.pipeline_model_parallel_size}; raise it or drop the schedule"
+        )
+    if args.virtual_pipeline_model_parallel_size is not None:
+        raise UsageError(
+            "a zero-bubble schedule places its stages itself, got --num-virtual-stages-per-pipeline-rank "
+            f"{args.virtual_pipeline_model_parallel_size}; drop that flag or the schedule"
+        )
 
 
 _FLAGS = {"virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank"}

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
 from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
+from megatron.zero_bubble.training.failure import during
 from megatron.zero_bubble.training.progress import IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
 
@@ -55,7 +56,8 @@ class Trainer:
         self._saved = state.iteration  # what was just loaded, or nothing yet
         batches = self._microbatches(self.splits.train, state.consumed_samples)
         while state.iteration < args.train_iters:
-            seconds = self._iteration(batches)
+            with during(f"iteration {state.iteration + 1}"):
+                seconds = self._iteration(batches)
             if self._due(args.log_interval):
                 self._report()
             if self._due(args.eval_interval):
@@ -79,7 +81,7 @@ class Trainer:
         batches = self._microbatches(dataset, consumed_samples=0)
         num_microbatches = self.args.batch_sizes.final // self.args.batch_sizes.granule
         reports: Reports = []
-        with self._whole_parameters(), torch.no_grad():
+        with during(f"evaluation after iteration {self.state.iteration}"), self._whole_parameters(), torch.no_grad():
             for chunk in self.trained.model:
                 chunk.eval()
             for _ in range(self.args.eval_iters):
@@ -98,9 +100,11 @@ class Trainer:
         for chunk in self.trained.model:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        reports = self.around_passes(state.iteration + 1, partial(self._passes, batches, num_microbatches))
+        with during("passes"):
+            reports = self.around_passes(state.iteration + 1, partial(self._passes, batches, num_microbatches))
         learning_rate = optimizer.param_groups[0]["lr"]
-        updated, grad_norm, _ = optimizer.step()
+        with during("optimizer step"):
+            updated, grad_norm, _ = optimizer.step()
         if updated:
             self.trained.scheduler.step(increment=samples)
         state.iteration += 1
@@ -166,7 +170,7 @@ class Trainer:
     def _save(self) -> None:
         if not self.args.save or self._saved == self.state.iteration:
             return
-        with self._whole_parameters():
+        with during(f"saving iteration {self.state.iteration}"), self._whole_parameters():
             path = save(self.args, self.trained, self.state)
         self._saved = self.state.iteration
         self.progress.say(f" saved iteration {self.state.iteration} to {path}")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
+from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError
@@ -15,6 +16,10 @@ from megatron.zero_bubble.training.launch import Launch
 from megatron.zero_bubble.training.quiet import quiet
 
 if TYPE_CHECKING:
+    import torch
+    from megatron.core.transformer import TransformerConfig
+
+    from megatron.zero_bubble.platforms import Platform
     from megatron.zero_bubble.training.checkpoint import Trained, TrainState
     from megatron.zero_bubble.training.progress import Progress
 
@@ -23,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     """Run with these flags in this process, one of those that torchrun started, or alone.
 
     Returns:
-        0 after training or a clean stop, 2 when the flags or files cannot work.
+        0 after training or a clean stop, 1 when another rank is gone, 2 when the flags or files cannot work.
     """
     launch = Launch.from_environment()
     try:
@@ -31,10 +36,18 @@ def main(argv: Sequence[str]) -> int:
         check(args, launch.world_size)
         train(args, launch)
         _leave()
-    except UsageError as error:
-        if launch.rank == 0 or not error.everywhere:
+    except (UsageError, JobError) as error:
+        if launch.rank == 0 or not getattr(error, "everywhere", True):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
+    except RuntimeError as error:
+        from megatron.zero_bubble.training.failure import lost_peer
+
+        paragraph = lost_peer(error)
+        if paragraph is None:
+            raise
+        print(f"error: {paragraph}", file=sys.stderr, flush=True)
+        return 1
     return 0
 
 
@@ -61,11 +74,30 @@ def train(args: argparse.Namespace, launch: Launch) -> None:
     check_backend(backend, platform, launch)
     device = platform.setup(launch.local_rank)
     with quiet():
-        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer, trace
-        from megatron.zero_bubble.training.zero_bubble import apply_schedule
+        from megatron.zero_bubble.training import model
+        from megatron.zero_bubble.training.failure import during
 
         config = model.build_config(args, device)
-        initialize(args, launch, backend)
+        with during(f"rank {launch.rank}, joining the others"):
+            initialize(args, launch, backend)
+    with during(describe_rank()):
+        _train_rank(args, launch, platform, device, backend, config)
+
+
+def _train_rank(
+    args: argparse.Namespace,
+    launch: Launch,
+    platform: Platform,
+    device: torch.device,
+    backend: str,
+    config: TransformerConfig,
+) -> None:
+    """Build and train on a rank that has joined the others."""
+    with quiet():
+        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer, trace
+        from megatron.zero_bubble.training.distributed import describe_rank
+        from megatron.zero_bubble.training.zero_bubble import apply_schedule
+
     tracer = None
     if args.zero_bubble_trace:
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
@@ -95,11 +127,7 @@ def train(args: argparse.Namespace, launch: Launch) -> None:
         if tracer:
             trainer.around_passes = tracer.around_passes
         with stop.StopRequest(device, describe_rank()) as request:
-            try:
-                trainer.run(request)
-            except Exception as error:
-                error.add_note(f"{describe_rank()} failed in iteration {state.iteration + 1}")
-                raise
+            trainer.run(request)
         if tracer:
             tracer.write()
 

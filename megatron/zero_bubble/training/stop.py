@@ -56,6 +56,8 @@ class StopRequest:
         self._noticed.set()
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
+        if error is not None:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, and torchrun's signal must not cut its words
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.training.errors import UsageError
-
 if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.executor import PassObserver
 
 
 def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = None) -> str:
-    """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place.
+    """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
+    collective call: a schedule file that one rank cannot read stops them all.
 
     Args:
         observer: told of every pass, of Megatron's own schedule too.
@@ -24,12 +23,14 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
     from megatron.zero_bubble.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import apply, observe
+    from megatron.zero_bubble.patching import PatchError, SeamError, apply, observe
+    from megatron.zero_bubble.training.distributed import agree
 
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
         if observer is not None:
             observe(observer)
         return "Megatron's own schedule"
+    problem = None
     try:
         apply(
             ZeroBubbleConfig(
@@ -39,6 +40,7 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
             ),
             observer,
         )
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    except (ValueError, PatchError, SeamError) as error:
+        problem = str(error)
+    agree(problem)
     return f"schedule {args.zero_bubble_schedule or args.zero_bubble_schedule_file}"

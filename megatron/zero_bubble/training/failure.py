@@ -1,0 +1,29 @@
+"""How a run ends when one of its ranks is gone: every other rank says what it was doing, and exits with code 1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron.zero_bubble.runtime.p2p import PeerError, lost_connection
+
+
+@contextmanager
+def during(activity: str) -> Iterator[None]:
+    """A block whose errors carry a note of what the run was doing; of nested blocks the innermost comes first."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(activity)
+        raise
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """One paragraph if ``error`` came from a rank that is gone or silent, with the notes of :func:`during`; else None."""
+    activity = ", ".join(getattr(error, "__notes__", ())) or "at its start"
+    if isinstance(error, PeerError):
+        return f"{activity}: {error}"
+    reason = lost_connection(error)
+    if reason is None:
+        return None
+    return f"{activity}: another rank has died or hangs ({reason}); look at the output of the others first"
