@@ -14,7 +14,7 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,7 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
         common = dist_checkpointing.load_common_state_dict(str(path))
         metadata = {**(common.get("content_metadata") or {}), **_metadata(args)}
         same_layout = common.get("layout") == _layout(args)
+        _allocate_optimizer_state(trained.optimizer)
         request = _contents(args, trained, metadata, loading=True, random_states=same_layout)
         _restore(trained, request.keys(), dist_checkpointing.load(request, str(path)))
     except _LOAD_ERRORS as error:
@@ -157,7 +158,7 @@ def _contents(
     random_states &= args.load_rng and not args.finetune if loading else args.save_rng
     contents: dict[str, Any] = {}
     for index, chunk in enumerate(trained.model):
-        contents[_model_key(trained, index)] = chunk.sharded_state_dict(metadata=metadata)
+        contents[_model_key(trained, index)] = chunk.module.sharded_state_dict(metadata=metadata)
     if optimizer:
         contents["optimizer"] = trained.optimizer.sharded_state_dict(contents, is_loading=loading, metadata=metadata)
         contents["opt_param_scheduler"] = trained.scheduler.state_dict()
@@ -168,14 +169,45 @@ def _contents(
 
 def _restore(trained: Trained, wanted: Collection[str], loaded: dict[str, Any]) -> None:
     for index, chunk in enumerate(trained.model):
-        chunk.load_state_dict(loaded[_model_key(trained, index)], strict=True)
+        chunk.module.load_state_dict(loaded[_model_key(trained, index)], strict=True)
     if "optimizer" in wanted:
         trained.optimizer.load_state_dict(loaded["optimizer"])
+        _restore_steps(trained.optimizer)
         trained.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     else:
         trained.optimizer.reload_model_params()
     if "rng_state" in wanted:
         _restore_random_states(loaded["rng_state"])
+
+
+def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
+    """The torch optimizers inside; none where TransformerEngine or Apex bring their own."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            yield part.optimizer
+
+
+def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """core 0.16's distributed optimizer reads Adam's step before it loads one, and finds none in a new torch Adam."""
+    for adam in _torch_adams(optimizer):
+        for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
+            if not adam.state[parameter]:
+                adam.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter),
+                    "exp_avg_sq": torch.zeros_like(parameter),
+                }
+
+
+def _restore_steps(optimizer: MegatronOptimizer) -> None:
+    """It also leaves the loaded step in the parameter group, where torch's Adam does not look: bring it home."""
+    for adam in _torch_adams(optimizer):
+        for group in adam.param_groups:
+            step = group.pop("step", None)
+            for parameter in group["params"]:
+                state = adam.state[parameter]
+                # A tensor for each parameter: Adam increments every one of them.
+                state["step"] = state["step"].clone() if step is None else torch.tensor(float(step))
 
 
 def _model_key(trained: Trained, index: int) -> str:

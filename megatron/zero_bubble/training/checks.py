@@ -35,6 +35,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_tokenizer(args)
     _check_data(args)
     _check_packages(args)
+    _check_checkpoint(args)
     _check_schedule(args)
 
 
@@ -255,8 +256,17 @@ def _check_packages(args: argparse.Namespace) -> None:
             "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "
             "use --transformer-impl local"
         )
-    if args.save and Path(args.save).exists() and not Path(args.save).is_dir():
-        raise UsageError(f"--save must name a directory, got {args.save}, which is a file; give another path")
+
+
+def _check_checkpoint(args: argparse.Namespace) -> None:
+    if args.load and args.optimizer == "sgd" and args.load_optim and not args.finetune:
+        raise UsageError(
+            "--load restores the state of --optimizer adam only (megatron-core 0.16 cannot describe sgd's before its "
+            "first step); add --no-load-optim"
+        )
+    for flag, directory in (("--save", args.save), ("--load", args.load)):
+        if directory and Path(directory).exists() and not Path(directory).is_dir():
+            raise UsageError(f"{flag} must name a directory, got {directory}, which is a file; give another path")
 
 
 def _check_schedule(args: argparse.Namespace) -> None:

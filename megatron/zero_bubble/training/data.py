@@ -87,7 +87,9 @@ def microbatches(
         args.data_parallel_size,
     )
 
-    loader = DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers)
+    # A generator of its own: starting to read would otherwise draw from the one that dropout uses, and a resumed run
+    # or another --eval-interval would change the training.
+    loader = DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers, generator=torch.Generator())
     return [_read(loader, vocab_size) for _ in range(num_chunks)]
 
 
