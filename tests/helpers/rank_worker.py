@@ -8,6 +8,7 @@ import gc
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import threading
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
 SEED = 1234
 
@@ -114,7 +116,7 @@ def _own_process(log: str) -> None:
     import torch
 
     os.setsid()  # Ctrl-C stays with the parent, and one signal reaches what a job starts (checkpoint writers)
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    threading.Thread(target=_die_with_parent, args=(Path(log).parent,), daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -126,9 +128,13 @@ def _own_process(log: str) -> None:
     torch.set_num_threads(1)
 
 
-def _die_with_parent() -> None:
-    """The fork server lives as long as its ranks, so a rank must see for itself that the tests were killed."""
+def _die_with_parent(folder: Path) -> None:
+    """The fork server lives as long as its ranks, so a rank must see for itself that the tests were killed.
+
+    It also removes the pool's folder, which nobody else is left to do.
+    """
     parent = parent_process()
     assert parent is not None, "a rank is started by the pool"
     wait([parent.sentinel])
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
