@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Pretrain a GPT: torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/gpt_tiny.yaml"""
+"""Pretrain a GPT.
+
+torchrun --nproc-per-node 4 scripts/pretrain_gpt.py --config configs/gpt_tiny.yaml --zero-bubble-schedule zb-h1
+"""
 
 import sys
 

@@ -168,9 +168,16 @@ def _split_sizes_as_lists(all_to_all_single: Callable[..., Any]) -> Callable[...
         return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
 
     def stand_in(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, *args: Any, **kwargs: Any
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        return all_to_all_single(output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs)
+        return all_to_all_single(
+            output, input, as_list(output_split_sizes), as_list(input_split_sizes), *args, **kwargs
+        )
 
     return stand_in
 

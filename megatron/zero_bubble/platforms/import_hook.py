@@ -41,7 +41,7 @@ class PostImportHook(MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # type: ignore[method-assign]  # the instance attribute set below: nothing stays
+            del loader.exec_module  # the instance attribute set below: nothing stays
             execute(module)
             if self in sys.meta_path:
                 self._then(module)

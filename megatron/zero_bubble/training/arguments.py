@@ -124,7 +124,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--hidden-dropout", type=float, default=0.1)
     add("--init-method-std", type=float, default=0.02)
     add("--make-vocab-size-divisible-by", type=int, default=128)
-    add("--transformer-impl", choices=("local", "transformer_engine"), help="default: TransformerEngine on GPUs with it")
+    add(
+        "--transformer-impl", choices=("local", "transformer_engine"), help="default: TransformerEngine on GPUs with it"
+    )
     add("--attention-backend", default="auto", choices=("auto", "flash", "fused", "unfused", "local"))
 
 
@@ -132,7 +134,9 @@ def _add_moe(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("mixture of experts").add_argument
     add("--num-experts", type=int, dest="num_moe_experts")
     add("--moe-router-topk", type=int, default=2)
-    add("--moe-router-load-balancing-type", default="aux_loss", choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none"))
+    add(
+        "--moe-router-load-balancing-type", default="aux_loss", choices=("aux_loss", "seq_aux_loss", "sinkhorn", "none")
+    )
     add("--moe-router-dtype", choices=("fp32", "fp64"))
     add("--moe-router-pre-softmax", action="store_true")
     add("--moe-aux-loss-coeff", type=float, default=0.0)

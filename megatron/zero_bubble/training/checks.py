@@ -250,7 +250,9 @@ def _check_data(args: argparse.Namespace) -> None:
 
 def _check_packages(args: argparse.Namespace) -> None:
     if args.save and find_spec("psutil") is None:
-        raise UsageError("--save needs the package psutil, without which megatron-core's writers hang; pip install psutil")
+        raise UsageError(
+            "--save needs the package psutil, without which megatron-core's writers hang; pip install psutil"
+        )
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise UsageError(
             "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "

@@ -32,7 +32,9 @@ def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
     tokens: list[str] = []
     for name, value in _read(Path(file)).items():
         if not isinstance(name, str) or name.startswith("-") or "_" in name:
-            raise UsageError(f"a configuration file names flags without their dashes (num-layers), got {name!r} in {file}")
+            raise UsageError(
+                f"a configuration file names flags without their dashes (num-layers), got {name!r} in {file}"
+            )
         if name == "config":
             raise UsageError(f"a configuration file cannot name another one; remove 'config' from {file}")
         if name in replaced:

@@ -72,7 +72,9 @@ def read_documents(paths: Iterable[Path], json_key: str = "text") -> Iterator[by
             else:
                 yield path.read_bytes()
         except OSError as error:
-            raise UsageError(f"the input must be a readable file, got {path} ({error.strerror}); check the path") from None
+            raise UsageError(
+                f"the input must be a readable file, got {path} ({error.strerror}); check the path"
+            ) from None
 
 
 def _read_json_lines(path: Path, key: str) -> Iterator[bytes]:
@@ -116,9 +118,11 @@ def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
             tokens += len(ids)
         builder.finalize(f"{unfinished}.idx")
         if not tokens:
-            raise UsageError(f"{prefix} would hold no text: every input document is empty; give files with text in them")
-        os.replace(f"{unfinished}.bin", f"{prefix}.bin")
-        os.replace(f"{unfinished}.idx", f"{prefix}.idx")
+            raise UsageError(
+                f"{prefix} would hold no text: every input document is empty; give files with text in them"
+            )
+        for part in ("bin", "idx"):
+            Path(f"{unfinished}.{part}").replace(f"{prefix}.{part}")
     finally:
         for part in ("bin", "idx"):
             Path(f"{unfinished}.{part}").unlink(missing_ok=True)

@@ -43,20 +43,20 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     evaluation = args.eval_iters * args.global_batch_size
     sizes = [args.batch_sizes.samples_after(args.train_iters), evaluation, evaluation]
     problem: str | None = None
-    splits: list[Dataset | None] = [None, None, None]
+    train = valid = test = None
     try:
         config = _dataset_config(args, tokenizer)
         dataset = MockGPTDataset if args.mock_data else GPTDataset
-        splits = BlendedMegatronDatasetBuilder(dataset, sizes, lambda: reads_data(args), config).build()
+        train, valid, test = BlendedMegatronDatasetBuilder(dataset, sizes, lambda: reads_data(args), config).build()
     except (AssertionError, IndexError, ValueError, OSError) as error:
         text = " ".join(str(error).split())
         problem = f"the data sets cannot be built ({type(error).__name__}: {text}); check the data flags and files"
     agree(problem)
-    found = gather([split is not None and len(split) > 0 for split in splits])  # type: ignore[arg-type]
+    found = gather([split is not None and len(split) > 0 for split in (train, valid, test)])
     present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]
     if not present[0]:
         raise UsageError(f"no training data is left by --split {args.split}; give the first share more")
-    return Splits(*splits, has_valid=present[1], has_test=present[2])
+    return Splits(train, valid, test, has_valid=present[1], has_test=present[2])
 
 
 def reads_data(args: argparse.Namespace) -> bool:
@@ -80,7 +80,7 @@ def microbatches(
     if dataset is None:
         return [iter(()) for _ in range(num_chunks)]
     order = MicrobatchOrder(
-        len(dataset),  # type: ignore[arg-type]
+        len(dataset),
         consumed_samples,
         args.micro_batch_size,
         parallel_state.get_data_parallel_rank(),

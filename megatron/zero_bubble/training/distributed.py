@@ -95,7 +95,7 @@ def agree(problem: str | None) -> None:
 
 
 def describe_rank() -> str:
-    """``rank 3 (pipeline rank 1, tensor rank 0, data rank 1)``, for messages; needs the groups of :func:`initialize`."""
+    """``rank 3 (pipeline rank 1, tensor rank 0, data rank 1)`` for messages, after :func:`lay_out`."""
     from megatron.core import parallel_state
 
     return (

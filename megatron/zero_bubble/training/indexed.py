@@ -34,7 +34,9 @@ def check_indexed(prefix: str) -> None:
     expected = _expected_bin_bytes(idx_path)
     actual = bin_path.stat().st_size
     if actual != expected:
-        raise UsageError(f"{bin_path} must hold {expected} bytes by its index, got {actual}: it is cut off or not its own; {_REMEDY}")
+        raise UsageError(
+            f"{bin_path} must hold {expected} bytes by its index, got {actual}: it is cut off or not its own; {_REMEDY}"
+        )
 
 
 def _expected_bin_bytes(idx_path: Path) -> int:
@@ -42,13 +44,20 @@ def _expected_bin_bytes(idx_path: Path) -> int:
     with idx_path.open("rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
         if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
-            raise UsageError(f"{idx_path} is not an index of Megatron's indexed format (it must start with MMIDIDX); {_REMEDY}")
+            raise UsageError(
+                f"{idx_path} is not an index of Megatron's indexed format (it must start with MMIDIDX); {_REMEDY}"
+            )
         version, code, sequences, bounds = _HEADER.unpack_from(head, len(_MAGIC))
         if version != 1 or code not in _ITEM_BYTES:
-            raise UsageError(f"{idx_path} must have version 1 and a known dtype, got version {version}, dtype code {code}; {_REMEDY}")
+            raise UsageError(
+                f"{idx_path} must have version 1 and a known dtype, got version {version}, dtype code {code}; {_REMEDY}"
+            )
         needed = len(head) + sequences * 12 + bounds * 8
         if size < needed or sequences == 0:
-            raise UsageError(f"{idx_path} with {sequences} sequences must hold {needed} bytes and one sequence or more, got {size} bytes; {_REMEDY}")
+            raise UsageError(
+                f"{idx_path} must hold a sequence or more, and {needed} bytes for its {sequences}, got {size} bytes; "
+                f"{_REMEDY}"
+            )
         file.seek(len(head) + (sequences - 1) * 4)
         (last_length,) = struct.unpack("<i", file.read(4))
         file.seek(len(head) + sequences * 4 + (sequences - 1) * 8)

@@ -142,7 +142,9 @@ class Trainer:
             forward_only=forward_only,
         )
 
-    def _forward_step(self, batches: Iterator[Batch], model: torch.nn.Module) -> tuple[torch.Tensor, Callable[..., Any]]:
+    def _forward_step(
+        self, batches: Iterator[Batch], model: torch.nn.Module
+    ) -> tuple[torch.Tensor, Callable[..., Any]]:
         """Megatron's forward step: the output of one chunk for the next microbatch, and how to make a loss of it."""
         batch: Batch = {}
         ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
@@ -151,7 +153,7 @@ class Trainer:
         output = model(
             batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
         )
-        return output, partial(_loss, batch.get("loss_mask"))
+        return output, partial(_loss, batch)
 
     def _microbatches(self, dataset: Dataset | None, consumed_samples: int) -> list[Iterator[Batch]]:
         return microbatches(dataset, self.args, consumed_samples, self.vocab_size, len(self.trained.model))
@@ -188,9 +190,9 @@ class Trainer:
             chunk.enable_forward_pre_hook()
 
 
-def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def _loss(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum of the losses of unmasked tokens, their number (int32), and both for the report, as Megatron's loop does."""
-    mask = loss_mask.view(-1).float()
+    mask = batch["loss_mask"].view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int32)
     return loss, num_tokens, {"lm loss": torch.stack((loss.detach(), num_tokens.float()))}

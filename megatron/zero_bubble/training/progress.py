@@ -50,7 +50,7 @@ class Progress:
             return
         if metrics_file:
             Path(metrics_file).parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(metrics_file, "a", encoding="utf-8")
+            self._file = Path(metrics_file).open("a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         if tensorboard_dir:
             self._board = self._open_board(tensorboard_dir)
 

@@ -20,9 +20,6 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-# Four times the slowest iteration, and never less than this.
-SHORTEST_GRACE_S = 60.0
-
 
 class StopRequest:
     """A context that turns SIGTERM and the first SIGINT into a request to stop.
@@ -30,15 +27,16 @@ class StopRequest:
     Args:
         device: where the vote's tensor lives, a device that the world's backend can reduce on.
         rank_name: names this rank in the message of a process that gives up waiting.
+        shortest_grace_s: how long an iteration may take after a signal, at least; four times the last one if longer.
     """
 
-    def __init__(self, device: torch.device, rank_name: str) -> None:
+    def __init__(self, device: torch.device, rank_name: str, shortest_grace_s: float = 60.0) -> None:
         self._device = device
         self._rank_name = rank_name
         self._requested = threading.Event()
         self._noticed = threading.Event()
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
-        self._grace_s = SHORTEST_GRACE_S
+        self._grace_s = self._shortest_grace_s = shortest_grace_s
         self._reader, self._writer = socket.socketpair()
         self._previous: dict[int, object] = {}
 
@@ -63,7 +61,7 @@ class StopRequest:
 
     def vote(self, iteration_s: float) -> None:
         """Start the vote of the iteration that just ended and took ``iteration_s`` seconds; a collective call."""
-        self._grace_s = max(SHORTEST_GRACE_S, 4 * iteration_s)
+        self._grace_s = max(self._shortest_grace_s, 4 * iteration_s)
         wish = torch.tensor([float(self._requested.is_set())], device=self._device)
         self._vote = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
