@@ -8,7 +8,7 @@ from typing import Literal
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.search.greedy import search_placement
+from megatron.zero_bubble.search.portfolio import search
 from megatron.zero_bubble.search.problem import Problem
 
 PlacementChoice = Literal["linear", "vee", "auto"]
@@ -55,7 +55,7 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise ValueError(_too_tight(problems, limit, memory_limit))
-    results = [(*search_placement(problem, effort), problem) for problem in feasible]
+    results = [(*search(problem, effort), problem) for problem in feasible]
     _, orders, problem = min(results, key=lambda result: result[0])
     return problem.schedule("zb-auto", orders)
 

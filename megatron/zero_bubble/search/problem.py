@@ -1,8 +1,8 @@
 """One scheduling problem as plain lists: what the hot loops of the search read.
 
 Within a stage all microbatches are alike, so running them in order loses nothing (exchange argument): a rank's
-schedule is a list of *codes* ``3 * stage + kind`` with kind 0 for F, 1 for B, 2 for W, and the n-th of a code is for
-microbatch n.
+schedule is a row of *codes* ``3 * stage + kind`` with kind 0 for F, 1 for B, 2 for W, and the n-th of a code is for
+microbatch n. The search decides on rows of F and B only; ``decode`` adds the W's.
 """
 
 from __future__ import annotations
@@ -10,27 +10,42 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
-Orders = list[list[int]]
+Rows = list[list[int]]
 """For each rank its codes, first to last."""
 
 F, B, W = 0, 1, 2
+NONE = -1
 _KINDS = (Kind.F, Kind.B, Kind.W)
 _ROUNDING = 1e-9
 """How far, as a part of the limit, sums of memory figures may exceed it: floating-point noise, not memory."""
+
+
+class Tables(NamedTuple):
+    """Facts by code. ``source`` is the code whose n-th end lets the n-th of this code start ``hop`` ms later (NONE:
+    nothing holds it up); ``target`` is the rank that waits for this code's end (NONE: its own, or nobody); ``delta`` is
+    the change of what the rank keeps."""
+
+    rank: list[int]
+    duration: list[float]
+    source: list[int]
+    hop: list[float]
+    target: list[int]
+    delta: list[float]
 
 
 @dataclass(frozen=True)
 class Problem:
     """What to schedule, under which limit, for which objective.
 
-    ``forward``, ``backward`` and ``wgrad`` are ms a stage; ``forward_hop[s]`` is the transfer into stage s on the way
-    down and ``backward_hop[s]`` on the way up; ``kept`` and ``kept_by_wgrad`` are memory from F to B and from B to W;
-    ``limit`` is memory a rank. The cost of a schedule is the largest over ranks of (its end - ``origin[rank]``).
+    ``forward``, ``backward`` and ``wgrad`` are ms a stage; ``down[s]`` is the transfer into stage s of an activation and
+    ``up[s]`` of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from F to B and from B to W; ``limit`` is memory a
+    rank. The cost of a schedule is the largest over ranks of (its end - ``origin[rank]``).
     """
 
     placement: Placement
@@ -38,8 +53,8 @@ class Problem:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     wgrad: tuple[float, ...]
-    forward_hop: tuple[float, ...]
-    backward_hop: tuple[float, ...]
+    down: tuple[float, ...]
+    up: tuple[float, ...]
     kept: tuple[float, ...]
     kept_by_wgrad: tuple[float, ...]
     limit: tuple[float, ...]
@@ -88,6 +103,34 @@ class Problem:
     def num_stages(self) -> int:
         return len(self.forward)
 
+    @cached_property
+    def tables(self) -> Tables:
+        rank_of, last = self.placement.stage_to_rank, self.num_stages - 1
+        tables = Tables([], [], [], [], [], [])
+        for s, rank in enumerate(rank_of):
+            a, g = self.kept[s], self.kept_by_wgrad[s]
+            below = rank_of[s + 1] if s < last and rank_of[s + 1] != rank else NONE
+            above = rank_of[s - 1] if s and rank_of[s - 1] != rank else NONE
+            before_b = (3 * (s + 1) + B if s < last else 3 * s + F, self.up[s])
+            for duration, (source, hop), target, delta in (
+                (self.forward[s], (3 * (s - 1) + F if s else NONE, self.down[s]), below, a),
+                (self.backward[s], before_b, above, g - a),
+                (self.wgrad[s], (3 * s + B, 0.0), NONE, -g),
+            ):
+                for column, value in zip(tables, (rank, duration, source, hop, target, delta), strict=True):
+                    column.append(value)  # type: ignore[attr-defined]
+        return tables
+
+    @cached_property
+    def mirrored(self) -> Problem:
+        """The problem run backwards in time: B takes the part of F. W, which only fills, is taken as it is."""
+        up = (0.0, *self.up[:-1])
+        down = (*self.down[1:], 0.0)
+        return Problem(
+            self.placement, self.num_microbatches, self.backward, self.forward, self.wgrad, up, down,
+            self.kept, self.kept_by_wgrad, self.limit, (0.0,) * self.num_ranks,
+        )  # fmt: skip
+
     def work(self, rank: int) -> float:
         """Milliseconds that ``rank`` computes."""
         stages = self.placement.stages_of(rank)
@@ -111,14 +154,19 @@ class Problem:
         """Whether the limit admits any schedule: one microbatch at a time, if nothing else."""
         return all(least <= limit for least, limit in zip(self.least_memory, self.limit, strict=True))
 
-    def schedule(self, name: str, orders: Orders) -> Schedule:
+    def schedule(self, name: str, rows: Rows) -> Schedule:
         """The codes as a ``Schedule``."""
-        rows = []
-        for row in orders:
+        order = []
+        for row in rows:
             cursor = [0] * (3 * self.num_stages)
             passes = []
             for code in row:
                 passes.append(Pass(code // 3, _KINDS[code % 3], cursor[code]))
                 cursor[code] += 1
-            rows.append(tuple(passes))
-        return Schedule(name, self.placement, self.num_microbatches, tuple(rows))
+            order.append(tuple(passes))
+        return Schedule(name, self.placement, self.num_microbatches, tuple(order))
+
+
+def mirrored(rows: Rows) -> Rows:
+    """Rows of F and B run backwards in time."""
+    return [[code + 1 if code % 3 == F else code - 1 for code in reversed(row)] for row in rows]

@@ -1,0 +1,87 @@
+"""From rows of F and B to a schedule with W's, and its cost: the search's inner loop.
+
+W fills gaps. Before each F and B its start is known, because everything it waits for has been placed: W's that fit
+before it run there. One more runs when it fills more than ``eagerness`` of the time it takes, delaying what follows, and
+as many as needed run when memory is full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
+
+from megatron.zero_bubble.search.problem import B, NONE, Problem, Rows
+
+INFEASIBLE = float("inf")
+_SLACK = 1e-9
+
+
+class Decoded(NamedTuple):
+    """What became of rows: the cost (``INFEASIBLE`` when they deadlock or do not fit in memory), its mean over ranks,
+    which tells apart rows whose longest rank is equal, and the rows with W's."""
+
+    cost: float
+    mean: float
+    rows: Rows
+
+
+def decode(problem: Problem, rows: Rows, eagerness: float) -> Decoded:
+    """Run ``rows`` as early as possible, adding W's; linear in the number of passes."""
+    _, duration, source, hop, target, delta = problem.tables
+    ends: list[list[float]] = [[] for _ in duration]
+    ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
+    num_ranks = problem.num_ranks
+    free, kept, position = [0.0] * num_ranks, [0.0] * num_ranks, [0] * num_ranks
+    pending: list[deque[int]] = [deque() for _ in range(num_ranks)]
+    full: Rows = [[] for _ in range(num_ranks)]
+    waits_for = [NONE] * num_ranks
+    runnable = list(range(num_ranks))
+    while runnable:
+        rank = runnable.pop()
+        row, out, waiting, limit = rows[rank], full[rank], pending[rank], problem.limit[rank]
+        now, held = free[rank], kept[rank]
+        for index in range(position[rank], len(row)):
+            code = row[index]
+            mine, inputs = ends[code], ends[source[code]]
+            if len(mine) >= len(inputs):
+                position[rank] = index
+                waits_for[rank] = source[code]
+                break
+            arrival = inputs[len(mine)] + hop[code]
+            change = delta[code]
+            while waiting and (
+                now + duration[waiting[0]] <= arrival + _SLACK or (change > 0 and held + change > limit)
+            ):
+                wgrad = waiting.popleft()
+                out.append(wgrad)
+                now += duration[wgrad]
+                held += delta[wgrad]
+            held += change
+            if change > 0 and held > limit:
+                return Decoded(INFEASIBLE, INFEASIBLE, full)
+            if arrival > now:
+                if waiting and arrival - now > eagerness * duration[waiting[0]]:
+                    wgrad = waiting.popleft()
+                    out.append(wgrad)
+                    now += duration[wgrad]
+                    held += delta[wgrad]
+                if arrival > now:
+                    now = arrival
+            out.append(code)
+            now += duration[code]
+            mine.append(now)
+            if code % 3 == B:
+                waiting.append(code + 1)
+            if (other := target[code]) != NONE and waits_for[other] == code:
+                waits_for[other] = NONE
+                runnable.append(other)
+        else:
+            position[rank] = len(row)
+        free[rank], kept[rank] = now, held
+    if any(at < len(row) for at, row in zip(position, rows, strict=True)):
+        return Decoded(INFEASIBLE, INFEASIBLE, full)
+    costs = []
+    for rank, waiting in enumerate(pending):
+        full[rank].extend(waiting)
+        costs.append(free[rank] + sum([duration[wgrad] for wgrad in waiting]) - problem.origin[rank])
+    return Decoded(max(costs), sum(costs) / num_ranks, full)
