@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.training.progress import Progress
 
 STEPS = 5
 
@@ -44,7 +45,8 @@ class Layout:
         """The layout, its batch sizes (a microbatch has two samples), then ``options``."""
         return (
             f"--num-layers {self.num_layers or self.pipeline} --pipeline-model-parallel-size {self.pipeline} "
-            f"--tensor-model-parallel-size {self.tensor} --global-batch-size {2 * num_microbatches * self.data} {options}"
+            f"--tensor-model-parallel-size {self.tensor} "
+            f"--global-batch-size {2 * num_microbatches * self.data} {options}"
         )
 
 
@@ -66,7 +68,7 @@ class Outcome:
 
 
 class Tokens(Dataset):
-    """Random samples; each masks another share of its losses, so that a mean over tokens is not one over microbatches."""
+    """Random samples; each masks another share of its losses: the mean over tokens is not that over microbatches."""
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int) -> None:
         self._shape = (num_samples, seq_length, vocab_size)
@@ -102,9 +104,9 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
         pipeline = None if schedule is None else apply(ZeroBubbleConfig(schedule=schedule))
         try:
             outcomes.append(_train_once(args, splits))
+            assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
         finally:
             revert()
-        assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
     return outcomes
 
 
@@ -136,10 +138,11 @@ def _train_once(args: Any, splits: Any) -> Outcome:
     return Outcome(tuple(seen.losses), tuple(seen.grad_norms), after, unmoved)
 
 
-class _Seen:
+class _Seen(Progress):
     """Stands where a run reports its progress, and keeps the bits."""
 
     def __init__(self) -> None:
+        super().__init__(reporting=False, train_iters=STEPS)
         self.losses: list[str] = []
         self.grad_norms: list[str] = []
 

@@ -155,7 +155,7 @@ class RankPool:
         first, started = len(self._ranks), range(len(self._ranks), num_ranks)
         if not started:
             return
-        _start_server()
+        start_server()
         context = get_context("forkserver")
         for index in started:
             ours, theirs = context.Pipe()
@@ -226,7 +226,7 @@ def _receive(connection: Connection) -> Reply | None:
         return None
 
 
-def _start_server() -> None:
+def start_server() -> None:
     """Start the fork server, with what every rank needs in its environment and its imports done."""
     get_context("forkserver").set_forkserver_preload(["tests.helpers.rank_worker", "tests.helpers.rank_imports"])
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))

@@ -65,7 +65,7 @@ def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
     assert_same_bits(results, SCHEDULES)
 
 
-@pytest.mark.parametrize("clip, active", [(0.1, True), (100.0, False)])
+@pytest.mark.parametrize(("clip", "active"), [(0.1, True), (100.0, False)])
 def test_gradient_clipping(ranks: RankPool, clip: float, active: bool) -> None:
     results = ranks.run(2, train, Layout(2).flags(3, f"--clip-grad {clip}"), SCHEDULES, timeout=120)
     assert_same_bits(results, SCHEDULES)

@@ -39,7 +39,7 @@ RECOMPUTE = (
 ALL_TO_ALL = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
 EXPERT_PARALLEL = f"{ALL_TO_ALL} --expert-model-parallel-size 2"
 SEQUENCE_PARALLEL = "--sequence-parallel"
-# gloo gathers equal shapes only, so that experts cannot be split over tensor-parallel ranks on the CPU, in stock either.
+# gloo gathers equal shapes only: on the CPU, stock megatron-core cannot split an expert over tensor-parallel ranks.
 WHOLE_EXPERTS = f"{SEQUENCE_PARALLEL} --expert-tensor-parallel-size 1"
 
 
@@ -113,14 +113,14 @@ def _others() -> Iterator[Row]:
 
 def _rows() -> Iterator[object]:
     for rows in (_pipelines, _tensor_parallel, _data_parallel, _layers, _experts, _others):
-        for layout, count, option in rows():
-            option = " ".join(option.split())
+        for layout, count, options in rows():
             place = f"p={layout.pipeline} t={layout.tensor} d={layout.data} m={count}"
-            yield pytest.param(layout, count, option, id=f"{rows.__name__[1:]}: {place} {option}")
+            words = " ".join(options.split())
+            yield pytest.param(layout, count, words, id=f"{rows.__name__[1:]}: {place} {words}")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout, num_microbatches, options", _rows())
+@pytest.mark.parametrize(("layout", "num_microbatches", "options"), _rows())
 def test_same_bits_as_stock(ranks: RankPool, layout: Layout, num_microbatches: int, options: str) -> None:
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), SCHEDULES, timeout=120)
     assert_same_bits(results, SCHEDULES)

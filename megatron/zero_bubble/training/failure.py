@@ -10,7 +10,7 @@ from megatron.zero_bubble.runtime.p2p import PeerError, lost_connection
 
 @contextmanager
 def during(activity: str) -> Iterator[None]:
-    """A block whose errors carry a note of what the run was doing; of nested blocks the innermost comes first."""
+    """A block whose errors carry a note of what the run was doing."""
     try:
         yield
     except Exception as error:
@@ -19,8 +19,8 @@ def during(activity: str) -> Iterator[None]:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """One paragraph if ``error`` came from a rank that is gone or silent, with the notes of :func:`during`; else None."""
-    activity = ", ".join(getattr(error, "__notes__", ())) or "at its start"
+    """One paragraph if ``error`` came from a rank that is gone or silent: what :func:`during` noted, and the reason."""
+    activity = ", ".join(reversed(getattr(error, "__notes__", ["this rank"])))
     if isinstance(error, PeerError):
         return f"{activity}: {error}"
     reason = lost_connection(error)

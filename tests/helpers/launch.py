@@ -1,0 +1,134 @@
+"""Whole training runs, each rank a process of its own with RANK, WORLD_SIZE and MASTER_* as any launcher sets them.
+
+The processes are forked from the server that ``ranks.py`` uses, imports done, so that a run starts in a second. No
+agent watches over them: what a rank does when another dies is its own doing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.ranks import start_server
+
+Setup = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Death:
+    """SIGKILL of one rank, at the beginning of the ``call``-th call (from 1) of ``target``, ``module:Class.method``."""
+
+    rank: int
+    target: str
+    call: int = 1
+
+    def __call__(self, rank: int) -> None:
+        if rank != self.rank:
+            return
+        module, _, path = self.target.partition(":")
+        owner_name, _, name = path.rpartition(".")
+        owner: Any = importlib.import_module(module)
+        if owner_name:
+            owner = getattr(owner, owner_name)
+        original, calls = getattr(owner, name), 0
+
+        def fatal(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, fatal)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one rank ended.
+
+    Attributes:
+        exit_code: negative for a signal.
+        output: what it wrote on stdout and stderr.
+        ended_s: when, in seconds since the first rank ended.
+    """
+
+    exit_code: int
+    output: str
+    ended_s: float
+
+
+def run_training(
+    num_ranks: int, flags: Sequence[str], folder: Path, setup: Setup | None = None, timeout: float = 60.0
+) -> list[Ended]:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``num_ranks`` bare processes and return how each ended.
+
+    Args:
+        folder: where the ranks write their output.
+        setup: called as ``setup(rank)`` in each process before training: to break something.
+        timeout: of the whole run, in seconds.
+
+    Raises:
+        TimeoutError: with the output of every rank; the ranks still running are killed.
+    """
+    start_server()
+    context = get_context("forkserver")
+    port = _free_port()
+    logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
+    processes = [
+        context.Process(target=_rank, args=(rank, num_ranks, port, list(flags), str(log), setup))
+        for rank, log in enumerate(logs)
+    ]
+    for process in processes:
+        process.start()
+    ended: dict[int, float] = {}
+    deadline = time.monotonic() + timeout
+    while len(ended) < num_ranks and time.monotonic() < deadline:
+        running = [rank for rank in range(num_ranks) if rank not in ended]
+        ready = wait([processes[rank].sentinel for rank in running], timeout=max(0.0, deadline - time.monotonic()))
+        ended.update({rank: time.monotonic() for rank in running if processes[rank].sentinel in ready})
+    for process in processes:
+        process.kill()
+        process.join()
+    outputs = [log.read_text() if log.exists() else "" for log in logs]
+    if len(ended) < num_ranks:
+        hanging = sorted(set(range(num_ranks)) - set(ended))
+        sections = "\n".join(f"--- rank {rank}:\n{output}" for rank, output in enumerate(outputs))
+        raise TimeoutError(f"ranks {hanging} did not end within {timeout:.0f} s\n{sections}")
+    first = min(ended.values())
+    return [
+        Ended(process.exitcode or 0, output, ended[rank] - first)
+        for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
+    ]
+
+
+def _rank(rank: int, num_ranks: int, port: int, flags: list[str], log: str, setup: Setup | None) -> None:
+    import torch
+
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    torch.set_num_threads(1)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from megatron.zero_bubble.training.pretrain import main
+
+    if setup is not None:
+        setup(rank)
+    sys.exit(main(flags))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,191 @@
+"""What breaks a run, and what the run says of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.helpers.launch import Death, Ended, run_training
+from tests.helpers.parity import BASE_FLAGS, Layout
+from tests.helpers.ranks import REPOSITORY
+
+# The survivors of a rank that is killed must all have ended after this long. The promise to users is 60 s.
+LIMIT_S = 20.0
+
+BACKWARD = "megatron.zero_bubble.runtime.megatron_stage:MegatronStage.backward"
+OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
+SAVE = "megatron.core.dist_checkpointing:save"
+RANK = r"rank {0} \(pipeline rank \d, tensor rank \d, data rank \d\), "
+IN_PASSES = r"iteration \d+, passes: pipeline rank \d could not .* channel \d>\d \(.+\); rank \d has died or hangs"
+ANYWHERE = rf"({IN_PASSES}|.+: another rank has died or hangs \(.+\); look at the output of the others)"
+
+
+def flags(layout: Layout, num_microbatches: int, *more: str, schedule: str = "zb-h1") -> list[str]:
+    words = f"{BASE_FLAGS} {layout.flags(num_microbatches)} --zero-bubble-schedule {schedule}".split()
+    return [*words, "--log-interval", "1", *more]
+
+
+def check_survivors(ended: list[Ended], victim: int, expected: str) -> None:
+    assert ended[victim].exit_code == -signal.SIGKILL
+    for rank, survivor in enumerate(ended):
+        if rank == victim:
+            continue
+        assert survivor.exit_code == 1, survivor.output
+        assert survivor.ended_s < LIMIT_S
+        assert re.search("^error: " + RANK.format(rank) + expected, survivor.output, re.MULTILINE), survivor.output
+        assert "Traceback" not in survivor.output
+
+
+class TestKilledRank:
+    @pytest.mark.parametrize("victim", [0, 2])
+    def test_in_the_passes(self, tmp_path: Path, victim: int) -> None:
+        """Every other rank waits for its neighbour, and one after the other they say so."""
+        ended = run_training(4, flags(Layout(4), 8), tmp_path, Death(victim, BACKWARD, call=20))
+        check_survivors(ended, victim, IN_PASSES)
+
+    def test_in_the_optimizer(self, tmp_path: Path) -> None:
+        """The others wait in the reduction of the gradient norm, where no pass and no channel is involved."""
+        ended = run_training(2, flags(Layout(2), 2), tmp_path, Death(1, OPTIMIZER, call=2))
+        check_survivors(ended, 1, "iteration 2, optimizer step: another rank has died or hangs")
+
+    def test_in_another_pipeline(self, tmp_path: Path) -> None:
+        """Data parallelism brings the news to the pipeline that is whole."""
+        ended = run_training(4, flags(Layout(2, data=2), 4), tmp_path, Death(3, BACKWARD, call=6))
+        check_survivors(ended, 3, ANYWHERE)
+
+    def test_while_it_joins(self, tmp_path: Path) -> None:
+        """No connection stands yet that could break, so that the timeout must tell."""
+        lay_out = "megatron.zero_bubble.training.distributed:lay_out"
+        words = flags(Layout(2), 2, "--distributed-timeout-minutes", "0.1")
+        ended = run_training(2, words, tmp_path, Death(1, lay_out))
+        assert ended[0].exit_code == 1
+        assert "error: rank 0, joining the others: another rank has died or hangs" in ended[0].output
+
+
+def real_script(*arguments: str, environment: dict[str, str] | None = None, log: Path) -> subprocess.Popen[bytes]:
+    """A user's process, imports and exit included."""
+    inherited = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=REPOSITORY,
+            env={**inherited, **(environment or {})},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def wait_for(happened: Callable[[], bool], what: str, timeout: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not happened():
+        assert time.monotonic() < deadline, f"{what} did not happen within {timeout} s"
+        time.sleep(0.02)
+
+
+def iterations_in(metrics: Path) -> int:
+    return metrics.read_text().count('"train"') if metrics.exists() else 0
+
+
+def endless(metrics: Path) -> list[str]:
+    """A run of four stages whose iterations are nearly all passes."""
+    return flags(Layout(4), 24, "--train-iters", "100000", "--eval-iters", "0", "--metrics-file", str(metrics))
+
+
+def test_killed_rank_of_bare_processes(tmp_path: Path) -> None:
+    """No agent ends the others: they do it themselves, interpreter and all."""
+    metrics, port = tmp_path / "metrics", _free_port()
+    logs = [tmp_path / f"{rank}.log" for rank in range(4)]
+    ranks = [
+        real_script(
+            "scripts/pretrain_gpt.py",
+            *endless(metrics),
+            environment={
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "4",
+                "LOCAL_WORLD_SIZE": "4",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            },
+            log=log,
+        )
+        for rank, log in enumerate(logs)
+    ]
+    try:
+        wait_for(lambda: iterations_in(metrics) >= 2, "the second iteration")
+        ranks[1].kill()
+        killed = time.monotonic()
+        for process in ranks:
+            process.wait(timeout=LIMIT_S)
+        ended = [
+            Ended(process.returncode, log.read_text(), time.monotonic() - killed)
+            for process, log in zip(ranks, logs, strict=True)
+        ]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    check_survivors(ended, 1, ANYWHERE)
+
+
+def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
+    """The agent's SIGTERM, which else asks for a clean stop, must not take the survivors' words or make them hang."""
+    metrics, log = tmp_path / "metrics", tmp_path / "log"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    agent = real_script(*launcher, "scripts/pretrain_gpt.py", *endless(metrics), log=log)
+    try:
+        wait_for(lambda: iterations_in(metrics) >= 2, "the second iteration")
+        children = {int(child.environ()["RANK"]): child for child in psutil.Process(agent.pid).children()}
+        children[1].kill()
+        assert agent.wait(timeout=LIMIT_S) != 0
+    finally:
+        for process in (*psutil.Process(agent.pid).children(), agent) if agent.poll() is None else ():
+            process.kill()
+        agent.wait()
+    output = log.read_text()
+    for rank in (0, 2, 3):
+        assert re.search("error: " + RANK.format(rank) + ANYWHERE, output), output
+
+
+class TestCheckpoint:
+    def test_survives_a_kill_while_the_next_is_written(self, tmp_path: Path) -> None:
+        """Rank 1 dies as it writes the second checkpoint; what resumes from the first repeats the whole run's bits."""
+        layout, folder = Layout(2), tmp_path / "checkpoints"
+        keep = ["--save", str(folder), "--load", str(folder), "--save-interval", "2", "--attention-dropout", "0.1"]
+        metrics = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "cut", "resumed")}
+
+        def run(name: str, *more: str, setup: Death | None = None) -> list[Ended]:
+            words = flags(layout, 3, *more, "--attention-dropout", "0.1", "--metrics-file", str(metrics[name]))
+            return run_training(layout.num_ranks, words, tmp_path, setup)
+
+        assert [rank.exit_code for rank in run("whole")] == [0, 0]
+        ended = run("cut", *keep, setup=Death(1, SAVE, call=2))
+        check_survivors(ended, 1, "saving iteration 4: another rank has died or hangs")
+        assert (folder / "iter_0000004.writing").is_dir()
+        assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
+        assert [rank.exit_code for rank in run("resumed", *keep)] == [0, 0]
+        assert bits(metrics["cut"]) == bits(metrics["whole"])[:4]
+        assert bits(metrics["resumed"]) == bits(metrics["whole"])[2:]
+
+
+def bits(metrics: Path) -> list[tuple[int, str, str]]:
+    """Iteration, loss and gradient norm of every training line, exact."""
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [(m["iteration"], m["lm_loss"].hex(), m["grad_norm"].hex()) for m in lines if m["kind"] == "train"]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
