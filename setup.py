@@ -32,6 +32,7 @@ setup(
     ],
     extras_require={
         "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "types-pyyaml"],
+        "exact": ["ortools"],
         "tensorboard": ["tensorboard"],
     },
     entry_points={"console_scripts": ["zero-bubble = megatron.zero_bubble.__main__:main"]},

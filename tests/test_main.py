@@ -46,15 +46,21 @@ def test_no_new_flags() -> None:
         "list": ["--help"],
         "plan": [
             "--help", "--schedule", "--schedule-file", "--num-ranks", "--num-microbatches", "--forward-ms",
-            "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-memory", "--wgrad-memory", "--costs", "--format",
+            "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-memory", "--wgrad-memory", "--costs", "--config",
+            "--gpu", "--no-flash-attention", "--memory-limit", "--placement", "--objective", "--format",
+        ],
+        "compare": [
+            "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms",
+            "--activation-memory", "--wgrad-memory", "--costs", "--config", "--gpu", "--no-flash-attention",
+            "--memory-limit", "--placement", "--objective", "--max-chunks", "--format",
         ],
     }  # fmt: skip
 
 
 def test_list_has_a_line_a_schedule(capsys: Capture) -> None:
     lines = run(capsys, "list").splitlines()[1:]
-    assert [line.split()[0] for line in lines] == list(SCHEDULES)
-    for line, recipe in zip(lines, SCHEDULES.values(), strict=True):
+    assert [line.split()[0] for line in lines] == [*SCHEDULES, "zb-auto"]
+    for line, recipe in zip(lines, SCHEDULES.values(), strict=False):
         assert recipe.bubble in line
         assert recipe.memory in line
 
@@ -112,7 +118,7 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN, *TIMES, "--num-ranks", "two"], "invalid int value: 'two'"),
         ([*PLAN, *TIMES, "--num-ranks", "0"], "num_ranks must be 1 or more; got 0"),
         ([*PLAN, *TIMES, "--schedule", "zb-9"], "unknown schedule 'zb-9'; choose one of 1f1b, zb-h1, zb-h2"),
-        ([*PLAN[:5], *TIMES], "--schedule needs --num-microbatches"),
+        ([*PLAN[:5], *TIMES], "--num-microbatches is missing"),
         (PLAN, "without --costs the times come from flags; --forward-ms is missing"),
         ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
         ([*PLAN, *TIMES, "--comm-ms", "nan"], "comm_ms must be a finite number, 0 or above; got nan"),
@@ -120,6 +126,18 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives all times of the passes; leave out --forward-ms"),
         ([*PLAN, "--costs", "none.json"], "cannot read the costs file none.json: No such file or directory"),
         (["plan", "--schedule-file", "none.json", *TIMES], "cannot read the schedule file none.json"),
+        (
+            [*PLAN, *TIMES, "--memory-limit", "8"],
+            "a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB",
+        ),
+        ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written 1p"),
+        ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs memory in bytes: give --activation-memory"),
+        ([*PLAN, *TIMES, "--memory-limit", "0.4p"], "room for one microbatch, 1 on rank 0; got 0.8"),
+        ([*PLAN, *TIMES, "--placement", "vee"], "--placement belongs to zb-auto"),
+        ([*PLAN, *TIMES, "--gpu", "h100"], "--gpu belongs to the estimate of a model; give --config as well"),
+        ([*PLAN, *TIMES, "--config", "x.yaml"], "--config estimates times and memory; leave out --forward-ms"),
+        ([*PLAN, "--config", "none.yaml"], "cannot be read: none.yaml"),
+        (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is missing"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(capsys: Capture, arguments: list[str], message: str) -> None:

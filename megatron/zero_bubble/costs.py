@@ -5,7 +5,8 @@ rank's chunks. Inside, every stage has its own figure. ``BW = B + W`` is defined
 
 A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms``, ``comm_ms`` and, optionally, ``links``
 (a list of ``[source rank, destination rank, ms]``) and both of ``activation`` and ``wgrad`` (memory). Each figure of a
-pass is either one number, a rank's whole share, or a list with one number a stage.
+pass is either one number, a rank's whole share, or a list with one number a stage; a list for another number of chunks
+a rank is cut anew, as ``fit`` does.
 """
 
 from __future__ import annotations
@@ -205,12 +206,14 @@ def _per_stage(content: Mapping[str, Any], name: str, placement: Placement) -> t
     value = content[name]
     if not isinstance(value, list):
         return _spread(placement, _figure(name, value))
-    if len(value) != placement.num_stages:
+    if len(value) == placement.num_stages:
+        return _figures(name, value)
+    if not value or len(value) % placement.num_ranks:
         raise ValueError(
             f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(value)}; "
             "give a single number to mean every rank's whole share"
         )
-    return _figures(name, value)
+    return _recut(_figures(name, value), placement.num_stages)
 
 
 def _links(rows: object) -> dict[tuple[int, int], float]:

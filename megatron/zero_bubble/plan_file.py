@@ -8,16 +8,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.bounds import Bound
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.files import json_object, read_file
 from megatron.zero_bubble.ir import Placement, Schedule
 
 
-def plan_to_json(timeline: Timeline) -> str:
+@dataclass(frozen=True)
+class Certificate:
+    """How good a plan is: no schedule on its placement that keeps ``memory_limit`` is shorter than ``bound``.
+
+    ``memory_limit`` is in the unit of the memory it was planned with, ``microbatches`` the same in microbatches on the
+    fullest rank. ``seconds`` is the time that planning took.
+    """
+
+    objective: Metric
+    memory_limit: float
+    microbatches: float
+    bound: Bound
+    seconds: float
+
+    def gap(self, timeline: Timeline) -> float:
+        """The part of the plan's cost that a better one could save at the most; below 0 when the limit is not kept."""
+        return self.bound.gap(timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms)
+
+
+def plan_to_json(timeline: Timeline, certificate: Certificate | None = None) -> str:
     """The plan's JSON text, a line a key and a line a rank's order."""
     schedule = timeline.schedule
     content: dict[str, Any] = {
@@ -33,6 +54,16 @@ def plan_to_json(timeline: Timeline) -> str:
         "bubble_rate_span": timeline.bubble_rate("span"),
         "peak_activation": timeline.peak_activation,
     }
+    if certificate is not None:
+        content |= {
+            "objective": certificate.objective,
+            "memory_limit": certificate.memory_limit,
+            "memory_limit_microbatches": certificate.microbatches,
+            "lower_bound_ms": certificate.bound.value_ms,
+            "lower_bound_reason": certificate.bound.reason,
+            "gap": certificate.gap(timeline),
+            "planning_seconds": certificate.seconds,
+        }
     lines = []
     for key, value in content.items():
         text = json.dumps(value)

@@ -1,0 +1,200 @@
+"""``zero-bubble compare``: every schedule on one table, for the same costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import pairwise
+
+from megatron.zero_bubble.analysis.bounds import least_memory
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
+from megatron.zero_bubble.cli.plan import add_search, auto, bound, peak_memory
+from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.schedules import SCHEDULES, build, interleaved
+from megatron.zero_bubble.search.auto import PlacementChoice
+
+_PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
+_MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Row:
+    """One schedule. Speed-ups are those of the objective's cost; None where there is nothing to compare with.
+
+    ``peak_microbatches`` is in units of what a microbatch keeps on its rank, ``peak_memory`` in the costs' unit.
+    ``messages`` cross between ranks in one iteration, ``message_bytes`` all together; None where a message's size is
+    unknown.
+    """
+
+    schedule: str
+    placement: str
+    span_ms: float
+    makespan_ms: float
+    bubble_rate_span: float
+    bubble_rate_makespan: float
+    peak_microbatches: float
+    peak_memory: float
+    messages: int
+    message_bytes: float | None
+    speedup_over_1f1b: float | None
+    speedup_over_interleaved: float | None
+    within_limit: bool
+
+
+@dataclass(frozen=True)
+class Table:
+    """What ``--format json`` prints; ``lower_bound_ms`` by placement, ``absent`` says why schedules are missing."""
+
+    objective: Metric
+    num_ranks: int
+    num_microbatches: int
+    memory_limit: float
+    lower_bound_ms: dict[PlacementChoice, float]
+    rows: tuple[Row, ...]
+    absent: tuple[str, ...]
+
+
+def add_compare(verb: argparse.ArgumentParser) -> None:
+    """The flags of ``compare``."""
+    add_figures(verb)
+    add_search(verb)
+    verb.add_argument(
+        "--max-chunks",
+        type=int,
+        metavar="V",
+        help="of interleaved 1F1B (default: a rank's layers by --config, at most 4)",
+    )
+    verb.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    verb.set_defaults(command=compare)
+
+
+def compare(options: argparse.Namespace) -> str:
+    """The table in the form asked for: first what keeps the limit, and of that the shortest."""
+    costs = figures(options)
+    limit = costs.limit(options.memory_limit or "1p")
+    placements: Sequence[PlacementChoice] = [options.placement]
+    if options.placement in (None, "auto"):
+        placements = tuple(_PLACEMENTS)
+    found, absent = [], []
+    chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
+    for make in _candidates(costs, chunks, limit, placements, options.objective):
+        try:
+            schedule = make()
+            found.append(simulate(schedule, *costs.on(schedule.placement)))
+        except ValueError as error:
+            absent.append(str(error))
+    table = Table(
+        objective=options.objective,
+        num_ranks=costs.num_ranks,
+        num_microbatches=costs.num_microbatches,
+        memory_limit=limit,
+        lower_bound_ms=_bounds(costs, placements, limit, options.objective),
+        rows=_rows(found, costs, limit, options.objective),
+        absent=tuple(absent),
+    )
+    return json.dumps(asdict(table), indent=2) + "\n" if options.format == "json" else _text(table, costs)
+
+
+def _candidates(
+    costs: Figures, max_chunks: int, limit: float, placements: Sequence[PlacementChoice], objective: Metric
+) -> Iterator[Callable[[], Schedule]]:
+    """How to make every schedule; making one may raise a ``ValueError`` where it does not exist."""
+    p, m = costs.num_ranks, costs.num_microbatches
+    for name in SCHEDULES:
+        yield partial(build, name, num_ranks=p, num_microbatches=m)
+    for chunks in range(2, max_chunks + 1):
+        yield partial(interleaved.build, p, m, chunks)
+    for placement in placements:
+        yield partial(auto, costs, limit, placement, objective)
+
+
+def _bounds(
+    costs: Figures, placements: Sequence[PlacementChoice], limit: float, objective: Metric
+) -> dict[PlacementChoice, float]:
+    """The lower bound on every placement that fits the limit at all."""
+    bounds: dict[PlacementChoice, float] = {}
+    for name in placements:
+        placement = _PLACEMENTS[name](costs.num_ranks)
+        if max(least_memory(costs.on(placement)[1], placement, fused=True)) <= limit * (1 + 1e-9):
+            bounds[name] = bound(costs, placement, limit, objective).value_ms
+    return bounds
+
+
+def _rows(found: Sequence[Timeline], costs: Figures, limit: float, objective: Metric) -> tuple[Row, ...]:
+    costing = [(timeline.schedule.name, _cost(timeline, objective)) for timeline in found]
+    plain = min((ms for name, ms in costing if name == "1f1b"), default=None)
+    looped = min((ms for name, ms in costing if name.startswith("1f1b-interleaved")), default=None)
+    rows = []
+    for timeline in found:
+        schedule, ms = timeline.schedule, _cost(timeline, objective)
+        ranks = schedule.placement.stage_to_rank
+        messages = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
+        kept = peak_memory(timeline, costs)
+        rows.append(
+            Row(
+                schedule=schedule.name,
+                placement=_name(schedule.placement),
+                span_ms=timeline.span_ms,
+                makespan_ms=timeline.makespan_ms,
+                bubble_rate_span=timeline.bubble_rate("span"),
+                bubble_rate_makespan=timeline.bubble_rate("makespan"),
+                peak_microbatches=max(timeline.peak_activation),
+                peak_memory=kept,
+                messages=messages,
+                message_bytes=None if costs.message_bytes is None else messages * costs.message_bytes,
+                speedup_over_1f1b=_ratio(plain, ms),
+                speedup_over_interleaved=_ratio(looped, ms),
+                within_limit=kept <= limit * (1 + 1e-9),
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: (not row.within_limit, getattr(row, f"{objective}_ms"))))
+
+
+def _cost(timeline: Timeline, objective: Metric) -> float:
+    return timeline.makespan_ms if objective == "makespan" else timeline.span_ms
+
+
+def _ratio(baseline: float | None, ms: float) -> float | None:
+    return None if baseline is None or ms == 0 else baseline / ms
+
+
+def _name(placement: Placement) -> str:
+    named = ((name, make(placement.num_ranks)) for name, make in _PLACEMENTS.items())
+    return next((name for name, own in named if own == placement), "interleaved")
+
+
+def _text(table: Table, costs: Figures) -> str:
+    """Columns for people, and below them what no schedule can beat."""
+    head = f"{'':20}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
+    head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
+    size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
+    lines = [
+        *costs.notes,
+        f"{size}, memory limit {costs.show(table.memory_limit)}; shortest {table.objective} first",
+        head + f"{'vs 1F1B':>9}{'vs best interleaved':>21}",
+    ]
+    for row in table.rows:
+        line = (
+            f"{row.schedule:20}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}{row.makespan_ms:13.3f}"
+        )
+        line += f"{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
+        line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
+        line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
+        lines.append(line if row.within_limit else f"{line}   over the limit")
+    for placement, ms in table.lower_bound_ms.items():
+        lines.append(f"no {placement} schedule within the limit has a {table.objective} below {ms:.3f} ms")
+    lines += (f"not compared: {reason}" for reason in table.absent)
+    return "\n".join(lines) + "\n"
+
+
+def _gib(amount: float | None) -> str:
+    return f"{'' if amount is None else format(amount / 2**30, '.4g'):>8}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio - 1:+.1%}"

@@ -1,0 +1,176 @@
+"""Where costs come from (flags, a costs file, a model's configuration), and what a memory limit means with them."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from megatron.zero_bubble.cli.model_config import read_model
+from megatron.zero_bubble.costs import PassCosts, PassMemory, read_costs_file
+from megatron.zero_bubble.estimate import DEVICES, estimate
+from megatron.zero_bubble.ir import Placement
+
+_TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
+_MEMORY = ("activation_memory", "wgrad_memory")
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a pipeline costs: ``on(placement)`` are its figures cut into the stages of any placement on its ranks.
+
+    ``memory_given`` says that its memory is somebody's figure, not just counted in microbatches. ``message_bytes`` goes
+    between two stages and ``most_layers`` are on one rank, None where nobody knows. ``notes`` tell what was assumed.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    on: Callable[[Placement], tuple[PassCosts, PassMemory]]
+    memory_given: bool = False
+    message_bytes: float | None = None
+    most_layers: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def microbatch(self) -> float:
+        """What one microbatch keeps on the fullest rank at one stage a rank: M_B, in the unit of memory."""
+        return max(self.on(Placement.linear(self.num_ranks))[1].activation)
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether memory is in bytes: given, and not in some small unit such as microbatches."""
+        return self.memory_given and self.microbatch >= 2**10
+
+    def limit(self, text: str) -> float:
+        """``1p``, ``0.5p`` or ``60GiB`` in the unit of memory; p stands for the number of ranks times M_B.
+
+        Raises:
+            ValueError: for another form, or bytes where memory is not in bytes.
+        """
+        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
+        if match is None or not 0 < float(match[1]) < math.inf:
+            raise ValueError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
+        amount, unit = float(match[1]), match[2]
+        if unit == "p":
+            return amount * self.num_ranks * self.microbatch
+        if not self.in_bytes:
+            raise ValueError(
+                f"a memory limit of {text} needs memory in bytes: give --activation-memory, a costs file with "
+                "activation and wgrad, or --config; or write the limit in microbatches, 1p"
+            )
+        return amount * _BYTES[unit]
+
+    def show(self, amount: float) -> str:
+        """An amount of memory for people."""
+        microbatches = f"{amount / self.microbatch:.4g} microbatches"
+        return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
+
+
+def add_figures(verb: argparse.ArgumentParser) -> None:
+    """The flags that give sizes and costs."""
+    verb.add_argument("--num-ranks", type=int, metavar="P", help="pipeline ranks")
+    verb.add_argument("--num-microbatches", type=int, metavar="M", help="microbatches an iteration")
+    verb.add_argument("--forward-ms", type=float, metavar="F", help="forward of a rank's whole share, a microbatch")
+    verb.add_argument("--backward-ms", type=float, metavar="B", help="its input gradient")
+    verb.add_argument("--wgrad-ms", type=float, metavar="W", help="its weight gradient")
+    verb.add_argument("--comm-ms", type=float, metavar="C", help="latency between two ranks (default: 0)")
+    verb.add_argument("--activation-memory", type=float, metavar="A", help="kept from F to B (default: 1)")
+    verb.add_argument("--wgrad-memory", type=float, metavar="G", help="kept from B to W (default: A)")
+    verb.add_argument("--costs", metavar="FILE", help="a costs file, in place of the four times")
+    verb.add_argument("--config", metavar="FILE", help="estimate the costs of this model instead (configs/)")
+    verb.add_argument("--gpu", choices=tuple(DEVICES), help="with --config: on which device (default: a100)")
+    verb.add_argument("--no-flash-attention", action="store_true", help="with --config: attention keeps its scores")
+
+
+def figures(options: argparse.Namespace, num_ranks: int | None = None, num_microbatches: int | None = None) -> Figures:
+    """The figures that ``options`` ask for; a schedule file gives its own sizes.
+
+    Raises:
+        ValueError: when figures are missing, given twice, or wrong.
+    """
+    num_ranks = options.num_ranks if num_ranks is None else num_ranks
+    num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
+    if options.config is not None:
+        return _of_model(options, num_ranks, num_microbatches)
+    for flag, given in (("--gpu", options.gpu is not None), ("--no-flash-attention", options.no_flash_attention)):
+        if given:
+            raise ValueError(f"{flag} belongs to the estimate of a model; give --config as well or leave it out")
+    for name, count in (("num-ranks", num_ranks), ("num-microbatches", num_microbatches)):
+        if count is None:
+            raise ValueError(f"--{name} is missing; only --config and --schedule-file have one of their own")
+        if count < 1:
+            raise ValueError(f"{name.replace('-', '_')} must be 1 or more; got {count}")
+    sizes = num_ranks, num_microbatches
+    return _of_file(options, *sizes) if options.costs is not None else _of_flags(options, *sizes)
+
+
+def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
+    times = {name: getattr(options, name) for name in _TIMES} | {"comm_ms": options.comm_ms or 0.0}
+    for name, value in times.items():
+        if value is None:
+            raise ValueError(f"without --costs the times come from flags; --{name.replace('_', '-')} is missing")
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return PassCosts.uniform(placement, *times.values()), _uniform_memory(options, placement)
+
+    return Figures(num_ranks, num_microbatches, on, _gives_memory(options))
+
+
+def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
+    """Times from the file; memory from the flags, else the file, else the defaults."""
+    _refuse(options, _TIMES, "--costs gives all times of the passes")
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        # A file's halves of ranks cannot be cut into thirds; its whole ranks can be cut into anything.
+        read_as = placement if placement.num_stages <= 2 * num_ranks else Placement.linear(num_ranks)
+        costs, memory = read_costs_file(options.costs, read_as)
+        if memory is None or _gives_memory(options):
+            memory = _uniform_memory(options, read_as)
+        return (costs, memory) if read_as == placement else (costs.fit(placement), memory.fit(placement))
+
+    given = _gives_memory(options) or read_costs_file(options.costs, Placement.linear(num_ranks))[1] is not None
+    return Figures(num_ranks, num_microbatches, on, given)
+
+
+def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
+    """Estimates from a model's shapes; the configuration's sizes unless others are given."""
+    _refuse(options, (*_TIMES, *_MEMORY, "costs"), "--config estimates times and memory")
+    device = DEVICES[options.gpu or "a100"]
+    model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention)
+    weights = 18 * max(model.weights) / 2**30
+    attention = "by flash kernels" if model.flash else "keeps its scores"
+    layers = ", ".join(map(str, model.layers))
+    notes = [
+        f"Estimated from the shapes in {options.config}, not measured; a costs file of a run is better.",
+        f"{device}.",
+        f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
+        f"Layers by rank: {layers}.",
+        f"Weights and optimizer at 18 bytes a parameter, {weights:.3g} GiB on the fullest rank, are not in the limit.",
+    ]
+    return Figures(
+        len(model.layers),
+        microbatches if num_microbatches is None else num_microbatches,
+        lambda placement: estimate(model, device, placement),
+        memory_given=True,
+        message_bytes=model.message_bytes,
+        most_layers=max(model.layers),
+        notes=(*notes, *assumed),
+    )
+
+
+def _gives_memory(options: argparse.Namespace) -> bool:
+    return options.activation_memory is not None or options.wgrad_memory is not None
+
+
+def _uniform_memory(options: argparse.Namespace, placement: Placement) -> PassMemory:
+    activation = 1.0 if options.activation_memory is None else options.activation_memory
+    return PassMemory.uniform(placement, activation, options.wgrad_memory)
+
+
+def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    for name in names:
+        if getattr(options, name) is not None:
+            raise ValueError(f"{why}; leave out --{name.replace('_', '-')}")

@@ -1,0 +1,77 @@
+"""The shapes of a model from a training configuration (configs/), for an estimate."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.zero_bubble.estimate import Model, Recompute
+
+_VOCABULARY = 50_304
+"""GPT-2's, padded to a multiple of 128."""
+
+
+def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, int, tuple[str, ...]]:
+    """The model of ``file``, its microbatches an iteration, and what had to be assumed, in sentences.
+
+    ``num_ranks`` replaces the pipeline size of the file.
+
+    Raises:
+        ValueError: when the file cannot be read, lacks a shape, or names a model these formulas do not cover.
+    """
+    # The launcher's own flags, so that there is one reader of configurations; it imports no torch.
+    from megatron.zero_bubble.training.arguments import parse
+
+    args = parse(["--config", file])
+    for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
+        if getattr(args, name) is None:
+            raise ValueError(f"an estimate needs --{name.replace('_', '-')}; {file} does not give it")
+    if args.num_moe_experts is not None:
+        raise ValueError(f"an estimate covers dense models; {file} has experts; record the costs of a run instead")
+    p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
+    wide = 4 * args.hidden_size
+    model = Model(
+        layers=_layers(args, p, file),
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide),
+        heads=args.num_attention_heads,
+        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        sequence=args.seq_length,
+        microbatch=args.micro_batch_size,
+        vocabulary=args.vocab_size or _VOCABULARY,
+        gated=args.swiglu,
+        flash=flash and args.attention_backend not in ("unfused", "local"),
+        recompute=_recompute(args),
+        tensor_parallel=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+    )
+    batch = args.global_batch_size or args.micro_batch_size
+    assumed = [] if args.vocab_size else [f"A vocabulary of {_VOCABULARY:,} is assumed."]
+    if args.global_batch_size:
+        assumed.append(
+            f"The global batch of {batch} on one data-parallel rank, unless --num-microbatches says otherwise."
+        )
+    return model, max(1, batch // args.micro_batch_size), tuple(assumed)
+
+
+def _recompute(args: argparse.Namespace) -> Recompute:
+    if args.recompute_granularity == "full":
+        return "full"
+    return "selective" if args.recompute_activations or args.recompute_granularity else "none"
+
+
+def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, ...]:
+    """Layers of every rank: the first and last as given, the others evenly."""
+    first, last = args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage
+    if num_ranks == 1:
+        return (args.num_layers,)
+    given = [count for count in (first, last) if count is not None]
+    left, ranks = args.num_layers - sum(given), num_ranks - len(given)
+    if left < 0 or (left % ranks if ranks else left):
+        raise ValueError(
+            f"layers must divide evenly over the ranks without a number of their own; {file} leaves {left} to {ranks} "
+            "ranks; set decoder-first-pipeline-num-layers and decoder-last-pipeline-num-layers, or --num-ranks"
+        )
+    each = left // ranks if ranks else 0
+    middle = (each,) * ranks
+    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))

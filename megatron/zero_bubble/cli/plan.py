@@ -1,0 +1,141 @@
+"""``zero-bubble plan``: one schedule, what it costs, and how far from the best it can be."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
+from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.plan_file import Certificate, plan_to_json, read_schedule_file
+from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.render.text import headline, render_text
+from megatron.zero_bubble.schedules import SCHEDULES, build
+from megatron.zero_bubble.search.auto import PlacementChoice, zb_auto
+
+_TEXT_WIDTH = 160
+AUTO = "zb-auto"
+
+
+def add_plan(verb: argparse.ArgumentParser) -> None:
+    """The flags of ``plan``."""
+    source = verb.add_mutually_exclusive_group(required=True)
+    source.add_argument("--schedule", metavar="NAME", help=f"{AUTO}, or one of {', '.join(SCHEDULES)}")
+    source.add_argument("--schedule-file", metavar="FILE", help="a schedule as JSON, in the form of --format json")
+    add_figures(verb)
+    add_search(verb)
+    verb.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
+    verb.set_defaults(command=plan)
+
+
+def add_search(verb: argparse.ArgumentParser) -> None:
+    """The flags that say what to look for."""
+    verb.add_argument(
+        "--memory-limit",
+        metavar="LIMIT",
+        help="what a rank may keep: 1p is as many microbatches as ranks, what 1F1B keeps; or 60GiB (zb-auto: 1p)",
+    )
+    verb.add_argument("--placement", choices=("linear", "vee", "auto"), help="of zb-auto's stages (default: auto)")
+    verb.add_argument(
+        "--objective",
+        choices=("span", "makespan"),
+        default="span",
+        help="span when the optimizer waits for no other rank, makespan when it does (default: span)",
+    )
+
+
+def plan(options: argparse.Namespace) -> str:
+    """The plan in the form asked for."""
+    if options.schedule != AUTO and options.placement is not None:
+        raise ValueError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
+    file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
+    costs = _figures_of(options, file)
+    started = time.perf_counter()
+    schedule = file or _build(options, costs)
+    seconds = time.perf_counter() - started
+    timeline = simulate(schedule, *costs.on(schedule.placement))
+    certificate = None
+    if options.schedule == AUTO or options.memory_limit is not None:
+        certificate = _certify(options, costs, schedule, seconds)
+    if options.format == "svg":
+        return render_svg(timeline)
+    if options.format == "json":
+        return plan_to_json(timeline, certificate)
+    return _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")
+
+
+def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Metric) -> Schedule:
+    """What ``zb_auto`` finds; for a V, or for the better of both placements, from the figures of every half rank."""
+    finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
+    sizes = costs.num_ranks, costs.num_microbatches
+    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
+
+
+def bound(costs: Figures, placement: Placement, limit: float, objective: Metric) -> Bound:
+    """The lower bound on one placement."""
+    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective)
+
+
+def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
+    if file is None:
+        return figures(options)
+    for flag, count, own in (
+        ("--num-ranks", options.num_ranks, file.num_ranks),
+        ("--num-microbatches", options.num_microbatches, file.num_microbatches),
+    ):
+        if count not in (None, own):
+            raise ValueError(f"{flag} must be what the schedule file says, {own}; got {count}; leave it out")
+    return figures(options, file.num_ranks, file.num_microbatches)
+
+
+def _build(options: argparse.Namespace, costs: Figures) -> Schedule:
+    if options.schedule == AUTO:
+        limit = costs.limit(options.memory_limit or "1p")
+        return auto(costs, limit, options.placement or "auto", options.objective)
+    return build(options.schedule, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+
+
+def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
+    limit = costs.limit(options.memory_limit or "1p")
+    best = bound(costs, schedule.placement, limit, options.objective)
+    return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
+
+
+def _text(timeline: Timeline, costs: Figures) -> str:
+    """The picture and a table with both bubble rates."""
+    peaks = timeline.peak_activation
+    listed = " ".join(f"{peak:.4g}" for peak in peaks)
+    return (
+        "".join(f"{note}\n" for note in costs.notes) + f"{headline(timeline)}\n\n{render_text(timeline, _TEXT_WIDTH)}\n"
+        f"{'metric':10}{'ms':>12}{'bubble rate':>14}   measured from\n"
+        f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}   "
+        "a rank's first pass to its last, the longest rank: the optimizer does not wait for other ranks\n"
+        f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}   "
+        "the first pass of all to the last of all: the optimizer waits for every rank\n\n"
+        f"peak activation {max(peaks):.4g} microbatches on a rank; by rank: {listed}\n"
+    )
+
+
+def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
+    """Whether the limit is kept, and how much better a schedule within it could be."""
+    objective, best = certificate.objective, certificate.bound
+    kept = peak_memory(timeline, costs)
+    verdict = "kept" if kept <= certificate.memory_limit * (1 + 1e-9) else f"EXCEEDED by {timeline.schedule.name}"
+    lines = [f"memory limit {costs.show(certificate.memory_limit)}: {verdict}, at most {costs.show(kept)} on a rank"]
+    where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
+    lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this placement and limit ({where})")
+    if verdict == "kept":
+        lines.append(f"gap {certificate.gap(timeline):.2%}: no other schedule is shorter by more")
+    lines.append(f"planned in {certificate.seconds:.2f} s")
+    return "\n".join(lines) + "\n"
+
+
+def peak_memory(timeline: Timeline, costs: Figures) -> float:
+    """The most that any rank keeps, in the unit of memory."""
+    placement = timeline.schedule.placement
+    memory = costs.on(placement)[1]
+    whole = (sum(memory.activation[s] for s in placement.stages_of(rank)) for rank in range(placement.num_ranks))
+    return max(peak * one for peak, one in zip(timeline.peak_activation, whole, strict=True))

@@ -1,0 +1,197 @@
+"""Pass costs and memory from a model's shapes, before anything has run. Estimates: a recorded costs file is better.
+
+Floating-point operations and bytes of a transformer layer are the published ones (Zero Bubble paper, arXiv 2401.10241,
+appendix B, after Korthikanti et al., arXiv 2205.05198), written per part so that grouped queries and gated MLPs follow:
+with h = hidden size, s = sequence, b = microbatch, a = heads, and an MLP of 4h, F is sbh(24h+4s), B sbh(24h+8s),
+W 24sbh^2; F keeps sb(34h+5as) bytes and B leaves 32sbh of them to W. Times are those operations at an assumed share of
+the device's peak, and, for what no matrix unit does, a few passes over the kept bytes at the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Placement
+
+Recompute = Literal["none", "selective", "full"]
+
+_FORWARD_SWEEPS, _BACKWARD_SWEEPS = 5.0, 4.3
+"""How often element-wise kernels move what a layer keeps. Fitted, with the A100's matrix efficiency, to the 12 profiles
+of the Zero Bubble paper (table 9), whose F, B and W they meet within 5 %."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What is assumed of an accelerator.
+
+    ``tflops`` are bf16, dense, of which matrix products reach ``efficiency``; ``memory_tbs`` is its memory's TB/s. A
+    transfer between neighbours takes ``latency_ms`` and its bytes at ``link_gbs`` GB/s.
+    """
+
+    name: str
+    tflops: float
+    memory_tbs: float
+    efficiency: float
+    link_gbs: float
+    latency_ms: float = 0.3
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.tflops:g} TFLOPS at {self.efficiency:.0%} in matrix products, memory "
+            f"{self.memory_tbs:g} TB/s, transfers {self.latency_ms:g} ms + bytes at {self.link_gbs:g} GB/s"
+        )
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("a100", 312.0, 2.0, 0.80, 100.0),
+        Device("h100", 989.0, 3.35, 0.65, 200.0, 0.1),
+        Device("h200", 989.0, 4.8, 0.65, 200.0, 0.1),
+        Device("b200", 2250.0, 8.0, 0.65, 400.0, 0.1),
+    )
+}
+"""Peaks are the vendor's; the A100's efficiency and link are fitted to the paper's 4 nodes, the others' are assumed."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A GPT's shapes. ``layers`` are those of every pipeline rank in order, as one stage a rank would hold them.
+
+    ``heads * head_size`` need not be ``hidden``; ``groups`` are key-value heads; a ``gated`` MLP has three matrices.
+    ``tensor_parallel`` splits all of it, the activations between matrix products too with ``sequence_parallel``.
+    """
+
+    layers: tuple[int, ...]
+    hidden: int
+    ffn: int
+    heads: int
+    groups: int
+    head_size: int
+    sequence: int
+    microbatch: int
+    vocabulary: int
+    gated: bool = False
+    flash: bool = True
+    recompute: Recompute = "none"
+    tensor_parallel: int = 1
+    sequence_parallel: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """Of a microbatch."""
+        return self.sequence * self.microbatch
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's matrices: 12 h^2 where the MLP is 4h wide and every head has its own keys."""
+        queries, keys = self.heads * self.head_size, self.groups * self.head_size
+        return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """Weights on every rank at one stage a rank, embedding first and output layer last (a rank's part)."""
+        per_rank = [count * self.layer_weights for count in self.layers]
+        per_rank[0] += self.vocabulary * self.hidden
+        per_rank[-1] += self.vocabulary * self.hidden
+        return tuple(count // self.tensor_parallel for count in per_rank)
+
+    @property
+    def message_bytes(self) -> float:
+        """Between two stages: a microbatch's hidden states in bf16, a rank's part of them."""
+        parts = self.tensor_parallel if self.sequence_parallel else 1
+        return 2.0 * self.tokens * self.hidden / parts
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Operations (F, B, W), bytes that element-wise kernels move, and bytes kept; of one layer or the output layer."""
+
+    forward: float
+    backward: float
+    wgrad: float
+    moved: float
+    activation: float
+    kept_for_wgrad: float
+
+
+def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCosts, PassMemory]:
+    """Costs in ms and memory in bytes on ``placement``, whose number of stages is the ranks' or a multiple of it.
+
+    The output layer and the loss are on the last stage. The embedding's look-up is taken to cost nothing.
+
+    Raises:
+        ValueError: when the stages are no multiple of the ranks that ``model.layers`` lists.
+    """
+    body, head = _transformer_layer(model), _output_layer(model)
+    rate = device.tflops * 1e9 * device.efficiency * model.tensor_parallel  # operations a ms
+    sweep = device.memory_tbs * 1e9  # bytes a ms
+
+    def milliseconds(layer: _Layer) -> tuple[float, float, float]:
+        again = body.forward if layer is body and model.recompute == "full" else 0.0
+        return (
+            layer.forward / rate + _FORWARD_SWEEPS * layer.moved / sweep,
+            (layer.backward + again) / rate + _BACKWARD_SWEEPS * layer.moved / sweep,
+            layer.wgrad / rate,
+        )
+
+    f, b, w = (tuple(count * ms for count in model.layers) for ms in milliseconds(body))
+    transfer = device.latency_ms + model.message_bytes / (device.link_gbs * 1e6)
+    costs = PassCosts(f, b, w, transfer).fit(placement)
+    kept = PassMemory(
+        tuple(count * body.activation or model.message_bytes for count in model.layers),
+        tuple(count * body.kept_for_wgrad for count in model.layers),
+    ).fit(placement)
+    head_f, head_b, head_w = milliseconds(head)
+    return (
+        PassCosts(
+            _plus_last(costs.forward_ms, head_f),
+            _plus_last(costs.backward_ms, head_b),
+            _plus_last(costs.wgrad_ms, head_w),
+            costs.comm_ms,
+        ),
+        PassMemory(_plus_last(kept.activation, head.activation), _plus_last(kept.wgrad, head.kept_for_wgrad)),
+    )
+
+
+def _plus_last(stages: tuple[float, ...], extra: float) -> tuple[float, ...]:
+    return (*stages[:-1], stages[-1] + extra)
+
+
+def _transformer_layer(m: Model) -> _Layer:
+    """One layer of ``m``.
+
+    Attention's scores cost 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Instead of keeping
+    these, selective recomputation runs the scores again in B, and flash attention the first half of them.
+    """
+    queries, keys = m.heads * m.head_size, m.groups * m.head_size
+    matrices = 2.0 * m.tokens * m.layer_weights
+    scores = 4.0 * m.tokens * m.sequence * queries
+    score_bytes = 5.0 * m.heads * m.sequence * m.tokens
+    again = scores / 2 if m.flash else scores if m.recompute == "selective" else 0.0
+    kept_scores = 0.0 if again else score_bytes
+
+    # In bf16; the comments give h's multiple for heads * head_size = h, a key a head and an MLP of 4h.
+    inner = 2 * queries + 2 * keys + 2 * keys + 2 * queries  # q, k, v and the projection's input: 8h
+    inner += (6 if m.gated else 4) * m.ffn  # the activation function's input and output: 16h
+    outer = 10 * m.hidden  # two norms 4h, two matrices' inputs 4h, two dropout masks 2h
+    split, whole = m.tensor_parallel, m.tensor_parallel if m.sequence_parallel else 1
+    outside_scores = m.tokens * (inner / split + outer / whole)
+    moved = outside_scores + (0.0 if m.flash else score_bytes / split)
+    kept = outside_scores + kept_scores / split
+    # Inputs and output gradients of the four matrices: 8h + 4h + 10h + 10h.
+    wide = m.ffn * (2 if m.gated else 1)
+    for_wgrad_inner = 2 * (queries + 2 * keys) + 2 * queries + 2 * wide + 2 * m.ffn
+    for_wgrad = m.tokens * (for_wgrad_inner / split + 8 * m.hidden / whole)
+    activation = 2.0 * m.tokens * m.hidden / whole if m.recompute == "full" else kept
+    return _Layer(matrices + scores, matrices + 2 * scores + again, matrices, moved, activation, for_wgrad)
+
+
+def _output_layer(m: Model) -> _Layer:
+    """Logits in bf16 for their gradient, kept in 4 bytes for the loss; the input beside them."""
+    operations = 2.0 * m.tokens * m.hidden * m.vocabulary
+    logits = m.tokens * m.vocabulary / m.tensor_parallel
+    states = m.message_bytes
+    return _Layer(operations, operations, operations, 4 * logits, 4 * logits + 2 * states, 2 * logits + states)

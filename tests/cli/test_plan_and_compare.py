@@ -1,0 +1,166 @@
+"""What ``plan`` adds under a memory limit, and the table of ``compare``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.costs import costs_to_json
+from megatron.zero_bubble.plan_file import schedule_from_json
+
+TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()
+SIZES = "--num-ranks 4 --num-microbatches 8".split()
+CONFIGS = Path(__file__).parents[2] / "configs"
+Capture = pytest.CaptureFixture[str]
+
+
+def run(capsys: Capture, *arguments: str) -> str:
+    assert main(arguments) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def run_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
+    content = json.loads(run(capsys, *arguments, "--format", "json"))
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_a_plan_under_a_limit_carries_its_certificate(capsys: Capture, objective: str) -> None:
+    arguments = ["plan", "--schedule", "zb-h1", *SIZES, *TIMES, "--memory-limit", "1p", "--objective", objective]
+    plan = run_json(capsys, *arguments)
+    placement = Placement.linear(4)
+    costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 1.0, 0.5), PassMemory.uniform(placement)
+    bound = lower_bound(costs, memory, placement, 8, 4.0, objective)
+    assert (plan["objective"], plan["memory_limit"], plan["memory_limit_microbatches"]) == (objective, 4.0, 4.0)
+    assert plan["lower_bound_ms"] == bound.value_ms
+    assert plan["gap"] == pytest.approx(1 - bound.value_ms / plan[f"{objective}_ms"], abs=1e-9)
+    text = run(capsys, *arguments)
+    assert "memory limit 4 microbatches: kept, at most 4 microbatches on a rank" in text
+    assert f"lower bound {bound.value_ms:.3f} ms {objective}" in text
+    assert f"gap {plan['gap']:.2%}: no other schedule is shorter by more" in text
+    assert "planned in 0.0" in text
+
+
+def test_a_limit_that_is_not_kept_is_said_and_claims_no_gap(capsys: Capture) -> None:
+    out = run(capsys, "plan", "--schedule", "zb-h2", *SIZES, *TIMES, "--memory-limit", "1p")
+    assert "memory limit 4 microbatches: EXCEEDED by zb-h2, at most 7 microbatches on a rank" in out
+    assert "gap" not in out
+
+
+def test_without_a_limit_there_is_no_certificate(capsys: Capture) -> None:
+    assert "lower_bound_ms" not in run_json(capsys, "plan", "--schedule", "zb-h2", *SIZES, *TIMES)
+
+
+@pytest.mark.parametrize("placement", ["linear", "vee"])
+def test_zb_auto_plans_within_the_limit(capsys: Capture, placement: str) -> None:
+    arguments = ["plan", "--schedule", "zb-auto", *SIZES, *TIMES, "--placement", placement]
+    plan = run_json(capsys, *arguments, "--memory-limit", "0.75p")
+    validate(schedule_from_json(json.dumps(plan)))
+    assert len(plan["stage_to_rank"]) == {"linear": 4, "vee": 8}[placement]
+    assert max(plan["peak_activation"]) <= 3.0
+    assert plan["memory_limit"] == 3.0
+    assert plan["lower_bound_ms"] <= plan["span_ms"] * (1 + 1e-9)
+    assert plan["planning_seconds"] > 0
+    assert run_json(capsys, *arguments)["memory_limit"] == 4.0
+
+
+def test_zb_auto_takes_every_stages_own_costs(capsys: Capture, tmp_path: Path) -> None:
+    """A file for eight stages of a V serves both placements; memory in bytes, so the limit may be as well."""
+    placement = Placement.vee(4)
+    costs = PassCosts((3.0, *(1.0,) * 6, 5.0), (1.0,) * 8, (0.5,) * 8, 0.25, {(0, 1): 2.0})
+    memory = PassMemory((2.0**30,) * 8, (2.0**29,) * 8)
+    path = tmp_path / "costs.json"
+    path.write_text(costs_to_json(costs, memory))
+    arguments = ["plan", "--schedule", "zb-auto", *SIZES, "--costs", str(path), "--memory-limit", "6GiB"]
+    plan = run_json(capsys, *arguments, "--placement", "vee")
+    schedule = schedule_from_json(json.dumps(plan))
+    assert schedule.placement == placement
+    assert plan["span_ms"] == simulate(schedule, costs, memory).span_ms
+    assert max(plan["peak_activation"]) <= 3.0
+    linear = run_json(capsys, *arguments, "--placement", "linear")
+    work = 8 * (1.0 + 5.0 + 2 * 1.0 + 2 * 0.5)
+    assert linear["span_ms"] * (1 - linear["bubble_rate_span"]) == pytest.approx(work)
+    assert "6 GiB: kept" in run(capsys, *arguments)
+
+
+def test_compare_has_every_schedule_with_what_fits_first(capsys: Capture) -> None:
+    table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2")
+    rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
+    assert {name for name, _ in rows} == {"1f1b", "zb-h1", "zb-h2", "zb-auto", "1f1b-interleaved-2"}
+    assert rows.keys() >= {("zb-auto", "linear"), ("zb-auto", "vee")}
+    order = [(not row["within_limit"], row["span_ms"]) for row in table["rows"]]
+    assert order == sorted(order)
+    h1, h2 = rows["zb-h1", "linear"], rows["zb-h2", "linear"]
+    assert (h1["within_limit"], h2["within_limit"], h2["peak_microbatches"]) == (True, False, 7.0)
+    own = Placement.linear(4)
+    plain = simulate(build("1f1b", num_ranks=4, num_microbatches=8), PassCosts.uniform(own, 2.0, 2.0, 1.0, 0.5))
+    assert rows["1f1b", "linear"]["speedup_over_1f1b"] == 1.0
+    assert h1["speedup_over_1f1b"] == pytest.approx(plain.span_ms / h1["span_ms"])
+    looped = rows["1f1b-interleaved-2", "interleaved"]
+    assert h1["speedup_over_interleaved"] == pytest.approx(looped["span_ms"] / h1["span_ms"])
+    assert [h1["messages"], looped["messages"], rows["zb-auto", "vee"]["messages"]] == [48, 112, 96]
+    assert h1["message_bytes"] is None
+    for placement, ms in table["lower_bound_ms"].items():
+        assert ms <= rows["zb-auto", placement]["span_ms"] * (1 + 1e-9)
+
+
+def test_compare_by_makespan(capsys: Capture) -> None:
+    table = run_json(capsys, "compare", *SIZES, *TIMES, "--objective", "makespan", "--placement", "linear")
+    order = [(not row["within_limit"], row["makespan_ms"]) for row in table["rows"]]
+    assert order == sorted(order)
+    assert [row["placement"] for row in table["rows"] if row["schedule"] == "zb-auto"] == ["linear"]
+
+
+def test_compare_says_what_is_missing_and_why(capsys: Capture) -> None:
+    out = run(capsys, "compare", "--num-ranks", "4", "--num-microbatches", "6", *TIMES)
+    assert "not compared: interleaved 1F1B needs microbatches in multiples of the 4 ranks; got 6" in out
+    assert "no linear schedule within the limit has a span below" in out
+    tight = run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", "0.2p")
+    assert "not compared: the memory limit admits no schedule" in tight
+    assert "no linear schedule" not in tight
+    assert tight.count("over the limit") == 6
+
+
+def test_compare_as_text_lines_up(capsys: Capture) -> None:
+    lines = run(capsys, "compare", *SIZES, *TIMES, "--activation-memory", "2e9").splitlines()
+    assert lines[0].startswith("4 ranks, 8 microbatches, memory limit 4 microbatches, 7.451 GiB; shortest span first")
+    h1 = next(line for line in lines if line.startswith("zb-h1"))
+    for label, end in (("span ms", "55.000"), ("bubble", "0.2727"), ("GiB", "7.451"), ("sends", "48")):
+        assert lines[1].index(label) + len(label) == h1.index(end) + len(end)
+
+
+def test_an_estimate_says_that_it_is_one(capsys: Capture) -> None:
+    out = run(capsys, "plan", "--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"), "--gpu", "h100")
+    assert out.startswith("Estimated from the shapes in ")
+    assert "h100: 989 TFLOPS at 65% in matrix products" in out
+    assert "Attention by flash kernels, recompute none" in out
+    assert "vocabulary of 50,304 is assumed" in out
+    assert "zb-h1: 8 ranks, 24 microbatches" in out
+    unfused = ["--no-flash-attention", "--num-microbatches", "40", "--memory-limit", "60GiB"]
+    out = run(capsys, "plan", "--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"), *unfused)
+    assert "a100: 312 TFLOPS" in out
+    assert "Attention keeps its scores" in out
+    assert "zb-h1: 8 ranks, 40 microbatches" in out
+    assert "60 GiB: kept" in out
+
+
+@pytest.mark.parametrize(("name", "p"), [("1.5b", 8), ("6.2b", 8), ("14.6b", 16), ("28.3b", 32)])
+def test_every_published_model_can_be_compared(capsys: Capture, name: str, p: int) -> None:
+    table = run_json(capsys, "compare", "--config", str(CONFIGS / f"gpt_{name}.yaml"), "--max-chunks", "2")
+    assert table["num_ranks"] == p
+    assert all(row["message_bytes"] > 0 and row["peak_memory"] > 2**30 for row in table["rows"])
+
+
+def test_layers_that_do_not_divide(capsys: Capture) -> None:
+    config = str(CONFIGS / "gpt_14.6b.yaml")
+    assert main(["plan", "--schedule", "zb-h1", "--config", config, "--num-ranks", "12"]) == 2
+    assert "leaves 42 to 10 ranks; set decoder-first-pipeline-num-layers" in capsys.readouterr().err
