@@ -73,16 +73,16 @@ class CudaMeansCpu(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if kwargs:
+            if _names_cuda(kwargs.get("device")):
+                kwargs = {**kwargs, "device": CPU}
+        elif func is torch.Tensor.type and len(args) == 1:
+            return func(*args).replace("torch.", "torch.cuda.", 1)
         if func is torch.Tensor.cuda:
             return args[0]
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return func(*args).replace("torch.", "torch.cuda.", 1)
-        if _names_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": CPU}
         if func is torch.Tensor.to:
             args = tuple(CPU if _names_cuda(argument) else argument for argument in args)
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _names_cuda(value: object) -> bool:
@@ -308,9 +308,13 @@ class _Installation:
         self._logger = logging.getLogger("megatron.core.tensor_parallel.random")
 
     def install(self) -> None:
-        for name in dict.fromkeys(point.module for point in self._points):
-            if name in sys.modules or not name.startswith("megatron."):
-                self._apply_to(importlib.import_module(name))
+        try:
+            for name in dict.fromkeys(point.module for point in self._points):
+                if name in sys.modules or not name.startswith("megatron."):
+                    self._apply_to(importlib.import_module(name))
+        except RuntimeError:
+            self._put_back()
+            raise
         sys.meta_path.insert(0, self._hook)
         self._logger.addFilter(_not_about_shared_generator)
         self._mode.__enter__()
@@ -324,6 +328,9 @@ class _Installation:
         self._mode.__exit__(None, None, None)
         self._logger.removeFilter(_not_about_shared_generator)
         sys.meta_path.remove(self._hook)
+        self._put_back()
+
+    def _put_back(self) -> None:
         for owner, name, original in reversed(self._undo):
             if original is _ABSENT:
                 delattr(owner, name)

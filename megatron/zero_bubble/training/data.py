@@ -80,7 +80,7 @@ def microbatches(
     if dataset is None:
         return [iter(()) for _ in range(num_chunks)]
     order = MicrobatchOrder(
-        len(dataset),
+        len(dataset),  # type: ignore[arg-type]  # GPTDataset has a length
         consumed_samples,
         args.micro_batch_size,
         parallel_state.get_data_parallel_rank(),

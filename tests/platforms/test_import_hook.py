@@ -1,0 +1,56 @@
+import importlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from megatron.zero_bubble.platforms.import_hook import PostImportHook
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A package with two modules, of which ``user`` copies a name of ``source`` at import."""
+    folder = tmp_path / "hooked_package"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("")
+    (folder / "source.py").write_text("value = 1\n")
+    (folder / "user.py").write_text("from hooked_package.source import value\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    yield "hooked_package"
+    for name in [name for name in sys.modules if name.startswith("hooked_package")]:
+        del sys.modules[name]
+
+
+def double(module: ModuleType) -> None:
+    module.value *= 2  # type: ignore[attr-defined]
+
+
+def test_changes_a_module_before_its_importer_sees_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [PostImportHook({f"{package}.source"}, double), *sys.meta_path])
+    assert importlib.import_module(f"{package}.user").value == 2
+
+
+def test_leaves_other_modules_and_loaders_alone(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    hook = PostImportHook({f"{package}.source"}, lambda module: seen.append(module.__name__))
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    user = importlib.import_module(f"{package}.user")
+    source = sys.modules[f"{package}.source"]
+    assert seen == [source.__name__]
+    assert "exec_module" not in vars(source.__spec__.loader)  # type: ignore[union-attr]
+    assert type(user.__spec__.loader) is type(source.__spec__.loader)  # type: ignore[union-attr]
+
+
+def test_a_hook_that_was_removed_does_nothing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module was found while the hook was in place and executes after it is gone."""
+    hook = PostImportHook({f"{package}.source"}, double)
+    monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
+    spec = importlib.util.find_spec(f"{package}.source")
+    sys.meta_path.remove(hook)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.value == 1

@@ -1,0 +1,55 @@
+import time
+
+import pytest
+import torch
+
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.platforms.cuda import CudaPlatform
+
+
+def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="one of cpu, cuda, auto, got 'tpu'"):
+        select("tpu")
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaPlatform, "available", lambda self: False)
+    with pytest.raises(ValueError, match="needs a GPU.*use cpu or auto"):
+        select("cuda")
+
+
+@pytest.mark.parametrize(("has_gpu", "name", "backend"), [(True, "cuda", "nccl"), (False, "cpu", "gloo")])
+def test_auto_takes_a_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, name: str, backend: str
+) -> None:
+    monkeypatch.setattr(CudaPlatform, "available", lambda self: has_gpu)
+    platform = select("auto")
+    assert (platform.name, platform.backend) == (name, backend)
+
+
+def test_marks_of_the_cpu_measure_milliseconds() -> None:
+    platform = select("cpu")
+    start = platform.mark()
+    time.sleep(0.02)
+    assert 20.0 <= platform.elapsed_ms(start, platform.mark()) < 1000.0
+
+
+def test_peak_memory_of_the_cpu_counts_what_was_touched() -> None:
+    platform = select("cpu")
+    before = platform.peak_memory_bytes()
+    held = torch.ones(before // 4)  # as many bytes again as the process has ever held
+    assert platform.peak_memory_bytes() - before > before // 2
+    del held
+
+
+@pytest.mark.gpu
+def test_marks_of_a_gpu_measure_its_own_time() -> None:
+    platform = select("cuda")
+    device = platform.setup(0)
+    tensor = torch.ones(4096, 4096, device=device)
+    start = platform.mark()
+    for _ in range(20):
+        tensor = tensor @ tensor
+    end = platform.mark()
+    assert platform.elapsed_ms(start, end) > 1.0
+    assert platform.peak_memory_bytes() >= tensor.nbytes
