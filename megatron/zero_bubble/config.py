@@ -19,6 +19,7 @@ class ZeroBubbleConfig:
         schedule_file: a file that ``zero-bubble plan --format json`` wrote; exactly one of the two is given.
         memory_limit: what ``zb-auto`` may keep on a rank, as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B
             keeps at the most.
+        measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.gather_memory``).
         peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
             torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
     """
@@ -26,6 +27,7 @@ class ZeroBubbleConfig:
     schedule: str | None = None
     schedule_file: str | None = None
     memory_limit: str = "1p"
+    measure_memory: bool = False
     peer_timeout_s: float | None = None
 
     def __post_init__(self) -> None:

@@ -144,7 +144,7 @@ def _seams() -> ModuleType:
 
 def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
     if config.schedule != "zb-auto":
-        return Pipeline(_schedule_maker(config), config.peer_timeout_s, observer)
+        return Pipeline(_schedule_maker(config), config.peer_timeout_s, observer, config.measure_memory)
     recorder = Recorder(select("auto"))
     return AutoPipeline(AutoOptions(config.memory_limit), recorder, say, config.peer_timeout_s, observer)
 

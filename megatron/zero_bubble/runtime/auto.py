@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -22,11 +22,10 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory, costs_to_json
-from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan_file import read_schedule_file
-from megatron.zero_bubble.runtime.executor import PassObserver
+from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.measure import Recorder, gather_timeline, median_costs
-from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.pipeline import Pipeline, process_groups
 from megatron.zero_bubble.schedules import build
 
@@ -78,9 +77,7 @@ class AutoPipeline(Pipeline):
         self._next_measurement = options.warm_up
         self._planner: _Planner | None = None
         self._waiting = False
-        super().__init__(self._current, peer_timeout_s, None)
-        self._meter = MemoryMeter(self.store)
-        self._observer = _All((observer, recorder, self._meter))
+        super().__init__(self._current, peer_timeout_s, together(observer, recorder), measure_memory=True)
 
     def _current(self, num_ranks: int, num_microbatches: int) -> Schedule:
         planned = self._planned.get(num_microbatches)
@@ -97,8 +94,6 @@ class AutoPipeline(Pipeline):
             result = super().forward_backward(**call)
         else:
             group = process_groups(call.get("pg_collection")).pp
-            chunks = call["model"] if isinstance(call["model"], list) else [call["model"]]
-            self._meter.ignore(chunks)
             self._recorder.start(group)
             result = super().forward_backward(**call)
             self._timelines.append(gather_timeline("zb-auto", self._recorder.stop(), group))
@@ -114,7 +109,7 @@ class AutoPipeline(Pipeline):
         """After a measurement: say how the plan did, and decide, on one rank for all, whether to make a new one."""
         timelines, self._timelines = self._timelines, []
         costs = median_costs(timelines)
-        memory = self._gather_memory(group)
+        memory = self.gather_memory(group)
         plan_anew = False
         if dist.get_rank() == 0:
             schedule = self._current(group.size(), num_microbatches)
@@ -135,14 +130,6 @@ class AutoPipeline(Pipeline):
         assert self._costs is not None, "a plan was made from costs"
         before, now = (simulate(schedule, figures).makespan_ms for figures in (self._costs, costs))
         return abs(now - before) > self._options.drift * before
-
-    def _gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
-        figures: list[Any] = [None] * group.size()
-        dist.all_gather_object(figures, (self._meter.activation, self._meter.wgrad), group=group)
-        activation, wgrad = ({s: b for row in kind for s, b in row.items()} for kind in zip(*figures, strict=True))
-        return PassMemory(
-            tuple(float(activation[s]) for s in sorted(activation)), tuple(float(wgrad[s]) for s in sorted(wgrad))
-        )
 
     def _switch_if_planned(self, num_microbatches: int) -> None:
         if not _from_first_rank(int(self._planner is not None and self._planner.finished())):
@@ -189,21 +176,6 @@ class _Planner:
             schedule, text = read_schedule_file(self._plan), "switched to the planned schedule"
         self._folder.cleanup()
         return schedule, text
-
-
-class _All:
-    """Several observers as one."""
-
-    def __init__(self, observers: Iterable[PassObserver | None]) -> None:
-        self._observers = [observer for observer in observers if observer is not None]
-
-    def begin(self, work: Pass) -> None:
-        for observer in self._observers:
-            observer.begin(work)
-
-    def end(self, work: Pass) -> None:
-        for observer in reversed(self._observers):
-            observer.end(work)
 
 
 def _from_first_rank(number: int) -> int:

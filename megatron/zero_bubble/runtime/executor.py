@@ -40,6 +40,25 @@ class PassObserver(Protocol):
     def end(self, work: Pass) -> None: ...
 
 
+def together(*observers: PassObserver | None) -> PassObserver | None:
+    """Those observers that there are, as one; the last begins last and ends first, so that it measures the least."""
+    present = [observer for observer in observers if observer is not None]
+    return _Together(present) if len(present) > 1 else next(iter(present), None)
+
+
+class _Together:
+    def __init__(self, observers: list[PassObserver]) -> None:
+        self._observers = observers
+
+    def begin(self, work: Pass) -> None:
+        for observer in self._observers:
+            observer.begin(work)
+
+    def end(self, work: Pass) -> None:
+        for observer in reversed(self._observers):
+            observer.end(work)
+
+
 class Executor:
     """Runs one rank's ops of a plan.
 

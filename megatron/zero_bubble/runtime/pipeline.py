@@ -22,11 +22,13 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import JobError, check_model_config
+from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, prove
-from megatron.zero_bubble.runtime.executor import Executor, PassObserver
+from megatron.zero_bubble.runtime.executor import Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
+from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
@@ -41,6 +43,7 @@ class Pipeline:
         make_schedule: from (number of ranks, number of microbatches) to a valid schedule; equal on all ranks.
         peer_timeout_s: see ``ZeroBubbleConfig``.
         observer: told of every pass.
+        measure_memory: count, in the first microbatch, what it keeps on each stage.
     """
 
     def __init__(
@@ -48,12 +51,14 @@ class Pipeline:
         make_schedule: Callable[[int, int], Schedule],
         peer_timeout_s: float | None = None,
         observer: PassObserver | None = None,
+        measure_memory: bool = False,
     ) -> None:
         self.store = WgradStore()
         self.accumulate = GradAccumulator()
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
-        self._observer = observer
+        self._meter = MemoryMeter(self.store) if measure_memory else None
+        self._observer = together(observer, self._meter)
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
         self._transport: Transport | None = None
         self._group: dist.ProcessGroup | None = None
@@ -107,6 +112,8 @@ class Pipeline:
         )
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
         self.store.clear()
+        if self._meter is not None:
+            self._meter.ignore(chunks)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         if forward_only:
@@ -141,6 +148,15 @@ class Pipeline:
         }
         assert self._transport is not None
         Executor(prepared.plan, prepared.rank, stages, self._transport, boundary.new_buffer, self._observer).run()
+
+    def gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
+        """What a microbatch keeps on each stage, in bytes; every rank of the pipeline calls this after an iteration."""
+        assert self._meter is not None, "asked for with measure_memory"
+        figures: list[Any] = [None] * group.size()
+        dist.all_gather_object(figures, (self._meter.activation, self._meter.wgrad), group=group)
+        activation, wgrad = ({s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True))
+        stages = sorted(activation)
+        return PassMemory(tuple(float(activation[s]) for s in stages), tuple(float(wgrad.get(s, 0)) for s in stages))
 
     def forget_plans(self) -> None:
         """Ask for the schedule again at the next iteration; every rank calls this between the same two."""

@@ -73,8 +73,10 @@ def _add_zero_bubble(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("zero bubble").add_argument
     add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
     add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
+    add("--zero-bubble-memory-limit", metavar="LIMIT", default="1p", help="of zb-auto; 1p is what 1F1B keeps")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
     add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
+    add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
     add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation")
 
 

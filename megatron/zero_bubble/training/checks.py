@@ -276,6 +276,11 @@ def _check_schedule(args: argparse.Namespace) -> None:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
     if args.zero_bubble_schedule or args.zero_bubble_schedule_file:
         _check_pipeline(args)
+    elif args.zero_bubble_record_costs:
+        raise UsageError(
+            "--zero-bubble-record-costs needs a schedule that runs B and W apart, got none; add --zero-bubble-schedule "
+            "zb-h1"
+        )
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")

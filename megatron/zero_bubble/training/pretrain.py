@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.config import JobError
@@ -99,16 +100,16 @@ def _train_rank(
         from megatron.zero_bubble.training.zero_bubble import apply_schedule
 
     tracer = None
-    if args.zero_bubble_trace:
+    if args.zero_bubble_trace or args.zero_bubble_record_costs:
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-        tracer = trace.Tracer(platform, args.zero_bubble_trace, name, args.train_iters)
-    schedule = apply_schedule(args, tracer.recorder if tracer else None)
+        tracer = trace.Tracer(platform, name, args.train_iters)
+    applied = apply_schedule(args, tracer.recorder if tracer else None)
     if launch.rank == 0:
         print(
             f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
             f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
             f"{args.data_parallel_size}, expert {args.expert_model_parallel_size}; {config.transformer_impl} layers; "
-            f"{schedule}",
+            f"{applied.phrase}",
             flush=True,
         )
     vocabulary = tokenizer.build_tokenizer(args)
@@ -128,8 +129,10 @@ def _train_rank(
             trainer.around_passes = tracer.around_passes
         with stop.StopRequest(device, describe_rank()) as request:
             trainer.run(request)
-        if tracer:
-            tracer.write()
+        if tracer and args.zero_bubble_trace:
+            tracer.write(Path(args.zero_bubble_trace))
+        if tracer and args.zero_bubble_record_costs and applied.pipeline:
+            tracer.write_costs(Path(args.zero_bubble_record_costs), applied.pipeline)
 
 
 def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:

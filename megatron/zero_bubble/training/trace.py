@@ -1,4 +1,4 @@
-"""``--zero-bubble-trace DIR``: the last iterations as they ran, beside what the schedule promised.
+"""The last iterations as they ran: ``--zero-bubble-trace DIR`` and ``--zero-bubble-record-costs FILE``.
 
 The planned timeline is the simulation of the same schedule at the measured pass times, so the two differ only by what
 the runtime adds. DIR gets ``timeline.svg`` (planned above measured) and ``trace.json``.
@@ -16,10 +16,11 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs import PassCosts, costs_to_json
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.runtime.measure import Recorder, gather_timeline, median_costs
+from megatron.zero_bubble.runtime.pipeline import Pipeline
 
 # Enough for a median, few enough to keep in memory; the end of a run is warm.
 LAST_ITERATIONS = 8
@@ -29,14 +30,12 @@ class Tracer:
     """Records the last iterations of a run and writes what they were like.
 
     Args:
-        directory: where the files go.
         name: of the schedule, for titles.
         train_iters: when the run ends.
     """
 
-    def __init__(self, platform: Platform, directory: str, name: str, train_iters: int) -> None:
+    def __init__(self, platform: Platform, name: str, train_iters: int) -> None:
         self.recorder = Recorder(platform)
-        self._directory = Path(directory)
         self._name = name
         self._first = train_iters - LAST_ITERATIONS + 1
         self._timelines: list[Timeline] = []
@@ -51,18 +50,26 @@ class Tracer:
         self._timelines.append(gather_timeline(self._name, self.recorder.stop(), group))
         return result
 
-    def write(self) -> None:
-        """Write the files, from the first rank of the first pipeline; nothing where no iteration was recorded."""
+    def write(self, directory: Path) -> None:
+        """Write timelines, from the first rank of the first pipeline; nothing where no iteration was recorded."""
         if not self._timelines or not _first_of_all():
             return
         costs = median_costs(self._timelines)
         measured = sorted(self._timelines, key=lambda timeline: timeline.makespan_ms)[len(self._timelines) // 2]
         planned = simulate(measured.schedule, costs)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(parents=True, exist_ok=True)
         drawing = render_svg(planned, measured, titles=("planned", "measured"))
-        (self._directory / "timeline.svg").write_text(drawing, encoding="utf-8")
+        (directory / "timeline.svg").write_text(drawing, encoding="utf-8")
         text = json.dumps(_summary(self._name, costs, planned, self._timelines), indent=1)
-        (self._directory / "trace.json").write_text(text + "\n", encoding="utf-8")
+        (directory / "trace.json").write_text(text + "\n", encoding="utf-8")
+
+    def write_costs(self, file: Path, pipeline: Pipeline) -> None:
+        """Write the measured costs as ``zero-bubble plan --costs`` reads them; a collective call."""
+        memory = pipeline.gather_memory(parallel_state.get_pipeline_model_parallel_group())
+        if not self._timelines or not _first_of_all():
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(costs_to_json(median_costs(self._timelines), memory), encoding="utf-8")
 
 
 def _first_of_all() -> bool:

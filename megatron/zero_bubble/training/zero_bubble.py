@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.executor import PassObserver
+    from megatron.zero_bubble.runtime.pipeline import Pipeline
 
 
-def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = None) -> str:
+class Applied(NamedTuple):
+    """What runs the passes now: a phrase for the start-up line, and our pipeline unless it is Megatron's own."""
+
+    phrase: str
+    pipeline: Pipeline | None
+
+
+def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = None) -> Applied:
     """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
     collective call: a schedule file that one rank cannot read stops them all.
 
     Args:
         observer: told of every pass, of Megatron's own schedule too.
-
-    Returns:
-        a phrase for the start-up line.
 
     Raises:
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
@@ -29,13 +34,15 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
         if observer is not None:
             observe(observer)
-        return "Megatron's own schedule"
-    problem = None
+        return Applied("Megatron's own schedule", None)
+    problem = pipeline = None
     try:
-        apply(
+        pipeline = apply(
             ZeroBubbleConfig(
                 schedule=args.zero_bubble_schedule,
                 schedule_file=args.zero_bubble_schedule_file,
+                memory_limit=args.zero_bubble_memory_limit,
+                measure_memory=args.zero_bubble_record_costs is not None,
                 peer_timeout_s=args.distributed_timeout_minutes * 60,
             ),
             observer,
@@ -43,4 +50,4 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
     except (ValueError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)
-    return f"schedule {args.zero_bubble_schedule or args.zero_bubble_schedule_file}"
+    return Applied(f"schedule {args.zero_bubble_schedule or args.zero_bubble_schedule_file}", pipeline)
