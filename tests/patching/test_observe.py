@@ -1,0 +1,39 @@
+"""Watching the stock schedule changes nothing in it."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.ir import Pass
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers.ranks import RankPool
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+
+    def begin(self, work: Pass) -> None:
+        self.begun.append(str(work))
+
+    def end(self, work: Pass) -> None:
+        self.ended.append(str(work))
+
+
+def train_observed(rank: int, flags: str) -> tuple[Outcome, list[str]]:
+    """The outcome, and what the observer saw of the first iteration."""
+    from megatron.zero_bubble.patching import observe, report
+
+    watcher = Watcher()
+    observe(watcher)
+    assert len(report()) == 3
+    (outcome,) = train(rank, flags, [None])  # reverts
+    assert watcher.begun == watcher.ended
+    return outcome, watcher.begun[:6]
+
+
+def test_observe_leaves_stock_as_it_is(ranks: RankPool) -> None:
+    flags = Layout(2).flags(3)
+    stock, observed = ranks.run(2, train, flags, [None]), ranks.run(2, train_observed, flags)
+    outcomes = [[*alone, outcome] for alone, (outcome, _) in zip(stock, observed, strict=True)]
+    assert_same_bits(outcomes, [None, "observed"])
+    assert [" ".join(seen) for _, seen in observed] == ["0F0 0F1 0BW0 0F2 0BW1 0BW2", "1F0 1BW0 1F1 1BW1 1F2 1BW2"]

@@ -1,0 +1,166 @@
+"""Patches come and go whole, say what they are, and refuse what they do not know."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+
+SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+LAYERS = "megatron.core.tensor_parallel.layers"
+SCHEDULE = f"{SCHEDULES}.forward_backward_pipelining_without_interleaving"
+LINEAR = f"{LAYERS}.linear_with_grad_accumulation_and_async_allreduce"
+
+
+def names() -> dict[str, dict[str, int]]:
+    """The identity of everything in the modules that are patched."""
+    return {
+        module: {name: id(value) for name, value in vars(sys.modules[module]).items()} for module in (SCHEDULES, LAYERS)
+    }
+
+
+def changed(before: dict[str, dict[str, int]]) -> set[str]:
+    after = names()
+    return {
+        f"{module}.{name}" for module, found in before.items() for name in found if found[name] != after[module][name]
+    }
+
+
+def on_a_rank(rank: int, test: Any) -> None:
+    import megatron.zero_bubble.patching  # noqa: F401  (imports the modules that it patches)
+
+    test()
+
+
+def run(ranks: RankPool, test: Any) -> None:
+    """megatron-core belongs on a rank, not in the process of pytest."""
+    ranks.run(1, on_a_rank, test)
+
+
+def applies_and_reverts() -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import apply, report, revert
+
+    before = names()
+    assert report() == []
+    pipeline = apply(ZeroBubbleConfig(schedule="zb-h1"))
+    try:
+        assert changed(before) == {SCHEDULE, LINEAR}
+        assert schedules.get_forward_backward_func(2, None) == pipeline.forward_backward
+        assert [line.partition(":")[0] for line in report()] == [SCHEDULE, LINEAR]
+    finally:
+        revert()
+    assert changed(before) == set()
+    assert report() == []
+    revert()
+
+
+def test_apply_and_revert(ranks: RankPool) -> None:
+    run(ranks, applies_and_reverts)
+
+
+def refuses_twice() -> None:
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import PatchError, apply, revert
+
+    before = names()
+    apply(ZeroBubbleConfig(schedule="zb-h1"))
+    patched = changed(before)
+    try:
+        with pytest.raises(PatchError, match=r"patched already; call revert\(\) before"):
+            apply(ZeroBubbleConfig(schedule="zb-h2"))
+        assert changed(before) == patched
+    finally:
+        revert()
+    assert changed(before) == set()
+    apply(ZeroBubbleConfig(schedule="zb-h2"))
+    revert()
+
+
+def test_a_second_apply(ranks: RankPool) -> None:
+    run(ranks, refuses_twice)
+
+
+def refuses_unknown_version() -> None:
+    import megatron.core
+
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import PatchError, apply
+
+    before, version = names(), megatron.core.__version__
+    megatron.core.__version__ = "0.99.1"
+    try:
+        with pytest.raises(PatchError, match=r"knows the seams of megatron-core 0\.16; this is 0\.99\.1; install"):
+            apply(ZeroBubbleConfig(schedule="zb-h1"))
+    finally:
+        megatron.core.__version__ = version
+    assert changed(before) == set()
+
+
+def test_an_unknown_version(ranks: RankPool) -> None:
+    run(ranks, refuses_unknown_version)
+
+
+def refuses_changed_seams() -> None:
+    """The second seam is wrong: the first must not stay replaced."""
+    from megatron.core.tensor_parallel import layers
+
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import SeamError, apply
+
+    name = LINEAR.rpartition(".")[2]
+    original = getattr(layers, name)
+    missing = object()
+    for stand_in, sentence in (
+        (lambda weight, input: None, rf"{name} must accept input, weight, bias, .* it has \(weight, input\)"),
+        (missing, f"layers has no {name}, which zero-bubble training replaces"),
+    ):
+        delattr(layers, name) if stand_in is missing else setattr(layers, name, stand_in)
+        before = names()
+        try:
+            with pytest.raises(SeamError, match=sentence):
+                apply(ZeroBubbleConfig(schedule="zb-h1"))
+            assert changed(before) == set()
+        finally:
+            setattr(layers, name, original)
+
+
+def test_a_changed_seam(ranks: RankPool) -> None:
+    run(ranks, refuses_changed_seams)
+
+
+def refuses_unknown_schedule() -> None:
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import apply, report
+
+    with pytest.raises(ValueError, match="unknown schedule 'zb-h3'; choose one of .*zb-h1"):
+        apply(ZeroBubbleConfig(schedule="zb-h3"))
+    assert report() == []
+
+
+def test_an_unknown_schedule(ranks: RankPool) -> None:
+    run(ranks, refuses_unknown_schedule)
+
+
+def accepts_more_parameters() -> None:
+    from megatron.zero_bubble.patching.seam import Seam, SeamError
+
+    module = ModuleType("upstream")
+    sys.modules["upstream"] = module
+    try:
+        module.f = lambda a, new, b, newer=1: None  # type: ignore[attr-defined]
+        assert Seam("upstream", "f", ("a", "b"), "").resolve() == (module, module.f)
+        with pytest.raises(SeamError, match=r"upstream\.f must accept b, a in this order; it has \(a, new, b, newer\)"):
+            Seam("upstream", "f", ("b", "a"), "").resolve()
+    finally:
+        del sys.modules["upstream"]
+
+
+def test_parameters_between_and_after(ranks: RankPool) -> None:
+    run(ranks, accepts_more_parameters)

@@ -1,0 +1,174 @@
+"""What cannot work is refused with one sentence and exit code 2, by one rank of all, before it costs anything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.schedules import build
+from megatron.zero_bubble.training.pretrain import main
+from tests.helpers.launch import run_training
+from tests.helpers.parity import BASE_FLAGS, Layout
+
+BASE = BASE_FLAGS.split()
+PAIR = Layout(2).flags(3).split()
+VIRTUAL = [*Layout(2, num_layers=4).flags(4).split(), "--num-virtual-stages-per-pipeline-rank", "2"]
+ZERO_BUBBLE = ["--zero-bubble-schedule", "zb-h1"]
+
+
+def data(prefix: Path) -> list[str]:
+    """The base flags with a file for the mock data."""
+    return [*(word for word in BASE if word != "--mock-data"), "--data-path", str(prefix)]
+
+
+def broken_data(folder: Path) -> list[str]:
+    (folder / "text.bin").write_bytes(bytes(10))
+    (folder / "text.idx").write_bytes(b"not an index")
+    return [*data(folder / "text"), *PAIR]
+
+
+BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
+    "unknown flag": (lambda _: [*BASE, *PAIR, "--zero-buble", "x"], "unrecognized arguments: --zero-buble x"),
+    "layers not divisible": (
+        lambda _: [*BASE, *PAIR, "--num-layers", "5"],
+        "--num-layers must be divisible by the number of pipeline stages, got 5 layers for 2 stages; use 6 layers",
+    ),
+    "data file missing": (
+        lambda folder: [*data(folder / "none"), *PAIR],
+        "none.bin, which does not exist; make it with scripts/prepare_data.py",
+    ),
+    "data file corrupt": (broken_data, "text.idx is not an index of Megatron's indexed format"),
+    "schedule file missing": (
+        lambda folder: [*BASE, *PAIR, "--zero-bubble-schedule-file", str(folder / "none.json")],
+        "none.json does not exist; write one with `zero-bubble plan --format json`",
+    ),
+    "no pipeline": (
+        lambda _: [*BASE, *Layout(1, data=2).flags(3).split(), *ZERO_BUBBLE],
+        "needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size 1; raise it or drop the schedule",
+    ),
+    "virtual pipeline": (
+        lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],
+        "places its stages itself, got --num-virtual-stages-per-pipeline-rank 2; drop that flag or the schedule",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BEFORE_TORCH)
+def test_flags_and_files(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_flags, sentence = BEFORE_TORCH[case]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(make_flags(tmp_path)) == 2
+    check(capsys.readouterr().err, sentence)
+
+
+def plan_for(num_ranks: int, num_microbatches: int) -> Callable[[], str]:
+    def plan() -> str:
+        schedule = build("zb-h1", num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0, 0.0)))
+
+    return plan
+
+
+FILES: dict[str, tuple[Callable[[], str], str]] = {
+    "no JSON": (lambda: "{", r"schedule file .*plan\.json"),
+    "a pass is missing": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),
+    "of other ranks": (plan_for(4, 3), "is for 4 ranks and 3 microbatches, but the job runs 2 pipeline ranks and 3"),
+    "of other microbatches": (plan_for(2, 4), "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_schedule_files(case: str, tmp_path: Path) -> None:
+    write, sentence = FILES[case]
+    file = tmp_path / "plan.json"
+    file.write_text(write())
+    check_all_refuse([*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)], tmp_path, None, sentence)
+
+
+def test_a_schedule_file_that_one_rank_cannot_read(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(plan_for(2, 3)())
+    words = [*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)]
+    check_all_refuse(words, tmp_path, hide_from_rank_1, "the disk of rank 1 is gone")
+
+
+def hide_from_rank_1(rank: int) -> None:
+    from megatron.zero_bubble.patching import patches
+
+    def unreadable(path: str) -> Any:
+        raise ValueError("the disk of rank 1 is gone")
+
+    if rank == 1:
+        patches.read_schedule_file = unreadable
+
+
+def test_an_unknown_megatron_core(tmp_path: Path) -> None:
+    sentence = "knows the seams of megatron-core 0.16; this is 0.99.0; install a known one"
+    check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, another_version, sentence)
+
+
+def another_version(_rank: int) -> None:
+    import megatron.core
+
+    from megatron.zero_bubble.training import model
+
+    def too_late(*_: Any) -> Any:
+        raise AssertionError("a model was built")
+
+    megatron.core.__version__ = "0.99.0"
+    model.build_model = too_late
+
+
+def test_a_seam_that_changed(tmp_path: Path) -> None:
+    sentence = r"layers\.linear_with_grad_accumulation_and_async_allreduce must accept .* it has \(x, w\)"
+    check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, another_linear, sentence)
+
+
+def another_linear(_rank: int) -> None:
+    from megatron.core.tensor_parallel import layers
+
+    layers.linear_with_grad_accumulation_and_async_allreduce = lambda x, w: x @ w.t()
+
+
+def test_a_model_that_a_reordered_backward_cannot_run(tmp_path: Path) -> None:
+    sentence = "need variable_seq_lengths=False because receives are posted before the shape is known; got True; pad to"
+    check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, variable_lengths, sentence)
+
+
+def variable_lengths(_rank: int) -> None:
+    from megatron.zero_bubble.training import model
+
+    connect = model.connect
+
+    def connect_and_change(args: Any, chunks: Any, optimizer: Any) -> None:
+        connect(args, chunks, optimizer)
+        chunks[0].config.variable_seq_lengths = True
+
+    model.connect = connect_and_change
+
+
+def check_all_refuse(words: list[str], folder: Path, setup: Callable[[int], object] | None, sentence: str) -> None:
+    """Two ranks end with code 2, and the first of them says why."""
+    first, second = run_training(2, words, folder, setup)
+    assert (first.exit_code, second.exit_code) == (2, 2), first.output + second.output
+    check(
+        "".join(line for line in first.output.splitlines(keepends=True) if "zero-bubble: 2 ranks" not in line), sentence
+    )
+    assert "error" not in second.output
+
+
+def check(output: str, sentence: str) -> None:
+    """The one error in ``output`` is ``sentence``, a pattern or a text."""
+    assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
+    assert "Traceback" not in output
+    assert sentence in output or re.search(sentence, output, re.DOTALL), output
