@@ -1,0 +1,157 @@
+import argparse
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.training import checks
+from megatron.zero_bubble.training.arguments import parse
+from megatron.zero_bubble.training.checks import check
+from megatron.zero_bubble.training.errors import UsageError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASE = (
+    "--num-layers 8 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --train-iters 10 "
+    "--lr 1e-3 --mock-data"
+)
+
+
+def checked(flags: str = "", world_size: int = 1, base: str = BASE) -> argparse.Namespace:
+    args = parse([*base.split(), *flags.split()])
+    check(args, world_size)
+    return args
+
+
+def refusal(flags: str, world_size: int = 1, base: str = BASE) -> str:
+    with pytest.raises(UsageError) as caught:
+        checked(flags, world_size, base)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_what_follows_from_other_flags_is_filled_in() -> None:
+    args = checked("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr-warmup-fraction 0.2", 8)
+    assert args.data_parallel_size == 2
+    assert args.global_batch_size == 4
+    assert args.max_position_embeddings == 32
+    assert (args.lr_decay_iters, args.lr_warmup_iters) == (10, 2)
+
+
+def test_dynamic_loss_scaling_expects_overflows() -> None:
+    assert not checked("--fp16").check_for_nan_in_loss_and_grad
+    assert checked("--fp16 --loss-scale 128").check_for_nan_in_loss_and_grad
+    assert checked("--bf16").check_for_nan_in_loss_and_grad
+
+
+@pytest.mark.parametrize(
+    ("flags", "world_size", "words"),
+    [
+        ("--num-layers 0", 1, "--num-layers must be positive, got 0"),
+        ("--clip-grad -1", 1, "--clip-grad must not be negative, got -1.0"),
+        ("--pipeline-model-parallel-size 3", 4, "divisible by tensor * pipeline parallel size, got 4 and 1 * 3"),
+        ("--sequence-parallel", 1, "--sequence-parallel needs --tensor-model-parallel-size of 2 or more"),
+        ("--sequence-parallel --tensor-model-parallel-size 4 --seq-length 30", 4, "got 30 and 4"),
+        ("--pipeline-model-parallel-size 3", 3, "got 8 layers for 3 stages; use 9 layers"),
+        ("--pipeline-model-parallel-size 4 --num-layers 2", 4, "got 2 layers for 4 stages; use 4 layers"),
+        ("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3", 2, "got 8 layers for 6 stages"),
+        ("--num-virtual-stages-per-pipeline-rank 2", 1, "needs 2 or more pipeline ranks, got 2 and 1"),
+        (
+            "--pipeline-model-parallel-size 4 --decoder-first-pipeline-num-layers 1",
+            4,
+            "got 7 layers for 3 stages beside",
+        ),
+        ("--decoder-last-pipeline-num-layers 1", 1, "need 2 or more pipeline ranks"),
+        ("--hidden-size 66", 1, "--hidden-size must be divisible by --num-attention-heads, got 66 and 4"),
+        ("--tensor-model-parallel-size 8", 8, "--num-attention-heads must be divisible"),
+        ("--group-query-attention --num-query-groups 3", 1, "--num-query-groups must divide"),
+        ("--max-position-embeddings 16", 1, "must be at least --seq-length, got 16 and 32"),
+        ("--global-batch-size 6", 2, "got 6 and 2 * 2; use 4"),
+        ("--rampup-batch-size 2 4 10 --global-batch-size 8", 1, "got 2 4 10 towards 8"),
+        (
+            "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 6",
+            2,
+            "divisible by the pipeline ranks, got 3 and 2",
+        ),
+        ("--expert-model-parallel-size 2", 2, "needs experts"),
+        ("--num-experts 3 --expert-model-parallel-size 2", 2, "got 3 and 2"),
+        ("--num-experts 1", 1, "--moe-router-topk must be at most --num-experts, got 2 and 1"),
+        (
+            "--num-experts 4 --tensor-model-parallel-size 2",
+            2,
+            "experts with tensor parallelism need --sequence-parallel",
+        ),
+        ("--num-experts 8 --expert-model-parallel-size 8", 4, "expert-tensor * expert * pipeline parallel size, got 4"),
+        ("--overlap-param-gather", 1, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        ("--bf16 --fp16", 1, "exclude each other"),
+        ("--min-lr 1", 1, "--min-lr must be at most --lr, got 1.0 and 0.001"),
+        ("--lr-warmup-iters 10", 1, "the warm-up must be shorter than the decay, got 10 and 10"),
+        ("--lr-warmup-fraction 1.5", 1, "lies in [0, 1)"),
+        ("--tokenizer-type NullTokenizer", 1, "needs --vocab-size"),
+        ("--vocab-size 100", 1, "add --tokenizer-type NullTokenizer"),
+        ("--split 0,1,0", 1, "positive first"),
+        ("--split a,b", 1, "positive first"),
+        ("--load x --optimizer sgd", 1, "add --no-load-optim"),
+        ("--zero-bubble-schedule zb-h1 --zero-bubble-schedule-file x", 1, "exclude each other"),
+        ("--zero-bubble-schedule zb-h1", 1, "needs a pipeline of 2 or more ranks"),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule-file /no/such/file",
+            2,
+            "the schedule file /no/such/file does not exist",
+        ),
+        ("--zero-bubble-record-costs file", 1, "needs a schedule that runs B and W apart"),
+    ],
+)
+def test_a_rule_that_does_not_hold_is_one_sentence(flags: str, world_size: int, words: str) -> None:
+    assert words in refusal(flags, world_size)
+
+
+def test_missing_flags_are_listed_together() -> None:
+    assert "--num-layers, --hidden-size" in refusal("", base="--mock-data --lr 1")
+
+
+@pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 4"])
+def test_layers_that_divide_pass(flags: str) -> None:
+    assert checked(flags, 8).num_layers == 8
+
+
+def test_uneven_ends_pass() -> None:
+    ends = "--num-layers 8 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
+    assert checked(f"{ends} --pipeline-model-parallel-size 4", 4).num_layers_in_first_pipeline_stage == 1
+
+
+class TestData:
+    base = BASE.removesuffix(" --mock-data")
+
+    def test_exactly_one_source(self) -> None:
+        assert "got 0 of them" in refusal("", base=self.base)
+        assert "got 2 of them" in refusal("--data-path a")
+        assert "need --train-data-path" in refusal("--valid-data-path a", base=self.base)
+
+    def test_missing_files(self, tmp_path: Path) -> None:
+        message = refusal(f"--data-path {tmp_path}/absent", base=self.base)
+        assert f"needs the file {tmp_path}/absent.bin, which does not exist" in message
+        assert "scripts/prepare_data.py" in message
+
+    def test_every_prefix_of_every_split_is_looked_at(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[str] = []
+        monkeypatch.setattr(checks, "check_indexed", seen.append)
+        checked("--train-data-path 1 a 2 b --valid-data-path c --test-data-path d e", base=self.base)
+        assert seen == ["a", "b", "c", "d", "e"]
+
+
+def test_saving_to_a_file_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "must name a directory" in refusal(f"--save {file}")
+
+
+@pytest.mark.parametrize("package", ["psutil", "transformer_engine"])
+def test_a_missing_package_is_told_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    assert package in refusal("--save x" if package == "psutil" else "--transformer-impl transformer_engine")
+
+
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("gpt*.yaml")), ids=lambda path: path.stem)
+def test_the_configurations_that_we_ship_hold(config: Path) -> None:
+    base = f"--config {config}"
+    ranks = parse(base.split()).pipeline_model_parallel_size
+    checked("--mock-data --zero-bubble-schedule zb-h1", ranks, base)
