@@ -65,7 +65,9 @@ class GradAccumulator:
         accumulate = kernels.wgrad_gemm_accum_fp32 if fp32 else kernels.wgrad_gemm_accum_fp16
         accumulate(x, grad_output, weight.main_grad)
         weight.grad_added_to_main_grad = True
-        weight.grad = weight.main_grad  # the hook wants some gradient, and with the flag above adds none
+        # The hook wants some gradient of the weight's own dtype and, with the flag above, adds none, or for a shared
+        # weight this one: a zero, expanded.
+        weight.grad = weight.new_zeros(()).expand_as(weight)
         hook = self._hooks.get(weight)
         if hook is not None:
             hook()
