@@ -6,9 +6,14 @@ row is there for comes first in its name. The cross products are in ``test_parit
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 
-from tests.helpers.parity import Layout, assert_same_bits, train
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
 
 SCHEDULES = [None, "1f1b", "zb-h1", "zb-h2"]
@@ -71,3 +76,28 @@ def test_gradient_clipping(ranks: RankPool, clip: float, active: bool) -> None:
     assert_same_bits(results, SCHEDULES)
     norms = [float.fromhex(norm) for norm in results[0][0].grad_norms]
     assert all((norm > clip) == active for norm in norms), norms
+
+
+def train_with_a_fused_kernel(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
+    """With a stand-in for Apex's accumulating GEMM, which exists for GPUs only."""
+    from megatron.core.tensor_parallel import layers
+
+    kernel = ModuleType("fused_weight_gradient_mlp_cuda")
+    kernel.__spec__ = ModuleSpec(kernel.__name__, None)
+    kernel.wgrad_gemm_accum_fp32 = lambda x, grad, main_grad: main_grad.addmm_(grad.t().float(), x.float())
+    sys.modules[kernel.__name__] = layers.fused_weight_gradient_mlp_cuda = kernel
+    layers._grad_accum_fusion_available = True
+    try:
+        return train(rank, flags, schedules)
+    finally:
+        layers._grad_accum_fusion_available = False
+        del sys.modules[kernel.__name__], layers.fused_weight_gradient_mlp_cuda
+
+
+def test_fused_accumulation(ranks: RankPool) -> None:
+    overlap = f"--bf16 --overlap-grad-reduce {BUCKETS}"
+    layout = Layout(2, data=2)
+    results = ranks.run(4, train_with_a_fused_kernel, layout.flags(3, overlap), SCHEDULES, timeout=120)
+    assert_same_bits(results, SCHEDULES)
+    unfused = ranks.run(4, train, layout.flags(3, overlap), [None], timeout=120)
+    assert unfused[0][0].weights != results[0][0].weights, "the kernel ran"

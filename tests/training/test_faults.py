@@ -15,10 +15,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from tests.helpers.launch import Death, Ended, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
-from tests.helpers.ranks import REPOSITORY
+from tests.helpers.ranks import REPOSITORY, RankPool
 
 # The survivors of a rank that is killed must all have ended after this long. The promise to users is 60 s.
 LIMIT_S = 20.0
@@ -156,6 +157,23 @@ def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
     output = log.read_text()
     for rank in (0, 2, 3):
         assert re.search("error: " + RANK.format(rank) + ANYWHERE, output), output
+
+
+def stop_after_a_failure(rank: int) -> bool:
+    from megatron.zero_bubble.training.stop import StopRequest
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(ZeroDivisionError), StopRequest(torch.device("cpu"), "rank 0"):
+            _ = 1 / 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        return signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_does_not_cut_the_words_of_a_failed_rank(ranks: RankPool) -> None:
+    assert ranks.run(1, stop_after_a_failure) == [True]
 
 
 class TestCheckpoint:

@@ -1,0 +1,91 @@
+"""A peer that hangs is named by rank, pass and channel, from both ends of a channel."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+
+from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.plan import Message
+from tests.helpers.ranks import RankPool
+
+FORWARD = Message(Pass.parse("0F3"), 0, 1)
+BACKWARD = Message(Pass.parse("1B2"), 1, 0)
+
+
+def wait_for_a_silent_peer(rank: int) -> str | None:
+    from megatron.zero_bubble.runtime.p2p import PeerError, Transport
+
+    transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
+    torch.distributed.barrier()
+    if rank == 1:
+        torch.distributed.barrier()
+        return None
+    receive = transport.post(BACKWARD, torch.empty(4))
+    with pytest.raises(PeerError) as raised:
+        receive.wait(Pass.parse("0B2"))
+    torch.distributed.barrier()
+    return str(raised.value)
+
+
+def test_a_message_that_does_not_come(ranks: RankPool) -> None:
+    text, _ = ranks.run(2, wait_for_a_silent_peer)
+    assert text.startswith(
+        "pipeline rank 0 could not run 0B2: the output of 1B2 did not arrive from pipeline rank 1 on channel 1>0 ("
+    )
+    assert text.endswith("; rank 1 has died or hangs: look at its output first")
+    assert "imed out" in text
+
+
+def deliver_to_a_silent_peer(rank: int) -> tuple[str, int] | None:
+    from megatron.zero_bubble.runtime.p2p import PeerError, Transport
+
+    transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
+    torch.distributed.barrier()
+    if rank == 1:
+        torch.distributed.barrier()
+        return None
+    transport.send(FORWARD, torch.ones(4))
+    assert transport.num_in_flight == 1
+    with pytest.raises(PeerError) as raised:
+        transport.settle(FORWARD)
+    torch.distributed.barrier()
+    return str(raised.value), transport.num_in_flight
+
+
+def test_a_message_that_nobody_takes(ranks: RankPool) -> None:
+    (text, in_flight), _ = ranks.run(2, deliver_to_a_silent_peer)
+    assert text.startswith("pipeline rank 0 could not deliver the output of 0F3 to pipeline rank 1 on channel 0>1 (")
+    assert text.endswith("; rank 1 has died or hangs: look at its output first")
+    assert in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.7]:385. This is typically",
+            "Connection closed by peer [10.0.0.7]:385",
+        ),
+        (
+            "[/build/gloo/x.cc:9] Read error [::1]:1: Connection reset by peer",
+            "Read error [::1]:1: Connection reset by peer",
+        ),
+        (
+            "Timed out waiting 1000ms for recv operation to complete",
+            "Timed out waiting 1000ms for recv operation to complete",
+        ),
+        ("mat1 and mat2 shapes cannot be multiplied", None),
+        ("", None),
+    ],
+)
+def test_which_errors_tell_of_a_lost_peer(ranks: RankPool, text: str, reason: str | None) -> None:
+    assert ranks.run(1, reason_of, text) == [reason]
+
+
+def reason_of(rank: int, text: str) -> str | None:
+    from megatron.zero_bubble.runtime.p2p import lost_connection
+
+    return lost_connection(RuntimeError(text))
