@@ -68,7 +68,7 @@ class Ended:
 
 
 def run_training(
-    num_ranks: int, flags: Sequence[str], folder: Path, setup: Setup | None = None, timeout: float = 60.0
+    num_ranks: int, flags: Sequence[str], folder: Path, setup: Setup | None = None, timeout: float = 100.0
 ) -> list[Ended]:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``num_ranks`` bare processes and return how each ended.
 

@@ -17,6 +17,8 @@ from megatron.zero_bubble.training.pretrain import main
 from tests.helpers.launch import run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
 
+pytestmark = pytest.mark.timeout(200)
+
 BASE = BASE_FLAGS.split()
 PAIR = Layout(2).flags(3).split()
 VIRTUAL = [*Layout(2, num_layers=4).flags(4).split(), "--num-virtual-stages-per-pipeline-rank", "2"]
