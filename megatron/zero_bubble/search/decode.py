@@ -1,8 +1,8 @@
 """From rows of F and B to a schedule with W's, and its cost: the search's inner loop.
 
 W fills gaps. Before each F and B its start is known, because everything it waits for has been placed: W's that fit
-before it run there. One more runs when it fills more than ``eagerness`` of the time it takes, delaying what follows, and
-as many as needed run when memory is full.
+before it run there. One more runs, delaying what follows, when the gap is more than ``eagerness`` of the time it takes,
+or when the rank has no idle time left to spend on the way to ``target``. As many as needed run when memory is full.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ class Decoded(NamedTuple):
     rows: Rows
 
 
-def decode(problem: Problem, rows: Rows, eagerness: float) -> Decoded:
+def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEASIBLE) -> Decoded:
     """Run ``rows`` as early as possible, adding W's; linear in the number of passes."""
-    _, duration, source, hop, target, delta = problem.tables
+    _, duration, source, hop, receiver, delta = problem.tables
     ends: list[list[float]] = [[] for _ in duration]
     ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
     num_ranks = problem.num_ranks
     free, kept, position = [0.0] * num_ranks, [0.0] * num_ranks, [0] * num_ranks
+    spare = [target + start - problem.work[rank] for rank, start in enumerate(problem.origin)]
     pending: list[deque[int]] = [deque() for _ in range(num_ranks)]
     full: Rows = [[] for _ in range(num_ranks)]
     waits_for = [NONE] * num_ranks
@@ -60,19 +61,21 @@ def decode(problem: Problem, rows: Rows, eagerness: float) -> Decoded:
             if change > 0 and held > limit:
                 return Decoded(INFEASIBLE, INFEASIBLE, full)
             if arrival > now:
-                if waiting and arrival - now > eagerness * duration[waiting[0]]:
+                gap = arrival - now
+                if waiting and (gap > eagerness * duration[waiting[0]] or gap > spare[rank] + _SLACK):
                     wgrad = waiting.popleft()
                     out.append(wgrad)
                     now += duration[wgrad]
                     held += delta[wgrad]
                 if arrival > now:
+                    spare[rank] -= arrival - now
                     now = arrival
             out.append(code)
             now += duration[code]
             mine.append(now)
             if code % 3 == B:
                 waiting.append(code + 1)
-            if (other := target[code]) != NONE and waits_for[other] == code:
+            if (other := receiver[code]) != NONE and waits_for[other] == code:
                 waits_for[other] = NONE
                 runnable.append(other)
         else:

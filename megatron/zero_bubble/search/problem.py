@@ -28,14 +28,14 @@ _ROUNDING = 1e-9
 
 class Tables(NamedTuple):
     """Facts by code. ``source`` is the code whose n-th end lets the n-th of this code start ``hop`` ms later (NONE:
-    nothing holds it up); ``target`` is the rank that waits for this code's end (NONE: its own, or nobody); ``delta`` is
+    nothing holds it up); ``receiver`` is the rank that waits for this code's end (NONE: its own, or nobody); ``delta`` is
     the change of what the rank keeps."""
 
     rank: list[int]
     duration: list[float]
     source: list[int]
     hop: list[float]
-    target: list[int]
+    receiver: list[int]
     delta: list[float]
 
 
@@ -131,10 +131,12 @@ class Problem:
             self.kept, self.kept_by_wgrad, self.limit, (0.0,) * self.num_ranks,
         )  # fmt: skip
 
-    def work(self, rank: int) -> float:
-        """Milliseconds that ``rank`` computes."""
-        stages = self.placement.stages_of(rank)
-        return self.num_microbatches * sum(self.forward[s] + self.backward[s] + self.wgrad[s] for s in stages)
+    @cached_property
+    def work(self) -> tuple[float, ...]:
+        """Milliseconds that each rank computes."""
+        per_stage = [sum(passes) for passes in zip(self.forward, self.backward, self.wgrad, strict=True)]
+        stages_of = self.placement.stages_of
+        return tuple(self.num_microbatches * sum(per_stage[s] for s in stages_of(r)) for r in range(self.num_ranks))
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:

@@ -1,0 +1,49 @@
+"""When every pass of complete rows runs: what local search and stretching look at."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megatron.zero_bubble.search.problem import NONE, Problem, Rows
+
+
+class Times(NamedTuple):
+    """``starts[rank][place]`` and ``number[rank][place]`` of the pass there, and where to find the n-th of a code."""
+
+    starts: list[list[float]]
+    number: list[list[int]]
+    places: list[list[int]]
+
+
+def times(problem: Problem, full: Rows) -> Times:
+    """Run rows with W's, each pass as early as possible; linear in the number of passes."""
+    _, duration, source, hop, receiver, _ = problem.tables
+    ends: list[list[float]] = [[] for _ in duration]
+    ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
+    starts: list[list[float]] = [[] for _ in full]
+    number: list[list[int]] = [[] for _ in full]
+    places: list[list[int]] = [[] for _ in duration]
+    free = [0.0] * len(full)
+    waits_for = [NONE] * len(full)
+    runnable = list(range(len(full)))
+    while runnable:
+        rank = runnable.pop()
+        row, now = full[rank], free[rank]
+        for place in range(len(starts[rank]), len(row)):
+            code = row[place]
+            mine, inputs = ends[code], ends[source[code]]
+            n = len(mine)
+            if n >= len(inputs):
+                waits_for[rank] = source[code]
+                break
+            now = max(now, inputs[n] + hop[code])
+            starts[rank].append(now)
+            number[rank].append(n)
+            places[code].append(place)
+            now += duration[code]
+            mine.append(now)
+            if (other := receiver[code]) != NONE and waits_for[other] == code:
+                waits_for[other] = NONE
+                runnable.append(other)
+        free[rank] = now
+    return Times(starts, number, places)
