@@ -36,6 +36,14 @@ def test_every_pass_is_computed_once_and_every_message_sent_received_and_settled
     assert len(messages[0]) == 2 * (schedule.num_ranks - 1) * schedule.num_microbatches
 
 
+@given(schedules(min_ranks=3))
+def test_nothing_comes_between_a_pass_and_its_send(schedule: Schedule) -> None:
+    for row in lower(schedule).ops:
+        for before, op in zip(row, row[1:], strict=False):
+            if isinstance(op, Send):
+                assert before == Compute(op.message.producer)
+
+
 @given(schedules())
 def test_handcrafted_plans_also_hold_with_a_single_hardware_queue(schedule: Schedule) -> None:
     prove(lower(schedule), single_queue=True)

@@ -101,9 +101,9 @@ class _RankOps:
             if following is not None:
                 yield from self._post(following)
             yield Compute(p)
-            yield from self._settle_acknowledged(p)
             if (out := self._routes.sent.get(p)) is not None:
-                yield from self._send(out)
+                yield from self._send(out)  # another rank waits for it; nobody waits for what settles
+            yield from self._settle_acknowledged(p)
         for channel, count in self._sent.items():
             yield from self._settle(channel, count)
 
