@@ -26,11 +26,12 @@ Setup = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Death:
-    """SIGKILL of one rank, at the beginning of the ``call``-th call (from 1) of ``target``, ``module:Class.method``."""
+    """A signal to one rank, at the start of the ``call``-th call (from 1) of ``target``, ``module:Class.method``."""
 
     rank: int
     target: str
     call: int = 1
+    number: signal.Signals = signal.SIGKILL
 
     def __call__(self, rank: int) -> None:
         if rank != self.rank:
@@ -46,7 +47,7 @@ class Death:
             nonlocal calls
             calls += 1
             if calls == self.call:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.number)
             return original(*args, **kwargs)
 
         setattr(owner, name, fatal)

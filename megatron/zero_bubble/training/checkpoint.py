@@ -129,7 +129,7 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
             raise UsageError(f"--load needs a checkpoint, and {args.load} has no {TRACKER}; correct the path")
         return None
     path = checkpoint_path(args.load, iteration)
-    agree(_incompleteness(path))
+    agree(incompleteness(path))
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         metadata = {**(common.get("content_metadata") or {}), **_metadata(args)}
@@ -276,7 +276,7 @@ def _publish(writing: Path, final: Path, iteration: int) -> None:
     temporary.replace(tracker)
 
 
-def _incompleteness(path: Path) -> str | None:
+def incompleteness(path: Path) -> str | None:
     """What is missing of the checkpoint at ``path``; None when it is whole, or lists no files (Megatron's own)."""
     remedy = f"restore it, or write an earlier iteration into {path.parent / TRACKER}"
     if not (path / "metadata.json").is_file():

@@ -95,7 +95,8 @@ def microbatches(
 
 def _read(batches: DataLoader, vocab_size: int) -> Iterator[Batch]:
     for batch in batches:  # starts the loader's workers at the first use, which a middle chunk never makes
-        smallest, largest = int(batch["tokens"].min()), int(batch["tokens"].max())
+        ids = torch.stack((batch["tokens"], batch["labels"]))
+        smallest, largest = int(ids.min()), int(ids.max())
         if smallest < 0 or largest >= vocab_size:
             raise UsageError(
                 f"token ids must lie in 0..{vocab_size - 1}, the vocabulary, got {smallest}..{largest}; choose the "

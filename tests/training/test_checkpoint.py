@@ -1,0 +1,143 @@
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.training.checkpoint import (
+    MANIFEST,
+    TRACKER,
+    checkpoint_path,
+    incompleteness,
+    latest_iteration,
+)
+from megatron.zero_bubble.training.errors import UsageError
+from tests.helpers.ranks import RankFailure, RankPool
+from tests.helpers.training import losses, train
+
+DROPOUT = "--mock-data --attention-dropout 0.1 --hidden-dropout 0.1"
+EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear --moe-token-dispatcher-type alltoall"
+PIPELINE = f"{DROPOUT} --pipeline-model-parallel-size 2"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
+        pytest.param(f"{EXPERTS} --expert-model-parallel-size 2", marks=pytest.mark.full),
+        pytest.param(
+            "--tensor-model-parallel-size 2 --sequence-parallel --fp16 --initial-loss-scale 1024",
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(ranks: RankPool, tmp_path: Path, flags: str) -> None:
+    flags = f"{DROPOUT} {flags}"
+    whole = losses(train(ranks, 2, flags, tmp_path / "whole"))
+    cut = losses(train(ranks, 2, f"{flags} --save {tmp_path}/saved --exit-interval 3", tmp_path / "cut"))
+    resumed = losses(train(ranks, 2, f"{flags} --load {tmp_path}/saved", tmp_path / "resumed"))
+    assert list(cut) == [1, 2, 3] and list(resumed) == [4, 5, 6]
+    assert {**cut, **resumed} == whole
+
+
+@pytest.fixture(scope="module")
+def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of iteration 2 from two pipeline ranks; tests that damage it copy it first."""
+    folder = tmp_path_factory.mktemp("saved")
+    train(ranks, 2, f"{PIPELINE} --train-iters 2 --save {folder}")
+    return folder
+
+
+@pytest.fixture
+def own(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(saved, tmp_path / "own"))
+
+
+def refusal(ranks: RankPool, flags: str) -> str:
+    """The sentence with which both ranks refuse to train."""
+    with pytest.raises(RankFailure) as caught:
+        train(ranks, 2, flags)
+    name = f"{UsageError.__module__}.{UsageError.__qualname__}: "
+    sentences = {
+        line.removeprefix(name)
+        for report in caught.value.reports.values()
+        for line in report.splitlines()
+        if line.startswith(name)
+    }
+    [sentence] = sentences
+    assert all(name in report for report in caught.value.reports.values()), "a rank that does not refuse would hang"
+    return sentence
+
+
+def test_a_checkpoint_is_complete_before_it_is_named(saved: Path) -> None:
+    assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", TRACKER]
+    assert latest_iteration(saved) == 2
+    assert (checkpoint_path(saved, 2) / MANIFEST).is_file()
+
+
+def test_another_layout_loads_the_same_model(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
+    """Dropout differs, since random states belong to ranks; so the comparison is of evaluations."""
+    test = f"--load {saved} --train-iters 2 --eval-iters 2"
+    same = losses(train(ranks, 2, f"{PIPELINE} {test}", tmp_path / "same"), "evaluation")
+    other = losses(train(ranks, 2, f"{DROPOUT} {test}", tmp_path / "other"), "evaluation")
+    assert same[2][0] == pytest.approx(other[2][0], rel=1e-5)
+
+
+def test_finetuning_takes_the_weights_and_starts_over(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
+    tuned = losses(train(ranks, 2, f"{PIPELINE} --load {saved} --finetune --train-iters 1", tmp_path / "tuned"))
+    fresh = losses(train(ranks, 2, f"{PIPELINE} --train-iters 1", tmp_path / "fresh"))
+    assert list(tuned) == [1] and tuned[1][4] == fresh[1][4] == 16, "iterations and samples start over"
+    assert tuned[1][0] < fresh[1][0]
+
+
+def test_nothing_to_load_is_a_start_from_scratch_unless_asked_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+    flags = f"{PIPELINE} --load {tmp_path}/none"
+    assert list(losses(train(ranks, 2, f"{flags} --train-iters 1", tmp_path / "metrics"))) == [1]
+    assert "--load needs a checkpoint" in refusal(ranks, f"{flags} --exit-on-missing-checkpoint")
+
+
+class TestDamage:
+    def test_a_file_cut_off(self, own: Path) -> None:
+        path = checkpoint_path(own, 2)
+        assert incompleteness(path) is None
+        victim = next(path.glob("*.distcp"))
+        victim.write_bytes(victim.read_bytes()[:-100])
+        sentence = incompleteness(path) or ""
+        assert f"bytes in {victim.name}, got {victim.stat().st_size}" in sentence
+        assert TRACKER in sentence, "the remedy"
+
+    def test_a_file_missing(self, own: Path) -> None:
+        (checkpoint_path(own, 2) / "common.pt").unlink()
+        assert "bytes in common.pt, got no such file" in (incompleteness(checkpoint_path(own, 2)) or "")
+
+    def test_a_checkpoint_of_megatron_itself_lists_no_files(self, own: Path) -> None:
+        (checkpoint_path(own, 2) / MANIFEST).unlink()
+        assert incompleteness(checkpoint_path(own, 2)) is None
+
+    def test_a_tracker_of_noise(self, own: Path) -> None:
+        (own / TRACKER).write_text("noise\n")
+        with pytest.raises(UsageError, match="must hold the number of an iteration, got 'noise'"):
+            latest_iteration(own)
+
+    def test_a_directory_missing_is_refused_by_every_rank(self, ranks: RankPool, own: Path) -> None:
+        (own / TRACKER).write_text("7")
+        sentence = refusal(ranks, f"{PIPELINE} --load {own}")
+        assert f"iter_0000007 that {TRACKER} names is not there" in sentence
+
+    def test_a_file_of_noise_is_refused_by_every_rank(self, ranks: RankPool, own: Path) -> None:
+        """One rank reads the noise; the other must not wait for it."""
+        victim = max(checkpoint_path(own, 2).glob("*.distcp"), key=lambda file: file.stat().st_size)
+        victim.write_bytes(b"\x5a" * victim.stat().st_size)
+        assert "cannot be loaded into this model" in refusal(ranks, f"{PIPELINE} --load {own}")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "--hidden-size 64",
+        pytest.param("--num-layers 6", marks=pytest.mark.full),
+        pytest.param("--untie-embeddings-and-output-weights", marks=pytest.mark.full),
+    ],
+)
+def test_another_model_is_refused(ranks: RankPool, saved: Path, other: str) -> None:
+    assert "give the model flags it was saved with" in refusal(ranks, f"{PIPELINE} --load {saved} {other}")

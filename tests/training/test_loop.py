@@ -1,0 +1,65 @@
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.training.corpus import write_documents
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import losses, train
+
+EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear"
+DROPOUT = "--mock-data --attention-dropout 0.1 --hidden-dropout 0.1"
+
+
+def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> None:
+    """From the loss of guessing one of 257 ids, ln 257 = 5.55, to less than half of it."""
+    write_documents(str(tmp_path / "text"), [b"the quick brown fox jumps over the lazy dog. " * 20] * 20)
+    data = f"--data-path {tmp_path}/text --split 90,5,5 --eval-iters 1"
+    flags = f"{data} --pipeline-model-parallel-size 2 --train-iters 30 --lr 1e-2 --position-embedding-type rope"
+    lines = train(ranks, 2, flags, tmp_path / "metrics")
+    seen = losses(lines)
+    assert list(seen) == list(range(1, 31))
+    assert seen[1][0] == pytest.approx(5.55, abs=0.2)
+    assert seen[30][0] < 2.5
+    assert losses(lines, "evaluation")[30][0] == pytest.approx(seen[30][0], abs=0.5)
+
+
+def test_a_ramp_of_the_batch_size(ranks: RankPool, tmp_path: Path) -> None:
+    lines = train(ranks, 1, "--mock-data --rampup-batch-size 4 4 30 --global-batch-size 12", tmp_path / "metrics")
+    assert [line["num_microbatches"] for line in lines] == [2, 2, 2, 2, 4, 4]
+    assert [line["consumed_samples"] for line in lines] == [4, 8, 12, 16, 24, 32]
+
+
+def test_evaluating_changes_nothing_and_repeats_itself(ranks: RankPool, tmp_path: Path) -> None:
+    """Although parameters are gathered by the forward that needs them, and whatever dropout has drawn."""
+    flags = f"{DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --train-iters 4"
+    often = train(ranks, 2, f"{flags} --eval-iters 1 --eval-interval 2", tmp_path / "often")
+    plain = train(ranks, 2, flags, tmp_path / "plain")
+    assert losses(often) == losses(plain)
+    evaluations = [line for line in often if line["kind"] == "evaluation"]
+    assert [(line["iteration"], line["split"]) for line in evaluations] == [(2, "valid"), (4, "valid"), (4, "test")]
+    frozen = train(ranks, 1, f"{DROPOUT} --lr 0 --eval-iters 1 --eval-interval 1 --train-iters 2", tmp_path / "frozen")
+    valid = [line["lm_loss"] for line in frozen if line.get("split") == "valid"]
+    assert valid[0] == valid[1], "the same samples each time, without dropout"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        pytest.param("--tensor-model-parallel-size 2 --sequence-parallel", marks=pytest.mark.full),
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --moe-aux-loss-coeff 0.01",
+        pytest.param(
+            "--pipeline-model-parallel-size 2 --reset-attention-mask --reset-position-ids --eod-mask-loss",
+            marks=pytest.mark.full,
+        ),
+        pytest.param("--optimizer sgd --fp16 --loss-scale 128 --squared-relu", marks=pytest.mark.full),
+    ],
+)
+def test_what_megatron_core_offers_trains(ranks: RankPool, tmp_path: Path, flags: str) -> None:
+    seen = losses(train(ranks, 2, f"--mock-data {flags}", tmp_path / "metrics"))
+    assert seen[6][0] < seen[1][0]
+
+
+def test_the_last_iterations_are_reported_whatever_the_interval(ranks: RankPool, tmp_path: Path) -> None:
+    lines = train(ranks, 1, "--mock-data --log-interval 4 --train-iters 6 --exit-interval 5", tmp_path / "metrics")
+    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]

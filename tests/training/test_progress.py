@@ -1,0 +1,96 @@
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.training.progress import IterationMetrics, Progress
+
+
+def metrics(iteration: int, **changes: Any) -> IterationMetrics:
+    values = {
+        "iteration": iteration,
+        "consumed_samples": 8 * iteration,
+        "num_microbatches": 4,
+        "lm_loss": 5.25,
+        "grad_norm": 1.5,
+        "learning_rate": 1e-3,
+        "loss_scale": 1.0,
+        "skipped": False,
+        "iteration_ms": 100.0,
+        "tokens_per_second": 1000.0,
+    }
+    return IterationMetrics(**{**values, **changes})
+
+
+def test_lines_of_a_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(True, 100) as progress:
+        slow = metrics(9, iteration_ms=300.0, tokens_per_second=2000.0)
+        progress.iterations([slow, metrics(10)])
+        progress.iterations([metrics(11, loss_scale=256.0, skipped=True, lm_loss=None, grad_norm=None)])
+        progress.evaluation(11, "valid", 4.5)
+    assert capsys.readouterr().out.splitlines() == [
+        " iteration  10/100 | loss 5.250000 | grad norm 1.500 | lr 1.000e-03 | 1,750 tokens/s",
+        " iteration  11/100 | loss       - | grad norm - | lr 1.000e-03 | 1,000 tokens/s | loss scale 256 | skipped 1",
+        " valid loss at iteration 11: 4.500000",
+    ]
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    with Progress(True, 48) as progress:
+        progress.iterations([metrics(12)])
+        progress.say("saved")
+        progress.iterations([metrics(48)])
+    shown = capsys.readouterr().out
+    assert shown.startswith("\r\033[K[" + "#" * 6 + "." * 18 + "] iteration 12/48")
+    assert "\r\033[Ksaved\n" in shown, "a line replaces the bar"
+    assert "[" + "#" * 24 + "]" in shown and shown.endswith("\n")
+
+
+def test_the_metrics_file_grows_and_keeps_every_bit(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "metrics.jsonl"
+    third = 1.0 / 3.0
+    for iteration in (1, 2):
+        with Progress(True, 10, str(file)) as progress:
+            progress.iterations([metrics(iteration, lm_loss=third)])
+    with Progress(True, 10, str(file)) as progress:
+        progress.evaluation(2, "test", third)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["train", "train", "evaluation"]
+    assert all(line["lm_loss"] == third for line in lines)
+    assert lines[1]["consumed_samples"] == 16
+
+
+def test_other_ranks_are_silent_and_open_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(False, 10, str(tmp_path / "metrics"), str(tmp_path / "board")) as progress:
+        progress.say("hello")
+        progress.iterations([metrics(1)])
+        progress.evaluation(1, "valid", 1.0)
+    assert capsys.readouterr().out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[tuple[str, float, int]] = []
+    writer = SimpleNamespace(
+        add_scalar=lambda *scalar: seen.append(scalar), close=lambda: seen.append(("closed", 0.0, 0))
+    )
+    module = SimpleNamespace(SummaryWriter=lambda directory: writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    with Progress(True, 10, tensorboard_dir=str(tmp_path)) as progress:
+        progress.iterations([metrics(3)])
+        progress.evaluation(3, "valid", 4.5)
+    assert ("train/lm_loss", 5.25, 3) in seen and ("valid/lm_loss", 4.5, 3) in seen
+    assert seen[-1][0] == "closed"
+
+
+def test_without_tensorboard_the_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import of it now fails
+    with Progress(True, 10, tensorboard_dir=str(tmp_path)) as progress:
+        progress.iterations([metrics(1)])
+    assert "TensorBoard is not installed" in capsys.readouterr().out

@@ -1,0 +1,77 @@
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.zero_bubble.training.stop import StopRequest
+from tests.helpers.launch import Death, run_training
+from tests.helpers.ranks import RankFailure, RankPool
+from tests.helpers.training import SMALL, losses, read_metrics
+
+CPU = torch.device("cpu")
+HANDLERS = (signal.SIGTERM, signal.SIGINT)
+
+
+def signalled_in(rank: int, iteration: int) -> tuple[int, bool]:
+    """Ten empty iterations, rank 1 signalled in one of them: the last one, and whether the handlers are put back."""
+    before = [signal.getsignal(number) for number in HANDLERS]
+    last = 0
+    with StopRequest(CPU, f"rank {rank}") as stop:
+        for last in range(1, 11):
+            if rank == 1 and last == iteration:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if stop.decided():
+                break
+            stop.vote(0.0)
+    stop.decided()
+    return last, [signal.getsignal(number) for number in HANDLERS] == before and signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(("iteration", "last"), [(1, 2), (4, 5), (10, 10), (11, 10)])
+def test_all_ranks_stop_after_the_same_iteration(ranks: RankPool, iteration: int, last: int) -> None:
+    assert ranks.run(2, signalled_in, iteration) == [(last, True)] * 2
+
+
+def never_votes(rank: int) -> None:
+    with StopRequest(CPU, f"rank {rank} of the test", shortest_grace_s=0.2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(30.0)  # as if in a collective: Python's handler runs, and the wait goes on
+
+
+def test_a_rank_that_waits_for_ever_ends_by_itself(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(1, never_votes, timeout=20)
+    report = caught.value.reports[0]
+    assert "exited with status 1" in report
+    assert "rank 0 of the test was asked to stop but its iteration did not end within 0 s" in report
+
+
+def interrupts_twice(rank: int) -> str:
+    with StopRequest(CPU, f"rank {rank}"):
+        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5.0)
+        except KeyboardInterrupt:
+            return "interrupted"
+    return "went on"
+
+
+def test_the_second_ctrl_c_interrupts(ranks: RankPool) -> None:
+    assert ranks.run(1, interrupts_twice) == ["interrupted"]
+
+
+def test_a_signalled_run_saves_and_exits_with_0(tmp_path: Path) -> None:
+    """One rank gets the signal in iteration 2; the run ends after the next and can be resumed."""
+    step = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
+    flags = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --train-iters 1000 --save {tmp_path}/saved"
+    words = [*flags.split(), "--metrics-file", str(tmp_path / "metrics")]
+    ended = run_training(2, words, tmp_path, Death(0, step, call=2, number=signal.SIGTERM))
+    assert [rank.exit_code for rank in ended] == [0, 0], ended
+    assert list(losses(read_metrics(tmp_path / "metrics"))) == [1, 2, 3]
+    assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert re.search(r"saved iteration 3 to .*iter_0000003", ended[1].output)
