@@ -1,0 +1,201 @@
+"""Emulated compute: how far the runtime is from its plan when passes only take time, with real tensors on gloo.
+
+``--clock virtual``: nothing sleeps; every rank keeps a logical clock that travels with the tensors, so what was
+executed is compared with the plan exactly, for every schedule, 2, 4 and 8 ranks, 1, P and 3P microbatches and three
+ratios of costs. ``--clock wall``: passes sleep; every round runs one iteration of stock megatron-core, of our schedules
+and of torch.distributed.pipelining's, and the table says what each took over what its plan says.
+
+    python scripts/bench/emulated_compute.py --clock virtual
+    python scripts/bench/emulated_compute.py --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import ranks
+
+if TYPE_CHECKING:
+    from peers import Contestant, Emulation
+
+STOCK = "stock 1f1b"
+OURS = ("1f1b", "zb-h1", "zb-h2")
+VIRTUAL_RANKS = (2, 4, 8)
+VIRTUAL_LIMIT_MS = 0.01
+HEAD_START_S = 0.1
+
+
+def main() -> int:
+    """Start the ranks, or be one of them; 1 when something ran otherwise than planned on the virtual clock."""
+    options = _parse()
+    if not ranks.on_ranks():
+        ranks.launch(__file__, max(VIRTUAL_RANKS) if options.clock == "virtual" else options.num_ranks, sys.argv[1:])
+        return 0
+    import torch.distributed as dist
+
+    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.training.quiet import quiet
+
+    select("cpu").setup(0)
+    dist.init_process_group("gloo")
+    with quiet():
+        result = (_virtual if options.clock == "virtual" else _wall)(options)
+    if dist.get_rank() == 0:
+        content = {"bench": "emulated_compute", "machine": ranks.machine(), "load_average": os.getloadavg()}
+        ranks.write(options.output or Path(f"runs/bench/emulated_compute_{options.clock}.json"), content | result)
+    dist.destroy_process_group()
+    return int(options.clock == "virtual" and result["worst_ms"] > VIRTUAL_LIMIT_MS)
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--clock", choices=["virtual", "wall"], default="wall")
+    parser.add_argument("--kib", type=int, default=256, help="size of every message")
+    parser.add_argument("--rounds", type=int, default=9, help="measured rounds (wall)")
+    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks (wall)")
+    parser.add_argument("--num-microbatches", type=int, default=16, help="microbatches (wall)")
+    parser.add_argument("--pass-ms", type=float, nargs="+", default=[50.0], help="F B W, or one for all (wall)")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    if len(options.pass_ms) not in (1, 3):
+        parser.error(f"--pass-ms takes one figure or three (F B W); got {len(options.pass_ms)}; leave the others out")
+    if not 64 <= options.kib <= 1024:
+        parser.error(f"--kib must be from 64 to 1024; got {options.kib}; choose a size that a stage may send")
+    return options
+
+
+def _virtual(options: argparse.Namespace) -> dict[str, Any]:
+    """Every pass of every case against its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
+    import torch.distributed as dist
+
+    from megatron.zero_bubble.runtime.emulate import virtual_cases, virtual_deviation_ms
+    from megatron.zero_bubble.runtime.p2p import Transport
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    rows = []
+    for num_ranks in VIRTUAL_RANKS:
+        groups = [dist.new_group(list(range(first, first + num_ranks))) for first in range(0, world, num_ranks)]
+        transport = Transport(groups[rank // num_ranks], ())
+        worst: dict[str, tuple[float, str, int]] = {}
+        for schedule, costs in virtual_cases(num_ranks):
+            deviation = virtual_deviation_ms(schedule, costs, transport, options.kib * 1024 // 8)
+            name = f"{schedule.name}, M={schedule.num_microbatches}"
+            worst[name] = max(worst.get(name, (0.0, "", 0)), (*deviation, rank))
+        everyone: list[Any] = [None] * world
+        dist.all_gather_object(everyone, worst)
+        rows += [{"num_ranks": num_ranks, "case": name, "worst": max(w[name] for w in everyone)} for name in worst]
+    worst_ms = max(row["worst"][0] for row in rows)
+    if rank == 0:
+        print(f"virtual clock, {options.kib} KiB a message: executed against planned, worst of three cost ratios")
+        for row in rows:
+            difference, where, at = row["worst"]
+            print(
+                f"  P={row['num_ranks']}  {row['case']:<14}  {difference:9.6f} ms"
+                + (f"  at {where} on rank {at}" * bool(difference))
+            )
+        print(f"worst of all: {worst_ms:.6f} ms (limit {VIRTUAL_LIMIT_MS})")
+    return {"clock": "virtual", "kib": options.kib, "worst_ms": worst_ms, "results": rows}
+
+
+def _wall(options: argparse.Namespace) -> dict[str, Any]:
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+    from peers import Emulation
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.num_ranks)
+    forward_ms, backward_ms, wgrad_ms = options.pass_ms if len(options.pass_ms) == 3 else options.pass_ms * 3
+    emulation = Emulation(options.num_ranks, options.num_microbatches, forward_ms, backward_ms, wgrad_ms, options.kib)
+    contestants = _contestants(emulation, dist.get_rank())
+    times = ranks.interleaved({name: _timed(c.run) for name, c in contestants.items()}, options.rounds)
+    planned = {name: contestant.planned_ms for name, contestant in contestants.items()}
+    ratios = {name: [ms / planned[name] for ms in row] for name, row in times.items()}
+    variants = {
+        name: {
+            "planned_ms": planned[name],
+            "measured_ms": median(times[name]),
+            "measured_over_planned": median(ratios[name]),
+            "best": min(ratios[name]),
+            "above_stock": median(own - its for own, its in zip(ratios[name], ratios[STOCK], strict=True)),
+            "spread": ranks.spread(times[name]),
+        }
+        for name in contestants
+    }
+    if dist.get_rank() == 0:
+        _print(options, variants)
+    settings = {key: getattr(options, key) for key in ("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds")}
+    return {"clock": "wall", **settings, "variants": variants}
+
+
+def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
+    """Everything that is compared, ready to run on this rank."""
+    import peers
+    import torch
+    import torch.distributed as dist
+
+    from megatron.zero_bubble import build
+    from megatron.zero_bubble.plan import lower
+    from megatron.zero_bubble.runtime.emulate import SleepingStage, execute
+    from megatron.zero_bubble.runtime.p2p import Transport
+
+    assert dist.group.WORLD is not None
+    transport = Transport(dist.group.WORLD, ())
+    like = torch.empty(emulation.message_shape)
+
+    def ours(name: str) -> Contestant:
+        schedule = build(name, num_ranks=emulation.num_ranks, num_microbatches=emulation.num_microbatches)
+        costs = emulation.costs(schedule.placement)
+        plan, stage = lower(schedule), SleepingStage(schedule, costs, emulation.message_shape)
+        transport.open(plan.channels)
+        return peers.Contestant(schedule, costs, lambda: execute(plan, stage, transport, like))
+
+    return {
+        STOCK: peers.stock(emulation),
+        **{name: ours(name) for name in OURS},
+        "torch 1f1b": peers.torch_1f1b(emulation, rank),
+        "torch zb1p": peers.torch_zb1p(emulation, rank),
+        "torch zbv": peers.torch_zbv(emulation, rank),
+    }
+
+
+def _timed(run: Callable[[], None]) -> Callable[[], float]:
+    """Milliseconds from a start that all ranks share to the last rank's end; one machine has one monotonic clock."""
+    import torch
+    import torch.distributed as dist
+
+    from megatron.zero_bubble.runtime.emulate import sleep_until
+
+    def iteration_ms() -> float:
+        start = torch.tensor(time.perf_counter() + HEAD_START_S, dtype=torch.float64)
+        dist.broadcast(start, 0)
+        sleep_until(start.item())
+        run()
+        end = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        dist.all_reduce(end, dist.ReduceOp.MAX)
+        return (end - start).item() * 1e3
+
+    return iteration_ms
+
+
+def _print(options: argparse.Namespace, variants: dict[str, dict[str, float]]) -> None:
+    times = " ".join(f"{ms:g}" for ms in options.pass_ms)
+    print(
+        f"\nP={options.num_ranks}, M={options.num_microbatches}, {times} ms a pass, {options.kib} KiB a message, "
+        f"medians of {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
+    )
+    print("  schedule     planned ms   measured ms   measured/planned    best   above stock   noise")
+    for name, row in variants.items():
+        print(
+            f"  {name:<11}  {row['planned_ms']:10.1f}  {row['measured_ms']:12.1f}  {row['measured_over_planned']:17.3f}"
+            f"  {row['best']:6.3f}  {row['above_stock']:12.3f}  {row['spread']:6.1%}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""What else runs pipelines, over a model that only sleeps: stock megatron-core and torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from megatron.zero_bubble import Kind, Pass, PassCosts, Placement, Schedule, build, simulate, validate
+from megatron.zero_bubble.runtime.emulate import sleep_until
+
+HIDDEN_SIZE = 256
+_TORCH_KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """A pipeline of ``num_ranks`` whose passes sleep; times in ms for a rank's whole share of the model."""
+
+    num_ranks: int
+    num_microbatches: int
+    forward_ms: float
+    backward_ms: float
+    wgrad_ms: float
+    kib: int
+
+    def costs(self, placement: Placement) -> PassCosts:
+        return PassCosts.uniform(placement, self.forward_ms, self.backward_ms, self.wgrad_ms)
+
+    @property
+    def message_shape(self) -> tuple[int, int, int]:
+        """Sequence, microbatch, hidden: Megatron's order; float32."""
+        return (self.kib, 1, HIDDEN_SIZE)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One way to run an iteration on this rank, and what it plans to do."""
+
+    schedule: Schedule
+    costs: PassCosts
+    run: Callable[[], None]
+
+    @property
+    def planned_ms(self) -> float:
+        return simulate(self.schedule, self.costs).makespan_ms
+
+
+def stock(emulation: Emulation) -> Contestant:
+    """megatron-core's own 1F1B over its own P2P; the CPU platform is in force, the parallel groups are laid out."""
+    from megatron.core.enums import ModelType
+    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    config = TransformerConfig(
+        num_layers=emulation.num_ranks,
+        hidden_size=HIDDEN_SIZE,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=emulation.num_ranks,
+        pipeline_dtype=torch.float32,
+    )
+    model = _MegatronModel(emulation, config, ModelType.encoder_or_decoder)
+
+    def forward_step(_batches: Any, model: _MegatronModel) -> tuple[torch.Tensor, Callable[..., Any]]:
+        return model(), lambda output: (output.sum(), {})
+
+    def run() -> None:
+        forward_backward_pipelining_without_interleaving(
+            forward_step_func=forward_step,
+            data_iterator=None,
+            model=model,
+            num_microbatches=emulation.num_microbatches,
+            seq_length=emulation.kib,
+            micro_batch_size=1,
+        )
+
+    schedule = build("1f1b", num_ranks=emulation.num_ranks, num_microbatches=emulation.num_microbatches)
+    return Contestant(schedule, emulation.costs(schedule.placement), run)
+
+
+def torch_1f1b(emulation: Emulation, rank: int) -> Contestant:
+    """torch's ``Schedule1F1B``.
+
+    It runs the order of our ``1f1b``; what its ``_get_pipeline_order`` shows (torch 2.13) starts the last rank with
+    microbatch 1, and is not used.
+    """
+    stages = [_torch_stage(rank, emulation.num_ranks, _fused(emulation))]
+    schedule = Schedule1F1B(stages[0], emulation.num_microbatches, _loss, scale_grads=False)
+    planned = build("1f1b", num_ranks=emulation.num_ranks, num_microbatches=emulation.num_microbatches)
+    return Contestant(planned, emulation.costs(planned.placement), _torch_step(emulation, stages, schedule))
+
+
+def torch_zb1p(emulation: Emulation, rank: int) -> Contestant:
+    """torch's ``ScheduleInterleavedZeroBubble`` with one stage a rank: the paper's ZB1P."""
+    model = _SleepingModel(emulation.forward_ms, emulation.backward_ms, emulation.wgrad_ms)
+    stages = [_torch_stage(rank, emulation.num_ranks, model)]
+    schedule = ScheduleInterleavedZeroBubble(stages, emulation.num_microbatches, _loss, scale_grads=False)
+    return _torch_split("torch zb1p", emulation, stages, schedule, Placement.linear(emulation.num_ranks))
+
+
+def torch_zbv(emulation: Emulation, rank: int) -> Contestant:
+    """torch's ``ScheduleZBVZeroBubble``: two stages a rank, each of half the cost."""
+    placement = Placement.vee(emulation.num_ranks)
+    model = _SleepingModel(emulation.forward_ms / 2, emulation.backward_ms / 2, emulation.wgrad_ms / 2)
+    stages = [_torch_stage(s, placement.num_stages, model) for s in placement.stages_of(rank)]
+    schedule = ScheduleZBVZeroBubble(stages, emulation.num_microbatches, _loss, scale_grads=False)
+    return _torch_split("torch zbv", emulation, stages, schedule, placement)
+
+
+def schedule_of(name: str, order: Mapping[int, Iterable[Any]], placement: Placement, num_microbatches: int) -> Schedule:
+    """A ``pipeline_order`` of torch.distributed.pipelining as a validated schedule.
+
+    torch writes I for our B and B for our BW; its idle slots (None) and its reductions are no passes.
+    """
+    rows = tuple(
+        tuple(
+            Pass(action.stage_index, _TORCH_KINDS[action.computation_type.value], action.microbatch_index)
+            for action in order[rank]
+            if action is not None and action.computation_type.value != "REDUCE_GRAD"
+        )
+        for rank in range(placement.num_ranks)
+    )
+    schedule = Schedule(name, placement, num_microbatches, rows)
+    validate(schedule)
+    return schedule
+
+
+def _torch_split(
+    name: str, emulation: Emulation, stages: list[PipelineStage], schedule: Any, placement: Placement
+) -> Contestant:
+    planned = schedule_of(name, schedule.pipeline_order, placement, emulation.num_microbatches)
+    costs = emulation.costs(placement)
+    # On stage 0 torch skips the B and runs the whole backward as its W.
+    backward_ms = (0.0, *costs.backward_ms[1:])
+    wgrad_ms = (costs.backward_ms[0] + costs.wgrad_ms[0], *costs.wgrad_ms[1:])
+    return Contestant(
+        planned, PassCosts(costs.forward_ms, backward_ms, wgrad_ms), _torch_step(emulation, stages, schedule)
+    )
+
+
+def _torch_stage(stage: int, num_stages: int, model: torch.nn.Module) -> Any:
+    # Any: the schedules take lists of a private base class, and a list of its subclass is another type.
+    return PipelineStage(model, stage, num_stages, torch.device("cpu"), group=dist.group.WORLD)
+
+
+def _torch_step(emulation: Emulation, stages: list[PipelineStage], schedule: Any) -> Callable[[], None]:
+    """One iteration; the first stage is given the batch, the last one the targets."""
+    sequence, _, hidden = emulation.message_shape
+    batch = torch.zeros(emulation.num_microbatches * sequence, 1, hidden)
+    inputs = (batch,) if any(stage.is_first for stage in stages) else ()
+    targets = torch.zeros(emulation.num_microbatches) if any(stage.is_last for stage in stages) else None
+
+    def run() -> None:
+        schedule.step(*inputs, target=targets, return_outputs=False)
+
+    return run
+
+
+def _loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
+class _Sleep(torch.autograd.Function):
+    """A copy that takes its time, forward and backward; the copying is part of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, forward_ms: float, backward_ms: float) -> torch.Tensor:
+        started = time.perf_counter()
+        ctx.backward_ms = backward_ms
+        y = x.clone()
+        sleep_until(started + forward_ms / 1e3)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        started = time.perf_counter()
+        grad = grads[0].clone(memory_format=torch.contiguous_format)
+        sleep_until(started + ctx.backward_ms / 1e3)
+        return grad, None, None
+
+
+class _Join(torch.autograd.Function):
+    """``x``, of which the gradient of ``weight`` hangs: where torch cuts a backward into its two halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return grads[0], grads[0].new_zeros(())
+
+
+class _SleepingModel(torch.nn.Module):
+    """A stage whose forward, input gradient and weight gradient sleep, the last two in nodes of their own."""
+
+    def __init__(self, forward_ms: float, backward_ms: float, wgrad_ms: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(()))
+        self._times = forward_ms, backward_ms, wgrad_ms
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        forward_ms, backward_ms, wgrad_ms = self._times
+        weight = _Sleep.apply(self.weight, 0.0, wgrad_ms) if wgrad_ms else self.weight
+        return _Sleep.apply(_Join.apply(x, weight), forward_ms, backward_ms)
+
+
+def _fused(emulation: Emulation) -> _SleepingModel:
+    """For schedules that never split a backward: it sleeps once."""
+    return _SleepingModel(emulation.forward_ms, emulation.backward_ms + emulation.wgrad_ms, 0.0)
+
+
+class _MegatronModel(torch.nn.Module):
+    """The same, as megatron-core's schedules want it."""
+
+    def __init__(self, emulation: Emulation, config: Any, model_type: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.model_type = model_type
+        self._model = _fused(emulation)
+        self._batch = torch.zeros(emulation.message_shape)
+        self._input: torch.Tensor | None = None
+
+    def set_input_tensor(self, tensors: list[torch.Tensor | None]) -> None:
+        self._input = tensors[0]
+
+    def forward(self) -> torch.Tensor:
+        return self._model(self._batch if self._input is None else self._input)
