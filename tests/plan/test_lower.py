@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,7 +41,7 @@ def test_every_pass_is_computed_once_and_every_message_sent_received_and_settled
 @given(schedules(min_ranks=3))
 def test_nothing_comes_between_a_pass_and_its_send(schedule: Schedule) -> None:
     for row in lower(schedule).ops:
-        for before, op in zip(row, row[1:], strict=False):
+        for before, op in pairwise(row):
             if isinstance(op, Send):
                 assert before == Compute(op.message.producer)
 
