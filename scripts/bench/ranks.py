@@ -1,0 +1,77 @@
+"""What the benches share: start the ranks, interleave the variants, write the JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def launch(script: str, num_ranks: int, arguments: Sequence[str]) -> None:
+    """Run ``script`` on ``num_ranks`` single-threaded processes; ends this process if they fail."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    code = subprocess.run([*command, script, *arguments], env=environment, check=False).returncode
+    if code:
+        sys.exit(code)
+
+
+def on_ranks() -> bool:
+    """Whether this process is one that ``launch`` started."""
+    return "RANK" in os.environ
+
+
+def interleaved(variants: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
+    """Run every variant once a round, so that a slow minute of the machine slows all of them; values by variant."""
+    values: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(warm_up + rounds):
+        for name, run in variants.items():
+            value = run()
+            if number >= warm_up:
+                values[name].append(value)
+        if os.environ.get("RANK", "0") == "0":
+            print(f"\r  round {number + 1}/{warm_up + rounds}", end="\n" if number + 1 == warm_up + rounds else "")
+            sys.stdout.flush()
+    return values
+
+
+def ratio_to(values: dict[str, list[float]], reference: str) -> dict[str, float]:
+    """The median over rounds of each variant's value over the reference's of the same round."""
+    base = values[reference]
+    return {name: median(v / b for v, b in zip(row, base, strict=True)) for name, row in values.items()}
+
+
+def spread(values: list[float]) -> float:
+    """Half the distance between the quartiles over the median: how noisy the machine was."""
+    low, _, high = quantiles(values, n=4)
+    return (high - low) / 2 / median(values)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+    from megatron.core import __version__ as core
+
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": core,
+    }
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """The results as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(f"written to {path}")

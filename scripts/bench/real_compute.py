@@ -1,0 +1,209 @@
+"""Real compute: what a zero-bubble schedule gains on a real GPT, on two CPU ranks of one thread each.
+
+Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
+each schedule, so ratios compare neighbours in time. Beside the measured ratio stands the one that the simulator
+predicts from the pass times measured in the same iterations; and the cost of B + W over the fused backward.
+
+    python scripts/bench/real_compute.py [--rounds 15] [--hidden-size 512] [--num-microbatches 4 8 16]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import ranks
+
+STOCK = "stock 1f1b"
+OURS = ("1f1b", "zb-h1", "zb-h2")
+NUM_RANKS = 2
+
+
+def main() -> int:
+    """Start the ranks, or be one of them."""
+    options = _parse()
+    if not ranks.on_ranks():
+        ranks.launch(__file__, NUM_RANKS, sys.argv[1:])
+        return 0
+    results = [_measure(options, num_microbatches) for num_microbatches in options.num_microbatches]
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        for result in results:
+            _print(result)
+        ranks.write(options.output, {"bench": "real_compute", "machine": ranks.machine(), "results": results})
+    dist.destroy_process_group()
+    return 0
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
+    return parser.parse_args()
+
+
+class _Job:
+    """A GPT of eight layers over the ranks, with 256 tokens a microbatch."""
+
+    def __init__(self, hidden_size: int, num_microbatches: int) -> None:
+        import torch
+
+        from megatron.zero_bubble.platforms import select
+        from megatron.zero_bubble.training.arguments import parse
+        from megatron.zero_bubble.training.checks import check
+        from megatron.zero_bubble.training.launch import Launch
+        from megatron.zero_bubble.training.quiet import quiet
+
+        torch.set_num_threads(1)
+        self.launch = Launch.from_environment()
+        self.args = parse(
+            f"--num-layers 8 --hidden-size {hidden_size} --num-attention-heads 8 --seq-length 256 "
+            "--max-position-embeddings 256 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer "
+            "--vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 "
+            "--train-iters 1 --untie-embeddings-and-output-weights --transformer-impl local --zero-bubble-device cpu "
+            f"--pipeline-model-parallel-size {NUM_RANKS} --global-batch-size {num_microbatches}".split()
+        )
+        check(self.args, NUM_RANKS)
+        self.platform = select("cpu")
+        self.device = self.platform.setup(self.launch.local_rank)
+        with quiet():
+            self._build()
+
+    def _build(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from megatron.zero_bubble.training import distributed, model
+
+        if dist.is_initialized():
+            distributed.seed(self.args)
+        else:
+            distributed.initialize(self.args, self.launch, "gloo")
+        config = model.build_config(self.args, self.device)
+        self.chunks = model.build_model(self.args, config, 256, self.device)
+        model.connect(self.args, self.chunks, model.build_optimizer(self.args, self.chunks))
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, 256, (1, 257), generator=generator)
+
+    def iteration(self) -> None:
+        """All passes of one global batch."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=None,
+            model=self.chunks,
+            num_microbatches=self.args.global_batch_size,
+            seq_length=256,
+            micro_batch_size=1,
+        )
+
+    def _forward_step(self, _batches: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
+        import torch
+
+        position_ids = torch.arange(256).unsqueeze(0)
+        output = model(self.tokens[:, :-1], position_ids, None, labels=self.tokens[:, 1:].contiguous())
+        return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
+
+
+class _Variant:
+    """One way to run the iteration, with the passes it recorded."""
+
+    def __init__(self, job: _Job, name: str) -> None:
+        from megatron.core import parallel_state
+
+        from megatron.zero_bubble.analysis.timeline import Timeline
+        from megatron.zero_bubble.runtime.measure import Recorder
+
+        self._job = job
+        self._name = name
+        self._group = parallel_state.get_pipeline_model_parallel_group()
+        self._recorder = Recorder(job.platform)
+        self.timelines: list[Timeline] = []
+
+    def __call__(self) -> float:
+        """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
+        import torch.distributed as dist
+
+        from megatron.zero_bubble.config import ZeroBubbleConfig
+        from megatron.zero_bubble.patching import apply, observe, revert
+        from megatron.zero_bubble.runtime.measure import gather_timeline
+
+        if self._name == STOCK:
+            observe(self._recorder)
+        else:
+            apply(ZeroBubbleConfig(schedule=self._name), self._recorder)
+        try:
+            self._job.iteration()  # plans, connects, and warms caches up again after the other variants
+            self._recorder.start(self._group)
+            started = time.perf_counter()
+            self._job.iteration()
+            dist.barrier(group=self._group)
+            elapsed = (time.perf_counter() - started) * 1e3
+        finally:
+            revert()
+        self.timelines.append(gather_timeline(self._name, self._recorder.stop(), self._group))
+        return elapsed
+
+
+def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
+    from megatron.zero_bubble import build, simulate
+    from megatron.zero_bubble.runtime.measure import median_costs
+
+    job = _Job(options.hidden_size, num_microbatches)
+    variants = {name: _Variant(job, name) for name in (STOCK, *OURS)}
+    if job.launch.rank == 0:
+        print(f"M={num_microbatches}, hidden {options.hidden_size}")
+    times = ranks.interleaved(dict(variants), options.rounds)
+    costs = {name: median_costs(variant.timelines[1:]) for name, variant in variants.items()}
+    predicted = {}
+    for name in variants:
+        schedule = build("1f1b" if name == STOCK else name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
+        predicted[name] = simulate(schedule, costs[name]).makespan_ms
+    ratios = ranks.ratio_to(times, STOCK)
+    backward = sum(costs[STOCK].backward_ms)
+    return {
+        "num_microbatches": num_microbatches,
+        "hidden_size": options.hidden_size,
+        "rounds": options.rounds,
+        "variants": {
+            name: {
+                "iteration_ms": median(times[name]),
+                "spread": ranks.spread(times[name]),
+                "time_over_stock": ratios[name],
+                "predicted_time_over_stock": predicted[name] / predicted[STOCK],
+                "measured_over_planned": median(times[name]) / predicted[name],
+                "forward_ms": costs[name].forward_ms,
+                "backward_ms": costs[name].backward_ms,
+                "wgrad_ms": costs[name].wgrad_ms,
+                "comm_ms": costs[name].comm_ms,
+                "backward_over_stock": (sum(costs[name].backward_ms) + sum(costs[name].wgrad_ms)) / backward,
+            }
+            for name in variants
+        },
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    print(f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, medians of {result['rounds']} rounds")
+    print("  schedule     ms/iteration   time/stock   predicted   speed/stock   B+W/BW   noise")
+    for name, row in result["variants"].items():
+        print(
+            f"  {name:<11}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
+            f"  {row['predicted_time_over_stock']:10.3f}  {1 / row['time_over_stock']:12.3f}"
+            f"  {row['backward_over_stock']:7.3f}  {row['spread']:6.1%}"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
