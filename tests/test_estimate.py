@@ -52,6 +52,8 @@ def test_operations_of_a_layer_are_the_papers() -> None:
     assert times(model) == pytest.approx((layers * f, layers * b_, layers * w))
     selective = layers * f, layers * (b_ + 4 * s * s * b * h), layers * w
     assert times(replace(model, recompute="selective")) == pytest.approx(selective)
+    flash = layers * f, layers * (b_ + 2 * s * s * b * h), layers * w
+    assert times(replace(model, flash=True)) == pytest.approx(flash)
     assert times(replace(model, recompute="full")) == pytest.approx((layers * f, layers * (b_ + f), layers * w))
 
 

@@ -56,7 +56,7 @@ def random_instance(
     slow = rng.choice((0, 1, 5))
     costs = PassCosts(figures(1, 12), figures(1, 12), figures(0 if not whole else 1, 12), float(slow), links)
     activation = figures(2, 10)
-    wgrad = tuple(a * rng.choice((0.0, 0.5, 1.0)) for a in activation) if rng.random() < 0.9 else figures(1, 12)
+    wgrad = tuple(a * rng.choice((0.0, 0.5, 1.0)) for a in activation) if rng.random() < 0.75 else figures(1, 12)
     return Instance(placement, costs, PassMemory(activation, wgrad), rng.randint(1, most_microbatches))
 
 
