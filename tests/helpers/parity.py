@@ -56,7 +56,7 @@ class Outcome:
 
     Attributes:
         losses: the hexadecimal losses of every microbatch of every step, on the last stage, and of the evaluation.
-        grad_norms: of every step, hexadecimal.
+        grad_norms: of every step, hexadecimal; "skipped" where the loss scale overflowed.
         weights: a digest of every parameter after the last step, by name.
         unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
     """
@@ -152,7 +152,8 @@ class _Seen(Progress):
         return reports
 
     def iterations(self, done: Sequence[Any]) -> None:
-        self.grad_norms += [float(metrics.grad_norm).hex() for metrics in done]
+        norms = [metrics.grad_norm for metrics in done]
+        self.grad_norms += ["skipped" if norm is None else float(norm).hex() for norm in norms]
 
     def evaluation(self, _iteration: int, split: str, loss: float | None) -> None:
         self.losses.append(f"{split} {None if loss is None else loss.hex()}")

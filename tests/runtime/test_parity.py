@@ -22,7 +22,7 @@ LLAMA = "--swiglu --normalization RMSNorm --group-query-attention --num-query-gr
 ROPE = "--position-embedding-type rope"
 UNTIED = "--untie-embeddings-and-output-weights"
 DROPOUT = "--attention-dropout 0.2 --hidden-dropout 0.2"
-FP16 = "--fp16 --initial-loss-scale 65536 --loss-scale-window 2"
+FP16 = "--fp16 --initial-loss-scale 262144 --hysteresis 1"  # the first steps overflow, and are skipped
 EXPERTS = "--num-experts 4 --moe-aux-loss-coeff 0.01 --swiglu --disable-bias-linear"
 BUCKETS = "--ddp-bucket-size 1000"
 
