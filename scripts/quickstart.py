@@ -112,7 +112,7 @@ def _call(command: list[str]) -> None:
 
 def _table(runs: tuple[Run, ...]) -> str:
     """A row a run: final loss, speed, planned and measured bubble (makespan: the optimizer waits for all ranks)."""
-    rows = [("schedule", "final loss", "tokens/s", "planned bubble", "measured bubble")]
+    rows: list[tuple[str, ...]] = [("schedule", "final loss", "tokens/s", "planned bubble", "measured bubble")]
     for run in runs:
         metrics, trace = run.metrics(), run.trace()
         speed = median(step["tokens_per_second"] for step in metrics[WARM_UP:])
