@@ -45,6 +45,8 @@ class _Run:
         self.position = [0] * problem.num_ranks
         self.pending: list[list[int]] = [[] for _ in range(problem.num_ranks)]
         delta = problem.tables.delta
+        stages_of = problem.placement.stages_of
+        self.codes = [[3 * s + k for s in stages_of(r) for k in (F, B)] for r in range(problem.num_ranks)]
         # What a pass changes in the end, when its W has run as well.
         self.settled = [delta[c] + (delta[c + 1] if c % 3 == B else 0.0) for c in codes]
 
@@ -99,25 +101,35 @@ class _Run:
 
     def _overtake(self, rank: int, now: float, soon: float) -> int:
         """The first later pass that fits before ``soon``; it moves to the front of its row."""
-        duration, delta, limit = self.problem.tables.duration, self.problem.tables.delta, self.problem.limit[rank]
-        row, at, count, arrivals, settled = self.rows[rank], self.position[rank], self.count, self.arrivals, self.settled
+        ready = self._ready(rank, now, soon)
+        if not ready:
+            return NONE
+        delta, settled, limit = self.problem.tables.delta, self.settled, self.problem.limit[rank]
+        row, at = self.rows[rank], self.position[rank]
         # Memory between the front and the pass's old place, if every W ran at once: the least there can be.
         kept = self.kept[rank] + sum([delta[code] for code in self.pending[rank]]) + settled[row[at]]
         peak = max(kept, self.kept[rank])
-        latest, deadline = now + _SLACK, soon + _SLACK
-        seen = {row[at]}
         for place in range(at + 1, min(at + 1 + _LOOK_AHEAD, len(row))):
             code = row[place]
-            if code not in seen:
-                seen.add(code)
-                n = count[code]
-                if n < len(arrivals[code]) and arrivals[code][n] <= latest and now + duration[code] <= deadline:
-                    held = n - count[code + 1] if code % 3 == F else NONE
-                    if held == NONE or (peak + delta[code] <= limit and held < self.most_held[code // 3]):
-                        del row[place]
-                        row.insert(at, code)
-                        return code
+            if code in ready:
+                if code % 3 == B or peak + delta[code] <= limit:
+                    del row[place]
+                    row.insert(at, code)
+                    return code
+                ready.remove(code)
             kept += settled[code]
             if kept > peak:
                 peak = kept
         return NONE
+
+    def _ready(self, rank: int, now: float, soon: float) -> list[int]:
+        """The codes that could start now and end before ``soon``."""
+        duration, count, arrivals, most_held = self.problem.tables.duration, self.count, self.arrivals, self.most_held
+        latest, deadline = now + _SLACK, soon + _SLACK
+        ready = []
+        for code in self.codes[rank]:
+            n = count[code]
+            if n < len(arrivals[code]) and arrivals[code][n] <= latest and now + duration[code] <= deadline:
+                if code % 3 == B or n - count[code + 1] < most_held[code // 3]:
+                    ready.append(code)
+        return ready

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from random import Random
+from typing import NamedTuple
 
-from megatron.zero_bubble.search.decode import INFEASIBLE, decode
+from megatron.zero_bubble.search.decode import decode
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows, W
 from megatron.zero_bubble.search.timeline import times
 
-_SLACK = 1e-7
+_SLACK = 1e-6
 _REACH = 8
 """How far along a block of the critical path a pass is moved."""
 _MEAN_WEIGHT = 0.02
@@ -18,42 +19,48 @@ Move = tuple[int, int, int]
 """Rank, from where, to where in its row of F and B."""
 
 
-def improve(problem: Problem, rows: Rows, eagerness: float, tries: int, heat: float, target: float = INFEASIBLE) -> tuple[float, Rows]:
-    """The best cost and rows found from ``rows``.
+class Improved(NamedTuple):
+    """The best cost, and the rows and the target of ``decode`` that give it."""
+
+    cost: float
+    target: float
+    rows: Rows
+
+
+def improve(problem: Problem, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
+    """The best found from ``start`` by decoding rows ``tries`` times, each with the best cost so far as its target.
 
     Args:
         problem: what the rows are for.
-        rows: F and B of each rank.
+        start: where to start.
         eagerness: of ``decode``.
         tries: how many rows may be decoded.
         heat: ms by which a move may worsen the schedule and still be kept, at first; it falls to 0.
     """
     random = Random(0)
-    current = [list(row) for row in rows]
-    cost, mean, full = decode(problem, current, eagerness, target)
-    best, best_rows = cost, rows
+    best = start
+    rows = [list(row) for row in start.rows]
+    cost, mean, full = decode(problem, rows, eagerness, start.target)
     score, used = cost + _MEAN_WEIGHT * mean, 1
-    while used < tries and best < INFEASIBLE:
+    while used < tries:
         moves = critical_moves(problem, full, random)
         random.shuffle(moves)
-        for rank, start, end in moves:
-            row = current[rank]
-            row.insert(end, row.pop(start))
-            cost, mean, new = decode(problem, current, eagerness, target)
+        for rank, origin, to in moves[: tries - used]:
+            row = rows[rank]
+            row.insert(to, row.pop(origin))
+            target = best.cost - _SLACK
+            cost, mean, new = decode(problem, rows, eagerness, target)
             used += 1
             if cost + _MEAN_WEIGHT * mean < score + heat * (1 - used / tries) * random.random() - _SLACK:
                 score, full = cost + _MEAN_WEIGHT * mean, new
-                if cost < best - _SLACK:
-                    best, best_rows = cost, [list(r) for r in current]
+                if cost < best.cost - _SLACK:
+                    best = Improved(cost, target, [list(r) for r in rows])
                 break
-            row.insert(start, row.pop(end))
-            if used >= tries:
-                break
+            row.insert(origin, row.pop(to))
         else:
             if heat == 0 or not moves:
                 break
-
-    return best, best_rows
+    return best
 
 
 def critical_moves(problem: Problem, full: Rows, random: Random) -> list[Move]:

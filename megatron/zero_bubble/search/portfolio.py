@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.search.compact import compact
 from megatron.zero_bubble.search.decode import INFEASIBLE, decode
-from megatron.zero_bubble.search.improve import improve
+from megatron.zero_bubble.search.improve import Improved, improve
 from megatron.zero_bubble.search.problem import Problem, Rows, mirrored
 from megatron.zero_bubble.search.seeds import seeds
 from megatron.zero_bubble.search.stretch import stretch
 
-_BUDGET = 1_500_000
-_SCREENING, _COMPACTING = 0.15, 0.6
+_BUDGET = 2_000_000
+_SCREENING, _COMPACTING = 0.1, 0.6
 """Parts of the budget after which screening and compacting stop."""
-_COMPACT_COST = 6
+_COMPACT_COST = 3.5
 """How much longer it takes to place a pass in ``compact`` than in ``decode``."""
 _EAGERNESS = (0.6, 1.0, 0.3)
-_PROMISING = 6
-_ROUNDS = 3
+_NEAR = 1.03
+"""Rows whose cost is within this factor of the best deserve more attempts at filling in their W's."""
 _AMBITIONS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """By which parts of its idle time a schedule is asked to become shorter."""
 _PERIODS = (1, 2, 3, 4)
@@ -65,11 +65,7 @@ class _Search:
         self.budget = budget
 
     def run(self) -> tuple[float, Rows]:
-        pool = self._screen(seeds(self.problem))
-        for found in distinct(pool, _PROMISING):
-            pool += self._densify(found)
-            if self.budget.spent(_COMPACTING):
-                break
+        pool = self._densify(self._screen(seeds(self.problem)))
         best = [self._retarget(found) for found in distinct(pool, 3)]
         best += [self._polish(found) for found in distinct(best, 2)]
         if self.problem is not self.whole:
@@ -77,8 +73,12 @@ class _Search:
         found = min(best, key=_merit)
         return found.cost, decode(self.whole, found.rows, found.eagerness, found.target).rows
 
+    @property
+    def passes(self) -> int:
+        return 3 * self.problem.num_stages * self.problem.num_microbatches
+
     def _try(self, rows: Rows, eagerness: float, target: float = INFEASIBLE) -> Found:
-        self.budget.left -= 3 * self.problem.num_stages * self.problem.num_microbatches
+        self.budget.left -= self.passes
         cost, mean, _ = decode(self.problem, rows, eagerness, target)
         return Found(cost, mean, eagerness, target, rows)
 
@@ -90,21 +90,35 @@ class _Search:
                 break
         return [found for found in pool if found.cost < INFEASIBLE]
 
-    def _densify(self, found: Found) -> Iterator[Found]:
-        """Forward and backward improvement in turn, from either side, under several limits on forwards ahead."""
-        for most_held in self._limits_ahead():
-            for first in (False, True):
-                rows, backwards = found.rows, first
-                for _ in range(_ROUNDS):
-                    self.budget.left -= _COMPACT_COST * 3 * self.problem.num_stages * self.problem.num_microbatches
-                    denser = self._compact(rows, most_held, backwards)
-                    backwards = not backwards
-                    if denser is None:
-                        continue
-                    rows = denser
-                    yield min((self._retargeted_once(rows, eagerness) for eagerness in _EAGERNESS), key=_merit)
+    def _densify(self, starts: list[Found]) -> list[Found]:
+        """Forward and backward improvement in turn: of the best rows so far, and of a start not yet tried, in turn."""
+        pool = distinct(starts, len(starts))
+        fresh: list[tuple[Found, tuple[bool, ...]]] = [(found, (False, True)) for found in pool]
+        grown: list[tuple[Found, tuple[bool, ...]]] = []
+        while (fresh or grown) and not self.budget.spent(_COMPACTING):
+            queue = grown if grown and (not fresh or len(fresh) % 2) else fresh
+            found, directions = queue.pop(0)
+            for backwards in directions:
+                for most_held in self._limits_ahead():
+                    rows = self._compact(found.rows, most_held, backwards)
+                    better = rows and self._appraise(rows, min(pool[0].cost, found.cost))
+                    if better and better.cost < INFEASIBLE and all(better[:2] != other[:2] for other in pool):
+                        pool.append(better)
+                        grown.append((better, (not backwards,)))
+            pool.sort(key=_merit)
+            grown.sort(key=lambda entry: _merit(entry[0]))
+        return pool
+
+    def _appraise(self, rows: Rows, best: float) -> Found:
+        """Decode in the ways that may pay: all of them only where the first comes near the best."""
+        found = self._try(rows, _EAGERNESS[0])
+        if found.cost > _NEAR * best:
+            return found
+        found = min(found, *(self._try(rows, eagerness) for eagerness in _EAGERNESS[1:]), key=_merit)
+        return min(found, self._try(rows, found.eagerness, found.cost - _EPSILON), key=_merit)
 
     def _compact(self, rows: Rows, most_held: list[int] | None, backwards: bool) -> Rows | None:
+        self.budget.left -= _COMPACT_COST * self.passes
         if not backwards:
             return compact(self.problem, rows, most_held)
         denser = compact(self.problem.mirrored, mirrored(rows), most_held)
@@ -125,12 +139,6 @@ class _Search:
                 limits[rank] = room - limits[up]
             yield limits
 
-    def _retargeted_once(self, rows: Rows, eagerness: float) -> Found:
-        found = self._try(rows, eagerness)
-        if found.cost == INFEASIBLE:
-            return found
-        return min(found, self._try(rows, eagerness, found.cost - _EPSILON), key=_merit)
-
     def _retarget(self, found: Found) -> Found:
         """Ask for shorter schedules: ranks then spend less of their idle time before W's plug the gaps."""
         best, work = found, max(self.problem.work)
@@ -141,15 +149,14 @@ class _Search:
 
     def _polish(self, found: Found) -> Found:
         """Local search with what is left of the budget, half of it each time."""
-        passes = 3 * self.problem.num_stages * self.problem.num_microbatches
-        tries = int(self.budget.left / 2 / passes)
+        tries = int(self.budget.left / 2 / self.passes)
         heat = 0.1 * max(self.problem.work) / self.problem.num_microbatches
         for degrees in (0.0, heat):
             if tries > 2:
-                cost, rows = improve(self.problem, found.rows, found.eagerness, tries // 2, degrees, found.target)
-                if cost < found.cost:
-                    found = found._replace(cost=cost, rows=rows)
-        self.budget.left -= tries * passes
+                start = Improved(found.cost, found.target, found.rows)
+                better = improve(self.problem, start, found.eagerness, tries // 2, degrees)
+                found = found._replace(**better._asdict())
+        self.budget.left -= tries * self.passes
         return found
 
     def _stretch(self, pool: list[Found]) -> list[Found]:
