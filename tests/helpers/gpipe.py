@@ -6,7 +6,7 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 
 def gpipe(placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """All forwards, all backwards, all weight gradients, stage after stage; slices of a sequence backward in reverse."""
+    """All forwards, all backwards, all weight gradients, stage after stage; slices go backward in reverse."""
 
     def row(rank: int) -> tuple[Pass, ...]:
         stages, microbatches, slices = placement.stages_of(rank), range(num_microbatches), range(num_slices)

@@ -72,11 +72,11 @@ def _too_tight(problems: Sequence[Problem], limit: Sequence[float], memory_limit
     if isinstance(memory_limit, Sequence):
         rank = next(r for r, least in enumerate(needs[0]) if least > limit[r])
         return (
-            f"the memory limit admits no schedule: rank {rank} may keep {limit[rank]:g}, and one microbatch alone needs "
-            f"{min(need[rank] for need in needs):g}; raise it to that at least"
+            f"the memory limit admits no schedule: rank {rank} may keep {limit[rank]:g}, and one microbatch alone "
+            f"needs {min(need[rank] for need in needs):g}; raise it to that at least"
         )
     least = min(map(max, needs))
     return (
-        f"the memory limit admits no schedule: a rank may keep {limit[0]:g}, and one microbatch alone needs {least:.10g} "
-        "on the fullest rank; raise the limit to that at least"
+        f"the memory limit admits no schedule: a rank may keep {limit[0]:g}, and one microbatch alone needs "
+        f"{least:.10g} on the fullest rank; raise the limit to that at least"
     )

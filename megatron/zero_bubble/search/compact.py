@@ -1,8 +1,8 @@
 """Pull passes forward into gaps: rows of F and B become denser and still fit in memory.
 
-Ranks run in time order. A rank whose next pass has not arrived may run a later one instead, if that ends before the next
-one arrives and its memory fits until its old place; else a W, else it waits. Run on the mirrored problem the same step
-pushes work towards the end, where the pipeline drains. Alternating both ("forward-backward improvement" in project
+Ranks run in time order. A rank whose next pass has not arrived may run a later one instead, if that ends before the
+next one arrives and its memory fits until its old place; else a W, else it waits. Run on the mirrored problem the same
+step pushes work towards the end, where the pipeline drains. Alternating both ("forward-backward improvement" in project
 scheduling: Tormos and Lova 2001) is the search's strongest single step.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from megatron.zero_bubble.search.problem import B, NONE, F, Problem, Rows
+from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows
 
 _SLACK = 1e-9
 _LOOK_AHEAD = 24
@@ -50,7 +50,7 @@ class _Run:
         # What a pass changes in the end, when its W has run as well.
         self.settled = [delta[c] + (delta[c + 1] if c % 3 == B else 0.0) for c in codes]
 
-    def finish(self) -> bool:
+    def finish(self) -> bool:  # noqa: C901 (one hot loop over the events)
         """Run everything; whether all passes got through."""
         rank_of, duration, _, hop, _, delta = self.problem.tables
         count, arrivals, kept, position, pending = self.count, self.arrivals, self.kept, self.position, self.pending
@@ -129,7 +129,7 @@ class _Run:
         ready = []
         for code in self.codes[rank]:
             n = count[code]
-            if n < len(arrivals[code]) and arrivals[code][n] <= latest and now + duration[code] <= deadline:
-                if code % 3 == B or n - count[code + 1] < most_held[code // 3]:
-                    ready.append(code)
+            on_time = n < len(arrivals[code]) and arrivals[code][n] <= latest and now + duration[code] <= deadline
+            if on_time and (code % 3 == B or n - count[code + 1] < most_held[code // 3]):
+                ready.append(code)
         return ready

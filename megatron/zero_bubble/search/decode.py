@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from megatron.zero_bubble.search.problem import B, NONE, Problem, Rows
+from megatron.zero_bubble.search.problem import NONE, B, Problem, Rows
 
 INFEASIBLE = float("inf")
 _SLACK = 1e-9
@@ -18,14 +18,15 @@ _SLACK = 1e-9
 
 class Decoded(NamedTuple):
     """What became of rows: the cost (``INFEASIBLE`` when they deadlock or do not fit in memory), its mean over ranks,
-    which tells apart rows whose longest rank is equal, and the rows with W's."""
+    which tells apart rows whose longest rank is equal, and the rows with W's.
+    """
 
     cost: float
     mean: float
     rows: Rows
 
 
-def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEASIBLE) -> Decoded:
+def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEASIBLE) -> Decoded:  # noqa: C901 (one hot loop)
     """Run ``rows`` as early as possible, adding W's; linear in the number of passes."""
     _, duration, source, hop, receiver, delta = problem.tables
     ends: list[list[float]] = [[] for _ in duration]

@@ -1,4 +1,4 @@
-"""The search of one placement: start from many patterns, densify the promising ones, polish the best, repeat the middle.
+"""The search of one placement: start from many patterns, densify the promising, polish the best, repeat the middle.
 
 Everything is counted in passes placed, so that the result does not depend on how fast the machine is.
 """

@@ -27,9 +27,10 @@ _ROUNDING = 1e-9
 
 
 class Tables(NamedTuple):
-    """Facts by code. ``source`` is the code whose n-th end lets the n-th of this code start ``hop`` ms later (NONE:
-    nothing holds it up); ``receiver`` is the rank that waits for this code's end (NONE: its own, or nobody); ``delta`` is
-    the change of what the rank keeps."""
+    """Facts by code. ``source`` is the code whose n-th end lets the n-th of this code start ``hop`` ms later
+    (NONE: nothing holds it up); ``receiver`` is the rank that waits for this code's end (NONE: its own, or nobody);
+    ``delta`` is the change of what the rank keeps.
+    """
 
     rank: list[int]
     duration: list[float]
@@ -43,9 +44,9 @@ class Tables(NamedTuple):
 class Problem:
     """What to schedule, under which limit, for which objective.
 
-    ``forward``, ``backward`` and ``wgrad`` are ms a stage; ``down[s]`` is the transfer into stage s of an activation and
-    ``up[s]`` of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from F to B and from B to W; ``limit`` is memory a
-    rank. The cost of a schedule is the largest over ranks of (its end - ``origin[rank]``).
+    ``forward``, ``backward`` and ``wgrad`` are ms a stage; ``down[s]`` is the transfer into stage s of an activation
+    and ``up[s]`` of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from F to B and from B to W; ``limit`` is
+    memory a rank. The cost of a schedule is the largest over ranks of (its end - ``origin[rank]``).
     """
 
     placement: Placement

@@ -52,7 +52,7 @@ def warm_ups(problem: Problem) -> Iterator[Rows]:
 
 
 def blocks(problem: Problem) -> Iterator[Rows]:
-    """Building blocks of a V: down in steps of ``down`` units a rank, up in steps of ``up``, with rests at the turns."""
+    """Building blocks of a V: down by ``down`` units a rank, up by ``up``, with rests at the turns."""
     p, m = problem.num_ranks, problem.num_microbatches
     for period, down, up, top, bottom in product((6, 7, 8, 10, 12), (1, 2, 3, 4), (1, 2, 3), (0, 1, 2, 3), (1, 2)):
         if period != _UNITS and (down > 1 or up > 1):

@@ -1,8 +1,8 @@
 """Make rows for many microbatches from rows for few, by repeating their middle.
 
-A good schedule is a warm-up, a steady state that repeats every few microbatches, and a cool-down. So the search works on
-as few microbatches as show all three, and what it finds is repeated: microbatches from the middle on are copied, later by
-a period each, and all passes of a rank are put in the order of their times.
+A good schedule is a warm-up, a steady state that repeats every few microbatches, and a cool-down. So the search works
+on as few microbatches as show all three, and what it finds is repeated: microbatches from the middle on are copied,
+later by a period each, and all passes of a rank are put in the order of their times.
 """
 
 from __future__ import annotations
