@@ -2,6 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.zero_bubble.training.checkpoint import (
     MANIFEST,
@@ -94,6 +95,21 @@ def test_nothing_to_load_is_a_start_from_scratch_unless_asked_otherwise(ranks: R
     flags = f"{PIPELINE} --load {tmp_path}/none"
     assert list(losses(train(ranks, 2, f"{flags} --train-iters 1", tmp_path / "metrics"))) == [1]
     assert "--load needs a checkpoint" in refusal(ranks, f"{flags} --exit-on-missing-checkpoint")
+
+
+def test_a_directory_that_cannot_be_written_is_refused_before_training(ranks: RankPool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert "--save needs a directory that can be written" in refusal(ranks, f"{PIPELINE} --save {tmp_path}/file/x")
+
+
+def test_what_another_program_saved_gives_its_weights_only(ranks: RankPool, own: Path) -> None:
+    common = checkpoint_path(own, 2) / "common.pt"
+    contents = torch.load(common, weights_only=False)
+    del contents["train_state"], contents["layout"]
+    torch.save(contents, common)
+    (checkpoint_path(own, 2) / MANIFEST).unlink()
+    assert "add --finetune" in refusal(ranks, f"{PIPELINE} --load {own}")
+    train(ranks, 2, f"{PIPELINE} --load {own} --finetune --train-iters 1")
 
 
 class TestDamage:

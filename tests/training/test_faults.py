@@ -23,8 +23,9 @@ from tests.helpers.ranks import REPOSITORY, RankPool
 
 pytestmark = pytest.mark.timeout(300)  # whole runs, some with their imports; ten times what a quiet machine takes
 
-# The survivors of a rank that is killed must all have ended after this long. The promise to users is 60 s.
-LIMIT_S = 20.0
+# The survivors of a rank that is killed must all have ended after this long: what we promise to users. A quiet machine
+# takes a few seconds; one whose cores are lent out elsewhere was seen to take more than 20.
+LIMIT_S = 60.0
 
 BACKWARD = "megatron.zero_bubble.runtime.megatron_stage:MegatronStage.backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron.zero_bubble.training.errors import UsageError
 from megatron.zero_bubble.training.progress import IterationMetrics, Progress
 
 
@@ -62,6 +63,13 @@ def test_the_metrics_file_grows_and_keeps_every_bit(tmp_path: Path) -> None:
     assert [line["kind"] for line in lines] == ["train", "train", "evaluation"]
     assert all(line["lm_loss"] == third for line in lines)
     assert lines[1]["consumed_samples"] == 16
+
+
+def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--metrics-file needs a file that can be written") as caught:
+        Progress(True, 10, str(tmp_path / "file" / "metrics"))
+    assert not caught.value.everywhere, "the reporting rank alone knows"
 
 
 def test_other_ranks_are_silent_and_open_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,8 @@ Three rules, each linear in the number of passes:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
@@ -37,19 +39,38 @@ def lower(schedule: Schedule, max_in_flight: int | None = None) -> Plan:
     return plan
 
 
+@dataclass(slots=True)
+class _Leg:
+    """A message's place in its channel, and how many of the opposite channel's its sender had consumed by then."""
+
+    message: Message
+    place: int
+    acknowledged: int = 0
+
+
+class _Step(NamedTuple):
+    """A pass, the messages it waits for, and the one it sends."""
+
+    work: Pass
+    inputs: tuple[_Leg, ...]
+    output: _Leg | None
+
+
 class _Routes:
-    """Who sends what to whom: every message by producer, and every channel in the order of its sender."""
+    """Who sends what to whom: every rank's steps, and every channel in the order of its sender."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.sent: dict[Pass, Message] = {}
         self.channels: dict[tuple[int, int], list[Message]] = {}
-        for row in schedule.order:
-            for p in row:
-                if (message := self._output(p)) is not None:
-                    self.sent[p] = message
-                    self.channels.setdefault(message.channel, []).append(message)
-        self.acknowledged = self._acknowledge()
+        legs: dict[Pass, _Leg] = {}
+        for p in schedule.passes():
+            if (message := self._output(p)) is not None:
+                channel = self.channels.setdefault(message.channel, [])
+                legs[p] = _Leg(message, len(channel))
+                channel.append(message)
+        self.steps = [[_Step(p, self._inputs(p, legs), legs.get(p)) for p in row] for row in schedule.order]
+        for row in self.steps:
+            _acknowledge(row)
 
     def _output(self, p: Pass) -> Message | None:
         """The message that carries the output of ``p``, if it leaves its rank."""
@@ -62,24 +83,21 @@ class _Routes:
         source, target = stage_to_rank[p.stage], stage_to_rank[consumer]
         return None if source == target else Message(p, source, target)
 
-    def inputs(self, p: Pass) -> Iterator[Message]:
-        """The messages that ``p`` waits for."""
-        for needed in self.schedule.dependencies(p):
-            if needed.stage != p.stage and needed in self.sent:
-                yield self.sent[needed]
+    def _inputs(self, p: Pass, legs: dict[Pass, _Leg]) -> tuple[_Leg, ...]:
+        if p.kind is Kind.W:
+            return ()
+        return tuple([legs[d] for d in self.schedule.dependencies(p) if d.stage != p.stage and d in legs])
 
-    def _acknowledge(self) -> dict[Message, int]:
-        """For each message, how many of the opposite channel's its sender had consumed when it sent it."""
-        acknowledged: dict[Message, int] = {}
-        place = {m: i for channel in self.channels.values() for i, m in enumerate(channel)}
-        for row in self.schedule.order:
-            arrived: dict[tuple[int, int], int] = {}
-            for p in row:
-                for message in self.inputs(p):
-                    arrived[message.channel] = max(arrived.get(message.channel, 0), place[message] + 1)
-                if (out := self.sent.get(p)) is not None:
-                    acknowledged[out] = arrived.get((out.target, out.source), 0)
-        return acknowledged
+
+def _acknowledge(row: list[_Step]) -> None:
+    """Note with every message that a rank sends what it has consumed of the other direction."""
+    arrived: dict[int, int] = {}
+    for step in row:
+        for leg in step.inputs:
+            source = leg.message.source
+            arrived[source] = max(arrived.get(source, 0), leg.place + 1)
+        if step.output is not None:
+            step.output.acknowledged = arrived.get(step.output.message.target, 0)
 
 
 class _RankOps:
@@ -89,32 +107,29 @@ class _RankOps:
         self._routes = routes
         self._rank = rank
         self._max_in_flight = max_in_flight
-        self._expected: set[Message] = set()
         self._posted = {channel: 0 for channel in routes.channels if channel[1] == rank}
         self._sent = {channel: 0 for channel in routes.channels if channel[0] == rank}
         self._settled = dict.fromkeys(self._sent, 0)
 
     def write(self) -> Iterator[Op]:
-        row = self._routes.schedule.order[self._rank]
-        for p, following in zip(row, (*row[1:], None), strict=True):
-            yield from self._post(p)
+        steps = self._routes.steps[self._rank]
+        for step, following in zip(steps, (*steps[1:], None), strict=True):
+            yield from self._post(step)
             if following is not None:
                 yield from self._post(following)
-            yield Compute(p)
-            if (out := self._routes.sent.get(p)) is not None:
-                yield from self._send(out)  # another rank waits for it; nobody waits for what settles
-            yield from self._settle_acknowledged(p)
+            yield Compute(step.work)
+            if step.output is not None:
+                yield from self._send(step.output.message)  # another rank waits for it; nobody waits for what settles
+            yield from self._settle_acknowledged(step)
         for channel, count in self._sent.items():
             yield from self._settle(channel, count)
 
-    def _post(self, p: Pass) -> Iterator[Op]:
-        for message in self._routes.inputs(p):
-            channel = self._routes.channels[message.channel]
-            while message not in self._expected:
-                following = channel[self._posted[message.channel]]
-                self._posted[message.channel] += 1
-                self._expected.add(following)
-                yield Recv(following)
+    def _post(self, step: _Step) -> Iterator[Op]:
+        for leg in step.inputs:
+            name = leg.message.channel
+            for place in range(self._posted[name], leg.place + 1):
+                yield Recv(self._routes.channels[name][place])
+            self._posted[name] = max(self._posted[name], leg.place + 1)
 
     def _send(self, message: Message) -> Iterator[Op]:
         if self._max_in_flight is not None:
@@ -122,11 +137,11 @@ class _RankOps:
         yield Send(message)
         self._sent[message.channel] += 1
 
-    def _settle_acknowledged(self, p: Pass) -> Iterator[Op]:
-        for message in self._routes.inputs(p):
-            back = (self._rank, message.source)
+    def _settle_acknowledged(self, step: _Step) -> Iterator[Op]:
+        for leg in step.inputs:
+            back = (self._rank, leg.message.source)
             if back in self._settled:
-                yield from self._settle(back, min(self._routes.acknowledged[message], self._sent[back]))
+                yield from self._settle(back, min(leg.acknowledged, self._sent[back]))
 
     def _settle(self, channel: tuple[int, int], count: int) -> Iterator[Op]:
         while self._settled[channel] < count:

@@ -14,6 +14,7 @@ import os
 import pickle
 import random
 import shutil
+import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.zero_bubble.runtime.p2p import lost_connection
 from megatron.zero_bubble.training.distributed import agree
 from megatron.zero_bubble.training.errors import UsageError
 
@@ -93,6 +95,23 @@ def latest_iteration(directory: str | Path) -> int | None:
     return int(text)
 
 
+def prepare(directory: str) -> None:
+    """Make the directory of ``--save``, so that a run does not find out at its first checkpoint. A collective call.
+
+    Raises:
+        UsageError: on every rank, when rank 0 cannot write there.
+    """
+    problem: str | None = None
+    if dist.get_rank() == 0:
+        try:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=directory):
+                pass
+        except OSError as error:
+            problem = f"--save needs a directory that can be written, got {directory} ({error.strerror}); give another"
+    agree(problem)
+
+
 def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     """Write a checkpoint under ``--save``; a collective call that returns when it is complete."""
     final = checkpoint_path(args.save, state.iteration)
@@ -137,13 +156,21 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
         _allocate_optimizer_state(trained.optimizer)
         request = _contents(args, trained, metadata, loading=True, random_states=same_layout)
         _restore(trained, request.keys(), dist_checkpointing.load(request, str(path)))
+        return TrainState() if args.finetune else _train_state(common)
     except _LOAD_ERRORS as error:
+        if lost_connection(error):
+            raise
         text = " ".join(str(error).split())[:300]
         raise UsageError(
             f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); give the model "
             f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}"
         ) from error
-    return TrainState() if args.finetune else TrainState(**common["train_state"])
+
+
+def _train_state(common: dict[str, Any]) -> TrainState:
+    if "train_state" not in common:
+        raise ValueError("it was not saved by this program and does not say how far its data were read; add --finetune")
+    return TrainState(**common["train_state"])
 
 
 def _contents(

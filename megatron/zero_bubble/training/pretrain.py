@@ -112,6 +112,8 @@ def _train_rank(
             f"{applied.phrase}",
             flush=True,
         )
+    if args.save:
+        checkpoint.prepare(args.save)
     vocabulary = tokenizer.build_tokenizer(args)
     with quiet() if args.mock_data else nullcontext():
         splits = data.build_splits(args, vocabulary)

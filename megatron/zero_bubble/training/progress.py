@@ -9,6 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from megatron.zero_bubble.training.errors import UsageError
+
 _BAR = 24
 
 
@@ -49,8 +51,7 @@ class Progress:
         if not reporting:
             return
         if metrics_file:
-            Path(metrics_file).parent.mkdir(parents=True, exist_ok=True)
-            self._file = Path(metrics_file).open("a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
+            self._file = _open(Path(metrics_file))
         if tensorboard_dir:
             self._board = self._open_board(tensorboard_dir)
 
@@ -125,3 +126,12 @@ class Progress:
             self.say(f"TensorBoard is not installed: nothing is written to {directory} (pip install tensorboard)")
             return None
         return SummaryWriter(directory)
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("a", encoding="utf-8")
+    except OSError as error:
+        problem = f"--metrics-file needs a file that can be written, got {path} ({error.strerror}); give another"
+        raise UsageError(problem, everywhere=False) from None
