@@ -31,11 +31,16 @@ def on_ranks() -> bool:
 
 
 def interleaved(variants: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Run every variant once a round, so that a slow minute of the machine slows all of them; values by variant."""
-    values: dict[str, list[float]] = {name: [] for name in variants}
+    """Run every variant once a round, so that a slow minute of the machine slows all of them; values by variant.
+
+    Each round starts with the next variant, so that none always pays for what the one before it left behind.
+    """
+    names = list(variants)
+    values: dict[str, list[float]] = {name: [] for name in names}
     for number in range(warm_up + rounds):
-        for name, run in variants.items():
-            value = run()
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            value = variants[name]()
             if number >= warm_up:
                 values[name].append(value)
         if os.environ.get("RANK", "0") == "0":
