@@ -1,8 +1,9 @@
 """Real compute: what a zero-bubble schedule gains on a real GPT, on two CPU ranks of one thread each.
 
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
-each schedule, so ratios compare neighbours in time. Beside the measured ratio stands the one that the simulator
-predicts from the pass times measured in the same iterations; and the cost of B + W over the fused backward.
+each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
+the one that the simulator predicts from the passes of the same round. What the split costs is seen where everything
+else is the same: in "1f1b, split", which runs each B with its W right behind it in the order of 1F1B.
 
     python scripts/bench/real_compute.py [--rounds 15] [--hidden-size 512] [--num-microbatches 4 8 16]
 """
@@ -13,14 +14,22 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import ranks
 
+sys.path.insert(0, str(ranks.ROOT))
+
+from megatron.zero_bubble import Kind, Pass, PassCosts, Schedule, build, simulate
+from megatron.zero_bubble.plan_file import plan_to_json
+
 STOCK = "stock 1f1b"
-OURS = ("1f1b", "zb-h1", "zb-h2")
+SPLIT = "1f1b, split"
+OURS = ("1f1b", SPLIT, "zb-h1", "zb-h2")
 NUM_RANKS = 2
 
 
@@ -93,12 +102,15 @@ class _Job:
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(0, 256, (1, 257), generator=generator)
 
+    def zero_grad(self) -> None:
+        """Before every iteration, and no part of it."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+
     def iteration(self) -> None:
         """All passes of one global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
         get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=None,
@@ -116,20 +128,35 @@ class _Job:
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
 
+def _schedule(name: str, num_microbatches: int) -> Schedule:
+    """The schedule of a variant."""
+    if name not in (STOCK, SPLIT):
+        return build(name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
+    plain = build("1f1b", num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
+    if name == STOCK:
+        return plain
+    return replace(plain, name=name, order=tuple(tuple(q for p in row for q in _halves(p)) for row in plain.order))
+
+
+def _halves(p: Pass) -> tuple[Pass, ...]:
+    return (replace(p, kind=Kind.B), replace(p, kind=Kind.W)) if p.kind is Kind.BW else (p,)
+
+
 class _Variant:
     """One way to run the iteration, with the passes it recorded."""
 
-    def __init__(self, job: _Job, name: str) -> None:
+    def __init__(self, job: _Job, schedule: Schedule, folder: Path) -> None:
         from megatron.core import parallel_state
 
-        from megatron.zero_bubble.analysis.timeline import Timeline
         from megatron.zero_bubble.runtime.measure import Recorder
 
         self._job = job
-        self._name = name
+        self._schedule = schedule
+        self._file = folder / f"{schedule.name}.json"
+        self._file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))))
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._recorder = Recorder(job.platform)
-        self.timelines: list[Timeline] = []
+        self.costs: list[PassCosts] = []
 
     def __call__(self) -> float:
         """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
@@ -137,14 +164,15 @@ class _Variant:
 
         from megatron.zero_bubble.config import ZeroBubbleConfig
         from megatron.zero_bubble.patching import apply, observe, revert
-        from megatron.zero_bubble.runtime.measure import gather_timeline
+        from megatron.zero_bubble.runtime.measure import gather_timeline, median_costs
 
-        if self._name == STOCK:
+        if self._schedule.name == STOCK:
             observe(self._recorder)
         else:
-            apply(ZeroBubbleConfig(schedule=self._name), self._recorder)
+            apply(ZeroBubbleConfig(schedule_file=str(self._file)), self._recorder)
         try:
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
+            self._job.zero_grad()
             self._recorder.start(self._group)
             started = time.perf_counter()
             self._job.iteration()
@@ -152,26 +180,29 @@ class _Variant:
             elapsed = (time.perf_counter() - started) * 1e3
         finally:
             revert()
-        self.timelines.append(gather_timeline(self._name, self._recorder.stop(), self._group))
+        self.costs.append(median_costs([gather_timeline(self._schedule.name, self._recorder.stop(), self._group)]))
         return elapsed
+
+    def planned(self) -> list[float]:
+        """What each iteration would have taken without any overhead, its passes as they were."""
+        return [simulate(self._schedule, costs).makespan_ms for costs in self.costs]
+
+    def backward(self) -> list[float]:
+        """Milliseconds of a microbatch's backward, all stages together, in each iteration."""
+        return [sum(costs.backward_ms) + sum(costs.wgrad_ms) for costs in self.costs]
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
-    from megatron.zero_bubble import build, simulate
-    from megatron.zero_bubble.runtime.measure import median_costs
-
     job = _Job(options.hidden_size, num_microbatches)
-    variants = {name: _Variant(job, name) for name in (STOCK, *OURS)}
-    if job.launch.rank == 0:
-        print(f"M={num_microbatches}, hidden {options.hidden_size}")
-    times = ranks.interleaved(dict(variants), options.rounds)
-    costs = {name: median_costs(variant.timelines[1:]) for name, variant in variants.items()}
-    predicted = {}
-    for name in variants:
-        schedule = build("1f1b" if name == STOCK else name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
-        predicted[name] = simulate(schedule, costs[name]).makespan_ms
-    ratios = ranks.ratio_to(times, STOCK)
-    backward = sum(costs[STOCK].backward_ms)
+    with TemporaryDirectory() as folder:
+        schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in (STOCK, *OURS)}
+        variants = {name: _Variant(job, schedule, Path(folder)) for name, schedule in schedules.items()}
+        if job.launch.rank == 0:
+            print(f"M={num_microbatches}, hidden {options.hidden_size}")
+        times = ranks.interleaved(dict(variants), options.rounds)
+    planned = {name: variant.planned()[-options.rounds :] for name, variant in variants.items()}
+    backward = {name: variant.backward()[-options.rounds :] for name, variant in variants.items()}
+    ratios, predicted, splits = (ranks.ratio_to(values, STOCK) for values in (times, planned, backward))
     return {
         "num_microbatches": num_microbatches,
         "hidden_size": options.hidden_size,
@@ -181,13 +212,11 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
                 "iteration_ms": median(times[name]),
                 "spread": ranks.spread(times[name]),
                 "time_over_stock": ratios[name],
-                "predicted_time_over_stock": predicted[name] / predicted[STOCK],
-                "measured_over_planned": median(times[name]) / predicted[name],
-                "forward_ms": costs[name].forward_ms,
-                "backward_ms": costs[name].backward_ms,
-                "wgrad_ms": costs[name].wgrad_ms,
-                "comm_ms": costs[name].comm_ms,
-                "backward_over_stock": (sum(costs[name].backward_ms) + sum(costs[name].wgrad_ms)) / backward,
+                "predicted_time_over_stock": predicted[name],
+                "measured_over_planned": median(t / p for t, p in zip(times[name], planned[name], strict=True)),
+                "backward_over_stock": splits[name],
+                "costs": [asdict(costs) | {"links": []} for costs in variants[name].costs[-options.rounds :]],
+                "rounds_ms": times[name],
             }
             for name in variants
         },
@@ -196,11 +225,12 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
 
 def _print(result: dict[str, Any]) -> None:
     print(f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, medians of {result['rounds']} rounds")
-    print("  schedule     ms/iteration   time/stock   predicted   speed/stock   B+W/BW   noise")
+    print("  schedule     ms/iteration   time/stock   predicted   speed/stock   measured/planned   B+W/BW   noise")
     for name, row in result["variants"].items():
         print(
             f"  {name:<11}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
             f"  {row['predicted_time_over_stock']:10.3f}  {1 / row['time_over_stock']:12.3f}"
+            f"  {row['measured_over_planned']:17.3f}"
             f"  {row['backward_over_stock']:7.3f}  {row['spread']:6.1%}"
         )
 

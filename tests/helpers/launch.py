@@ -13,9 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +95,14 @@ def run_training(
         process.start()
     ended: dict[int, float] = {}
     deadline = time.monotonic() + timeout
-    while len(ended) < num_ranks and time.monotonic() < deadline:
-        running = [rank for rank in range(num_ranks) if rank not in ended]
-        ready = wait([processes[rank].sentinel for rank in running], timeout=max(0.0, deadline - time.monotonic()))
-        ended.update({rank: time.monotonic() for rank in running if processes[rank].sentinel in ready})
-    for process in processes:
-        process.kill()
-        process.join()
+    try:
+        while len(ended) < num_ranks and time.monotonic() < deadline:
+            running = [rank for rank in range(num_ranks) if rank not in ended]
+            ready = wait([processes[rank].sentinel for rank in running], timeout=max(0.0, deadline - time.monotonic()))
+            ended.update({rank: time.monotonic() for rank in running if processes[rank].sentinel in ready})
+    finally:
+        for process in processes:
+            _kill(process)
     outputs = [log.read_text() if log.exists() else "" for log in logs]
     if len(ended) < num_ranks:
         hanging = sorted(set(range(num_ranks)) - set(ended))
@@ -112,9 +115,19 @@ def run_training(
     ]
 
 
+def _kill(process: BaseProcess) -> None:
+    """End a rank and what it started: megatron-core's checkpoint writer has a process that outlives a killed rank."""
+    assert process.pid is not None, "it was started"
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.kill()
+    process.join()
+
+
 def _rank(rank: int, num_ranks: int, port: int, flags: list[str], log: str, setup: Setup | None) -> None:
     import torch
 
+    os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -1,6 +1,7 @@
 """Train the same model by stock megatron-core and by zero-bubble schedules on the same ranks, and compare every bit.
 
-An option under test is written as the flags a user would give. A run trains five steps and evaluates after the third.
+An option under test is written as the flags a user would give. A run trains five steps, unless those flags say
+otherwise, and evaluates after every third.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Tokens(Dataset):
 
 
 def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """Run ``STEPS`` iterations under each schedule (None is stock) from the same start; call it on a rank pool."""
+    """Train under each schedule (None is stock) from the same start; call it on a rank pool."""
     from megatron.zero_bubble.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
@@ -96,7 +97,7 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())
     lay_out(args)
-    samples = Tokens(args.batch_sizes.samples_after(STEPS), args.seq_length, args.vocab_size)
+    samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
     own = samples if reads_data(args) else None
     splits = Splits(own, own, None, has_valid=True, has_test=False)
     outcomes = []
@@ -124,7 +125,7 @@ def _train_once(args: Any, splits: Any) -> Outcome:
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
-    seen = _Seen()
+    seen = _Seen(args.train_iters)
     trainer = loop.Trainer(
         args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen, seen.around_passes
     )
@@ -141,8 +142,8 @@ def _train_once(args: Any, splits: Any) -> Outcome:
 class _Seen(Progress):
     """Stands where a run reports its progress, and keeps the bits."""
 
-    def __init__(self) -> None:
-        super().__init__(reporting=False, train_iters=STEPS)
+    def __init__(self, train_iters: int) -> None:
+        super().__init__(reporting=False, train_iters=train_iters)
         self.losses: list[str] = []
         self.grad_norms: list[str] = []
 
@@ -170,11 +171,11 @@ def _digests(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
     }
 
 
-def assert_same_bits(results: list[list[Outcome]], schedules: Sequence[str | None]) -> None:
+def assert_same_bits(results: list[list[Outcome]], schedules: Sequence[str | None], steps: int = STEPS) -> None:
     """Compare every schedule's outcome with the first one's, rank by rank, and name what differs first."""
     for rank, outcomes in enumerate(results):
         reference = outcomes[0]
-        assert len(reference.grad_norms) == STEPS, "the reference run reports the norm of every step"
+        assert len(reference.grad_norms) == steps, "the reference run reports the norm of every step"
         assert not reference.unmoved, f"rank {rank}: the reference run moves every parameter"
         for schedule, outcome in zip(schedules[1:], outcomes[1:], strict=True):
             where = f"rank {rank}, {schedule} against {schedules[0] or 'stock 1F1B'}"

@@ -1,0 +1,201 @@
+"""zb-auto against the schedules of public schedulers: never a longer one in the same memory, for the same costs.
+
+``configs/published/peer_schedules.csv`` has 936 schedules of the authors' fork, of Primus and of DualPipeV, each with
+the costs it was made for, its peak memory and its bubble rates. For each, zb-auto plans with the same costs under that
+peak, once for the span and once for the makespan. The table has the medians of each memory class beside the bound.
+
+    python scripts/bench/peer_schedules.py [--effort 1] [--jobs 2] [--every 1]
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import ranks
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
+from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.search import zb_auto
+
+PEERS = ranks.ROOT / "configs/published/peer_schedules.csv"
+METRICS: tuple[Metric, ...] = ("span", "makespan")
+TOLERANCE = 0.0005
+CLASSES = ((0.4, "up to 0.4 p"), (0.7, "0.4 to 0.7 p"), (1.0, "0.7 to 1 p"), (float("inf"), "above 1 p"))
+"""Upper ends of the memory classes, in parts of what 1F1B keeps (p microbatches)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question: costs of a rank in ms, M_W in units of M_B, and a limit in microbatches a rank."""
+
+    p: int
+    m: int
+    forward_ms: float
+    backward_ms: float
+    wgrad_ms: float
+    comm_ms: float
+    wgrad_memory: float
+    limit: float
+
+    @property
+    def equal_costs(self) -> bool:
+        """Whether all passes take the same and transfers nothing: what V-Half and V-Min were made for."""
+        return self.forward_ms == self.backward_ms == self.wgrad_ms and self.comm_ms == 0
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A public schedule."""
+
+    source: str
+    schedule: str
+    bubble: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What zb-auto found for one objective."""
+
+    bubble: float
+    bound: float
+    placement: str
+    peak: float
+    seconds: float
+
+
+def read(path: Path) -> dict[Case, list[Peer]]:
+    """The peers' schedules by the question they answer."""
+    with path.open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    cases: dict[Case, list[Peer]] = {}
+    for row in rows:
+        costs = (
+            float(row[key]) for key in ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms", "wgrad_memory", "peak")
+        )
+        peer = Peer(row["source"], row["schedule"], {metric: float(row[f"bubble_{metric}"]) for metric in METRICS})
+        cases.setdefault(Case(int(row["p"]), int(row["m"]), *costs), []).append(peer)
+    return cases
+
+
+def answer(case: Case, objective: Metric, effort: float) -> Answer:
+    """Plan, and bound what any plan on either placement could reach."""
+    finest = Placement.vee(case.p)
+    costs = PassCosts.uniform(finest, case.forward_ms, case.backward_ms, case.wgrad_ms, case.comm_ms)
+    memory = PassMemory.uniform(finest, 1.0, case.wgrad_memory)
+    started = time.perf_counter()
+    schedule = zb_auto(costs, memory, case.p, case.m, case.limit, objective=objective, effort=effort)
+    seconds = time.perf_counter() - started
+    fitted = costs.fit(schedule.placement), memory.fit(schedule.placement)
+    timeline = simulate(schedule, *fitted)
+    peak = max(timeline.peak_activation)
+    assert peak <= case.limit + 1e-6, f"{case}: keeps {peak}"
+    shortest = min(
+        lower_bound(costs.fit(on), memory.fit(on), on, case.m, case.limit, objective).value_ms
+        for on in (Placement.linear(case.p), finest)
+    )
+    work = case.m * (case.forward_ms + case.backward_ms + case.wgrad_ms)
+    name = "vee" if schedule.placement == finest else "linear"
+    return Answer(timeline.bubble_rate(objective), (shortest - work) / shortest, name, peak, seconds)
+
+
+def main() -> int:
+    """Answer every question; 1 when a peer is better by more than the tolerance, or not beaten where it must be."""
+    options = _parse()
+    cases = read(options.peers)
+    chosen = list(cases)[options.offset :: options.every]
+    answers: dict[tuple[Case, Metric], Answer] = {}
+    with ProcessPoolExecutor(options.jobs) as pool:
+        futures = {
+            pool.submit(answer, case, metric, options.effort): (case, metric) for case in chosen for metric in METRICS
+        }
+        for done, future in enumerate(as_completed(futures), 1):
+            answers[futures[future]] = future.result()
+            print(f"\r  {done}/{len(futures)}", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    lost = [*_lost(cases, answers)]
+    rows = [*_medians(cases, answers)]
+    _print(rows, lost, sum(len(cases[case]) for case in chosen))
+    results = [
+        {**asdict(case), "objective": metric, "peers": [asdict(peer) for peer in cases[case]], **asdict(found)}
+        for (case, metric), found in answers.items()
+    ]
+    content = {"bench": "peer_schedules", "machine": ranks.machine(), "effort": options.effort}
+    ranks.write(options.output, content | {"medians": rows, "lost": lost, "results": results})
+    return int(bool(lost))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' schedules as CSV")
+    parser.add_argument("--effort", type=float, default=1.0, help="of zb-auto")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--every", type=int, default=1, help="take every n-th question only")
+    parser.add_argument("--offset", type=int, default=0, help="the first question to take")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench/peer_schedules.json"))
+    return parser.parse_args()
+
+
+def _lost(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], Answer]) -> Iterable[dict[str, Any]]:
+    """Where a peer is better, or as good where its pattern was made for other costs."""
+    for (case, metric), found in answers.items():
+        for peer in cases[case]:
+            excess = found.bubble - peer.bubble[metric]
+            patterned = peer.schedule in ("v-half", "v-min") and not case.equal_costs
+            if excess > TOLERANCE or (patterned and excess >= -1e-5):
+                yield {**asdict(case), "objective": metric, **asdict(peer), "ours": found.bubble, "excess": excess}
+
+
+def _medians(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], Answer]) -> Iterable[dict[str, Any]]:
+    for metric in METRICS:
+        low = 0.0
+        for high, name in CLASSES:
+            of_class = [
+                (found, min(peer.bubble[metric] for peer in cases[case]))
+                for (case, objective), found in answers.items()
+                if objective == metric and low < case.limit / case.p <= high
+            ]
+            low = high
+            if of_class:
+                yield {
+                    "objective": metric,
+                    "memory": name,
+                    "questions": len(of_class),
+                    "ours": median(found.bubble for found, _ in of_class),
+                    "best_peer": median(best for _, best in of_class),
+                    "bound": median(found.bound for found, _ in of_class),
+                    "seconds": median(found.seconds for found, _ in of_class),
+                }
+
+
+def _print(rows: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]], num_peers: int) -> None:
+    print("objective  memory        questions  zb-auto  best peer    bound  seconds")
+    for row in rows:
+        print(
+            f"{row['objective']:<9}  {row['memory']:<12}  {row['questions']:9}  {row['ours']:7.4f}"
+            f"  {row['best_peer']:9.4f}  {row['bound']:7.4f}  {row['seconds']:7.2f}"
+        )
+    print(f"{num_peers} schedules, two objectives each: {len(lost)} comparisons not won as promised")
+    for row in sorted(lost, key=lambda row: -row["excess"]):
+        costs = "/".join(f"{row[key]:g}" for key in ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms"))
+        question = f"p={row['p']} m={row['m']} {costs} M_W {row['wgrad_memory']:g} limit {row['limit']:g}"
+        print(
+            f"  {row['objective']:<8} {question}: "
+            f"{row['schedule']} {row['bubble'][row['objective']]:.4f}, ours {row['ours']:.4f} ({row['excess']:+.4f})"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
