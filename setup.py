@@ -6,7 +6,7 @@ Ranges here say what the code works with; ``scripts/constraints.txt`` pins what 
 import re
 from pathlib import Path
 
-from setuptools import find_namespace_packages, setup
+from setuptools import Extension, find_namespace_packages, setup
 
 ROOT = Path(__file__).parent
 (VERSION,) = re.findall(
@@ -22,6 +22,15 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
+    ext_modules=[
+        Extension(
+            "megatron.zero_bubble._planner",
+            sources=["csrc/planner.cpp"],
+            # No fused multiply-add: the search's results are the same to the last bit on every machine.
+            extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off"],
+            optional=True,  # without it the same search runs in Python, on a smaller budget
+        )
+    ],
     install_requires=[
         "torch>=2.6",
         "megatron-core==0.16.1",

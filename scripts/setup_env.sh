@@ -22,7 +22,7 @@ _zb_setup() (
     set -euo pipefail
     python="${ZB_PYTHON:-python3}"
     stamp="$_zb_venv/.zero-bubble-stamp"
-    wanted="$(cd "$_zb_root" && cat setup.py scripts/constraints.txt scripts/setup_env.sh | cksum) $_zb_root"
+    wanted="$(cd "$_zb_root" && cat setup.py csrc/* scripts/constraints.txt scripts/setup_env.sh | cksum) $_zb_root"
     if [[ -x "$_zb_venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
         exit 0
     fi

@@ -107,7 +107,10 @@ class _Run:
         delta, settled, limit = self.problem.tables.delta, self.settled, self.problem.limit[rank]
         row, at = self.rows[rank], self.position[rank]
         # Memory between the front and the pass's old place, if every W ran at once: the least there can be.
-        kept = self.kept[rank] + sum([delta[code] for code in self.pending[rank]]) + settled[row[at]]
+        freed = 0.0
+        for code in self.pending[rank]:
+            freed += delta[code]
+        kept = self.kept[rank] + freed + settled[row[at]]
         peak = max(kept, self.kept[rank])
         for place in range(at + 1, min(at + 1 + _LOOK_AHEAD, len(row))):
             code = row[place]

@@ -18,7 +18,7 @@ _SLACK = 1e-9
 
 class Decoded(NamedTuple):
     """What became of rows: the cost (``INFEASIBLE`` when they deadlock or do not fit in memory), its mean over ranks,
-    which tells apart rows whose longest rank is equal, and the rows with W's.
+    which tells apart rows whose longest rank is equal, and the rows with W's (a part of them where not feasible).
     """
 
     cost: float
@@ -84,8 +84,12 @@ def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEA
         free[rank], kept[rank] = now, held
     if any(at < len(row) for at, row in zip(position, rows, strict=True)):
         return Decoded(INFEASIBLE, INFEASIBLE, full)
-    costs = []
+    costs, mean = [], 0.0
     for rank, waiting in enumerate(pending):
         full[rank].extend(waiting)
-        costs.append(free[rank] + sum([duration[wgrad] for wgrad in waiting]) - problem.origin[rank])
-    return Decoded(max(costs), sum(costs) / num_ranks, full)
+        rest = 0.0  # no sum() of floats in these loops: how it rounds depends on the version of Python
+        for wgrad in waiting:
+            rest += duration[wgrad]
+        costs.append(free[rank] + rest - problem.origin[rank])
+        mean += costs[-1]
+    return Decoded(max(costs), mean / num_ranks, full)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import NamedTuple
 
 from megatron.zero_bubble.search.decode import decode
+from megatron.zero_bubble.search.dice import Dice
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows, W
 from megatron.zero_bubble.search.timeline import times
 
@@ -37,21 +37,21 @@ def improve(problem: Problem, start: Improved, eagerness: float, tries: int, hea
         tries: how many rows may be decoded.
         heat: ms by which a move may worsen the schedule and still be kept, at first; it falls to 0.
     """
-    random = Random(0)
+    dice = Dice(0)
     best = start
     rows = [list(row) for row in start.rows]
     cost, mean, full = decode(problem, rows, eagerness, start.target)
     score, used = cost + _MEAN_WEIGHT * mean, 1
     while used < tries:
-        moves = critical_moves(problem, full, random)
-        random.shuffle(moves)
+        moves = critical_moves(problem, full, dice)
+        dice.shuffle(moves)
         for rank, origin, to in moves[: tries - used]:
             row = rows[rank]
             row.insert(to, row.pop(origin))
             target = best.cost - _SLACK
             cost, mean, new = decode(problem, rows, eagerness, target)
             used += 1
-            if cost + _MEAN_WEIGHT * mean < score + heat * (1 - used / tries) * random.random() - _SLACK:
+            if cost + _MEAN_WEIGHT * mean < score + heat * (1 - used / tries) * dice.uniform() - _SLACK:
                 score, full = cost + _MEAN_WEIGHT * mean, new
                 if cost < best.cost - _SLACK:
                     best = Improved(cost, target, [list(r) for r in rows])
@@ -63,12 +63,13 @@ def improve(problem: Problem, start: Improved, eagerness: float, tries: int, hea
     return best
 
 
-def critical_moves(problem: Problem, full: Rows, random: Random) -> list[Move]:
+def critical_moves(problem: Problem, full: Rows, dice: Dice) -> list[Move]:
     """Moves that break a longest path: per block on a rank, its last passes to the front, its first to the back."""
     starts, number, places = times(problem, full)
     rank_of, duration, source, hop, _, _ = problem.tables
     lateness = [s[-1] + duration[row[-1]] - o for s, row, o in zip(starts, full, problem.origin, strict=True)]
-    rank = random.choice([r for r, late in enumerate(lateness) if late > max(lateness) - _SLACK])
+    longest = [r for r, late in enumerate(lateness) if late > max(lateness) - _SLACK]
+    rank = longest[dice.below(len(longest))]
     place = len(full[rank]) - 1
     block, moves = [place], []
     while True:
@@ -80,7 +81,7 @@ def critical_moves(problem: Problem, full: Rows, random: Random) -> list[Move]:
             arrival = starts[other][other_place] + duration[before] + hop[code]
         follows = place > 0 and starts[rank][place - 1] + duration[full[rank][place - 1]] > start - _SLACK
         arrives = arrival > start - _SLACK
-        if follows and not (arrives and random.random() < 0.5):
+        if follows and not (arrives and dice.uniform() < 0.5):
             place -= 1
             block.append(place)
             continue

@@ -7,18 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import NamedTuple
 
-from megatron.zero_bubble.search.compact import compact
-from megatron.zero_bubble.search.decode import INFEASIBLE, decode
-from megatron.zero_bubble.search.improve import Improved, improve
-from megatron.zero_bubble.search.problem import Problem, Rows, mirrored
-from megatron.zero_bubble.search.seeds import seeds
+from megatron.zero_bubble.search.decode import INFEASIBLE
+from megatron.zero_bubble.search.improve import Improved
+from megatron.zero_bubble.search.loops import Packed, library, loops
+from megatron.zero_bubble.search.problem import Problem, Rows
+from megatron.zero_bubble.search.seeds import fitted, handcrafted, seeds, serial
 from megatron.zero_bubble.search.stretch import stretch
 
-_BUDGET = 2_000_000
-_SCREENING, _COMPACTING = 0.1, 0.6
-"""Parts of the budget after which screening and compacting stop."""
+_BUDGET, _COMPILED_BUDGET = 2_000_000, 40_000_000
+_SCREENING, _COMPACTING, _SHORT = 0.1, 0.6, 0.5
+"""Parts of the budget after which screening and compacting stop, and the part for a search on fewer microbatches."""
 _COMPACT_COST = 3.5
 """How much longer it takes to place a pass in ``compact`` than in ``decode``."""
 _EAGERNESS = (0.6, 1.0, 0.3)
@@ -37,7 +38,7 @@ class Found(NamedTuple):
     mean: float
     eagerness: float
     target: float
-    rows: Rows
+    rows: Packed
 
 
 class Budget:
@@ -53,38 +54,52 @@ class Budget:
 
 def search(problem: Problem, effort: float) -> tuple[float, Rows]:
     """The cost and the rows (with W's) of the best schedule found on one placement."""
-    return _Search(problem, Budget(effort * _BUDGET)).run()
+    passes = effort * (_BUDGET if library() is None else _COMPILED_BUDGET)
+    few = 2 * problem.num_ranks + 8
+    if problem.num_microbatches <= 1.25 * few:
+        return _Search(problem, passes).whole(seeds(problem))
+    short = _Search(replace(problem, num_microbatches=few), _SHORT * passes)
+    stretched = (rows for found in short.best(seeds(short.problem)) for rows in _stretched(problem, short, found))
+    return _Search(problem, (1 - _SHORT) * passes).whole(chain([serial(problem)], stretched, handcrafted(problem)))
+
+
+def _stretched(problem: Problem, short: _Search, found: Found) -> Iterator[Rows]:
+    """Rows for all microbatches of ``problem`` from those found for few."""
+    full = short.loops.full(found.rows, found.eagerness, found.target)
+    for period in _PERIODS:
+        yield fitted(problem, stretch(short.problem, full, problem.num_microbatches, period))
 
 
 class _Search:
-    def __init__(self, problem: Problem, budget: Budget) -> None:
-        self.whole = problem
-        few = 2 * problem.num_ranks + 8
-        short = problem.num_microbatches <= 1.25 * few
-        self.problem = problem if short else replace(problem, num_microbatches=few)
-        self.budget = budget
+    def __init__(self, problem: Problem, passes: float) -> None:
+        self.problem = problem
+        self.budget = Budget(passes)
+        self.loops = loops(problem)
 
-    def run(self) -> tuple[float, Rows]:
-        pool = self._densify(self._screen(seeds(self.problem)))
+    def whole(self, starts: Iterable[Rows]) -> tuple[float, Rows]:
+        """The cost of the best found from ``starts``, and its rows with W's."""
+        found = self.best(starts)[0]
+        return found.cost, self.loops.full(found.rows, found.eagerness, found.target)
+
+    def best(self, starts: Iterable[Rows]) -> list[Found]:
+        """The best two found from ``starts``, the better one first."""
+        pool = self._densify(self._screen(starts))
         best = [self._retarget(found) for found in distinct(pool, 3)]
         best += [self._polish(found) for found in distinct(best, 2)]
-        if self.problem is not self.whole:
-            best = self._stretch(distinct(best, 2))
-        found = min(best, key=_merit)
-        return found.cost, decode(self.whole, found.rows, found.eagerness, found.target).rows
+        return distinct(best, 2)
 
     @property
     def passes(self) -> int:
         return 3 * self.problem.num_stages * self.problem.num_microbatches
 
-    def _try(self, rows: Rows, eagerness: float, target: float = INFEASIBLE) -> Found:
+    def _try(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> Found:
         self.budget.left -= self.passes
-        cost, mean, _ = decode(self.problem, rows, eagerness, target)
+        cost, mean = self.loops.decode(rows, eagerness, target)
         return Found(cost, mean, eagerness, target, rows)
 
     def _screen(self, starts: Iterable[Rows]) -> list[Found]:
         pool = []
-        for count, rows in enumerate(starts):
+        for count, rows in enumerate(map(self.loops.pack, starts)):
             pool += [self._try(rows, eagerness) for eagerness in (_EAGERNESS if count < 2 else _EAGERNESS[:1])]
             if self.budget.spent(_SCREENING):
                 break
@@ -93,6 +108,7 @@ class _Search:
     def _densify(self, starts: list[Found]) -> list[Found]:
         """Forward and backward improvement in turn: of the best rows so far, and of a start not yet tried, in turn."""
         pool = distinct(starts, len(starts))
+        known = {found[:2] for found in pool}
         fresh: list[tuple[Found, tuple[bool, ...]]] = [(found, (False, True)) for found in pool]
         grown: list[tuple[Found, tuple[bool, ...]]] = []
         while (fresh or grown) and not self.budget.spent(_COMPACTING):
@@ -102,14 +118,15 @@ class _Search:
                 for most_held in self._limits_ahead():
                     rows = self._compact(found.rows, most_held, backwards)
                     better = rows and self._appraise(rows, min(pool[0].cost, found.cost))
-                    if better and better.cost < INFEASIBLE and all(better[:2] != other[:2] for other in pool):
+                    if better and better.cost < INFEASIBLE and better[:2] not in known:
+                        known.add(better[:2])
                         pool.append(better)
                         grown.append((better, (not backwards,)))
             pool.sort(key=_merit)
             grown.sort(key=lambda entry: _merit(entry[0]))
         return pool
 
-    def _appraise(self, rows: Rows, best: float) -> Found:
+    def _appraise(self, rows: Packed, best: float) -> Found:
         """Decode in the ways that may pay: all of them only where the first comes near the best."""
         found = self._try(rows, _EAGERNESS[0])
         if found.cost > _NEAR * best:
@@ -117,12 +134,9 @@ class _Search:
         found = min(found, *(self._try(rows, eagerness) for eagerness in _EAGERNESS[1:]), key=_merit)
         return min(found, self._try(rows, found.eagerness, found.cost - _EPSILON), key=_merit)
 
-    def _compact(self, rows: Rows, most_held: list[int] | None, backwards: bool) -> Rows | None:
+    def _compact(self, rows: Packed, most_held: list[int] | None, backwards: bool) -> Packed | None:
         self.budget.left -= _COMPACT_COST * self.passes
-        if not backwards:
-            return compact(self.problem, rows, most_held)
-        denser = compact(self.problem.mirrored, mirrored(rows), most_held)
-        return denser and mirrored(denser)
+        return self.loops.compact(rows, most_held, backwards)
 
     def _limits_ahead(self) -> Iterator[list[int] | None]:
         """None, and for a V a share of memory kept free for the way up."""
@@ -154,22 +168,10 @@ class _Search:
         for degrees in (0.0, heat):
             if tries > 2:
                 start = Improved(found.cost, found.target, found.rows)
-                better = improve(self.problem, start, found.eagerness, tries // 2, degrees)
+                better = self.loops.improve(start, found.eagerness, tries // 2, degrees)
                 found = found._replace(**better._asdict())
         self.budget.left -= tries * self.passes
         return found
-
-    def _stretch(self, pool: list[Found]) -> list[Found]:
-        short, self.problem = self.problem, self.whole
-        added = self.whole.num_microbatches - short.num_microbatches
-        result = []
-        for found in pool:
-            full = decode(short, found.rows, found.eagerness, found.target).rows
-            target = found.target + added * max(short.work) / short.num_microbatches
-            for period in _PERIODS:
-                rows = stretch(short, full, self.whole.num_microbatches, period)
-                result.append(self._try(rows, found.eagerness, target))
-        return [self._retarget(min(result, key=_merit))]
 
 
 def distinct(pool: Iterable[Found], count: int) -> list[Found]:

@@ -20,11 +20,17 @@ _UNITS = 6
 def seeds(problem: Problem) -> Iterator[Rows]:
     """Starting points for the placement of ``problem``; not all fit in its memory."""
     yield serial(problem)
+    yield from handcrafted(problem)
+    if problem.num_stages > problem.num_ranks:
+        yield from (fitted(problem, rows) for rows in blocks(problem))
+
+
+def handcrafted(problem: Problem) -> Iterator[Rows]:
+    """The orders of 1F1B and of ZB-V, cut to the memory there is."""
     if problem.num_stages == problem.num_ranks:
         yield from warm_ups(problem)
     else:
-        yield zb_v(problem)
-        yield from blocks(problem)
+        yield fitted(problem, zb_v(problem))
 
 
 def serial(problem: Problem) -> Rows:
@@ -79,7 +85,7 @@ def zb_v(problem: Problem) -> Rows:
         f0, b0, f1, b1 = (3 * s + kind for s in (rank, 2 * p - 1 - rank) for kind in (F, B))
         rest, steady = p - 1 - rank, max(0, m - 2 * p + rank + 1)
         row = [f0] * (2 * rest) + [f0, f1] * rank + [f0] + [f1, b1] * (p - rank) + [f0, b0, f1, b1] * steady
-        row += [b0, f1, b1] * rest
+        row += [b0, f1, b1] * rest + [b0, b1] * rank
         rows.append(_complete(row, (f0, f1, b1, b0), m))
     return rows
 
@@ -95,3 +101,20 @@ def _complete(row: list[int], codes: tuple[int, ...], m: int) -> list[int]:
     for code in codes:
         kept += [code] * left[code]
     return kept
+
+
+def fitted(problem: Problem, rows: Rows) -> Rows:
+    """The same rows, except that where the next F would not fit in memory the next B goes first."""
+    result = []
+    for rank, row in enumerate(rows):
+        left, kept, limit = list(row), 0.0, problem.limit[rank]
+        for place in range(len(left)):
+            code = left[place]
+            if code % 3 == F and kept + problem.kept[code // 3] > limit:
+                later = next((at for at in range(place + 1, len(left)) if left[at] % 3 == B), None)
+                if later is not None:
+                    left.insert(place, left.pop(later))
+                    code = left[place]
+            kept += problem.kept[code // 3] if code % 3 == F else -problem.kept[code // 3]
+        result.append(left)
+    return result

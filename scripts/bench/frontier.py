@@ -1,0 +1,150 @@
+"""The memory-bubble frontier: the least bubble that zb-auto finds under every memory limit, beside public schedules.
+
+Eight ranks, 24 microbatches, limits from a third of what 1F1B keeps to twice that, in eighths; one panel for each
+profile of costs in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound and the peers' points.
+
+    python scripts/bench/frontier.py [--objective span] [--svg docs/frontier.svg]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from html import escape
+from pathlib import Path
+
+import peer_schedules
+import ranks
+from peer_schedules import Answer, Case, Metric
+
+P, M = 8, 24
+LIMITS = (P / 3, *(P / 3 + P / 8 * step for step in range(1, 14)), 2.0 * P)
+WIDTH, HEIGHT, MARGIN, COLUMNS = 420, 280, 50, 2
+
+
+@dataclass(frozen=True)
+class Point:
+    """A peer's schedule: peak memory in microbatches and bubble rate."""
+
+    schedule: str
+    peak: float
+    bubble: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One profile of costs: what zb-auto found at each limit, and what the peers have."""
+
+    case: Case
+    found: tuple[Answer, ...]
+    peers: tuple[Point, ...]
+
+    @property
+    def title(self) -> str:
+        case = self.case
+        return f"F {case.forward_ms:g}, B {case.backward_ms:g}, W {case.wgrad_ms:g}, transfer {case.comm_ms:g} ms"
+
+    @property
+    def is_monotone(self) -> bool:
+        """Whether more memory never means a larger bubble."""
+        bubbles = [answer.bubble for answer in self.found]
+        return bubbles == sorted(bubbles, reverse=True)
+
+
+def main() -> int:
+    """Plan, draw, write; 1 when a frontier is not monotone."""
+    options = _parse()
+    panels = list(_panels(options.peers, options.wgrad_memory, options.objective, options.effort, options.jobs))
+    for panel in panels:
+        print(f"{panel.title}: {'monotone' if panel.is_monotone else 'NOT MONOTONE'}")
+        for limit, answer in zip(LIMITS, panel.found, strict=True):
+            found = f"bubble {answer.bubble:.4f}, bound {answer.bound:.4f}, {answer.placement}"
+            print(f"  {limit / P:5.3f} of 1F1B: {found}, {answer.seconds:.1f} s")
+    options.svg.parent.mkdir(parents=True, exist_ok=True)
+    options.svg.write_text(draw(panels, options.objective), encoding="utf-8")
+    print(f"drawn in {options.svg}")
+    content = {"bench": "frontier", "machine": ranks.machine(), "objective": options.objective, "limits": LIMITS}
+    ranks.write(options.output, content | {"panels": [asdict(panel) for panel in panels]})
+    return int(not all(panel.is_monotone for panel in panels))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--peers", type=Path, default=peer_schedules.PEERS, help="the peers' schedules as CSV")
+    parser.add_argument("--wgrad-memory", type=float, default=1.0, help="M_W in units of M_B")
+    parser.add_argument("--objective", choices=peer_schedules.METRICS, default="span")
+    parser.add_argument("--effort", type=float, default=1.0, help="of zb-auto")
+    parser.add_argument("--jobs", type=int)
+    parser.add_argument("--svg", type=Path, default=Path("runs/bench/frontier.svg"))
+    parser.add_argument("--output", type=Path, default=Path("runs/bench/frontier.json"))
+    return parser.parse_args()
+
+
+def _panels(peers: Path, wgrad_memory: float, metric: Metric, effort: float, jobs: int | None) -> Iterator[Panel]:
+    of_size = {case: found for case, found in peer_schedules.read(peers).items() if (case.p, case.m) == (P, M)}
+    profiles = sorted({replace(case, limit=0.0) for case in of_size if case.wgrad_memory == wgrad_memory}, key=str)
+    with ProcessPoolExecutor(jobs) as pool:
+        for profile in profiles:
+            cases = [replace(profile, limit=limit) for limit in LIMITS]
+            found = tuple(pool.map(peer_schedules.answer, cases, [metric] * len(cases), [effort] * len(cases)))
+            points = (
+                Point(peer.schedule, case.limit, peer.bubble[metric])
+                for case, listed in of_size.items()
+                for peer in listed
+                if replace(case, limit=0.0) == profile
+            )
+            yield Panel(profile, found, tuple(points))
+
+
+def draw(panels: Sequence[Panel], objective: Metric) -> str:
+    """All panels as one SVG."""
+    rows = -(-len(panels) // COLUMNS)
+    size = COLUMNS * WIDTH, rows * HEIGHT + 24
+    what = f"Bubble rate ({objective}) over peak activation memory, p={P}, m={M}"
+    whose = '<tspan fill="#0a7d38">zb-auto</tspan>, <tspan fill="#888">lower bound</tspan>, public schedules'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif">',
+        f'<style>text{{font-size:10px}}</style><rect width="{size[0]}" height="{size[1]}" fill="white"/>',
+        f'<text x="{MARGIN}" y="16" style="font-size:13px">{what}: {whose}</text>',
+    ]
+    for index, panel in enumerate(panels):
+        x, y = index % COLUMNS * WIDTH, index // COLUMNS * HEIGHT + 24
+        parts.append(f'<g transform="translate({x},{y})">{"".join(_panel(panel))}</g>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _panel(panel: Panel) -> Iterator[str]:
+    most = 1.1 * max([point.bubble for point in panel.peers] + [answer.bubble for answer in panel.found])
+
+    def x(peak: float) -> float:
+        return MARGIN + (WIDTH - MARGIN - 20) * peak / (2 * P)
+
+    def y(bubble: float) -> float:
+        return HEIGHT - MARGIN + 10 - (HEIGHT - MARGIN - 20) * bubble / most
+
+    yield f'<text x="{WIDTH / 2}" y="12" text-anchor="middle">{escape(panel.title)}</text>'
+    for step in range(5):
+        peak, bubble = P * step / 2, most * step / 4
+        yield f'<line x1="{x(peak)}" y1="{y(0)}" x2="{x(peak)}" y2="{y(most)}" stroke="#eee"/>'
+        yield f'<text x="{x(peak)}" y="{y(0) + 14}" text-anchor="middle">{step / 2:g} p</text>'
+        yield f'<line x1="{x(0)}" y1="{y(bubble)}" x2="{x(2 * P)}" y2="{y(bubble)}" stroke="#eee"/>'
+        yield f'<text x="{x(0) - 4}" y="{y(bubble) + 3}" text-anchor="end">{bubble:.0%}</text>'
+    for name, color in (("bound", "#888"), ("bubble", "#0a7d38")):
+        corners: list[str] = []
+        for limit, answer in zip(LIMITS, panel.found, strict=True):
+            rate = getattr(answer, name)
+            if corners:
+                corners.append(f"{x(limit):.1f},{corners[-1].split(',')[1]}")
+            corners.append(f"{x(limit):.1f},{y(rate):.1f}")
+        yield f'<polyline points="{" ".join(corners)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
+    for point in panel.peers:
+        name = escape(point.schedule.split("[")[0].removeprefix("deepseek-"))
+        yield f'<circle cx="{x(point.peak):.1f}" cy="{y(point.bubble):.1f}" r="3" fill="#c0392b"/>'
+        yield f'<text x="{x(point.peak) + 5:.1f}" y="{y(point.bubble) - 3:.1f}" fill="#c0392b">{name}</text>'
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,59 @@
+"""The compiled loops do what their references in Python do, to the last bit."""
+
+from __future__ import annotations
+
+from itertools import islice, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.search.decode import INFEASIBLE
+from megatron.zero_bubble.search.improve import Improved
+from megatron.zero_bubble.search.loops import Compiled, Reference, library
+from megatron.zero_bubble.search.problem import Problem
+from megatron.zero_bubble.search.seeds import seeds, serial
+
+milliseconds = st.floats(0.5, 50.0)
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    num_ranks = draw(st.integers(1, 4))
+    placement = draw(st.sampled_from([Placement.linear, Placement.vee]))(num_ranks)
+    stages = placement.num_stages
+    figures = st.lists(milliseconds, min_size=stages, max_size=stages).map(tuple)
+    costs = PassCosts(draw(figures), draw(figures), draw(figures), draw(st.floats(0, 5)))
+    memory = PassMemory((1.0,) * stages, (draw(st.floats(0.1, 1.0)),) * stages)
+    limit = (draw(st.floats(2.0, 4.0 * num_ranks)),) * num_ranks
+    return Problem.of(
+        placement, draw(st.integers(1, 9)), costs, memory, limit, draw(st.sampled_from(["span", "makespan"]))
+    )
+
+
+@pytest.fixture(scope="module")
+def compiled() -> type:
+    found = library()
+    assert found is not None, "setup_env.sh builds the package with its compiled loops"
+    return lambda problem: Compiled(problem, found)
+
+
+@settings(max_examples=60)
+@given(problems(), st.integers(0, 12), st.sampled_from([0.0, 0.3, 1.0]), st.floats(1.0, 2.0))
+def test_same_bits(compiled: type, problem: Problem, skip: int, eagerness: float, ambition: float) -> None:
+    fast, slow = compiled(problem), Reference(problem)
+    rows = next(islice(seeds(problem), skip, None), serial(problem))
+    packed = fast.pack(rows)
+    target = ambition * max(problem.work)
+    assert fast.decode(packed, eagerness, target) == slow.decode(rows, eagerness, target)
+    if (cost := slow.decode(rows, eagerness, target)[0]) < INFEASIBLE:
+        assert fast.full(packed, eagerness, target) == slow.full(rows, eagerness, target)
+        for heat in (0.0, 5.0):
+            found = fast.improve(Improved(cost, target, packed), eagerness, 40, heat)
+            expected = slow.improve(Improved(cost, target, rows), eagerness, 40, heat)
+            assert found._replace(rows=fast.unpack(found.rows)) == expected
+    for most_held, backwards in product((None, [2] * problem.num_stages), (False, True)):
+        denser = fast.compact(packed, most_held, backwards)
+        assert (denser and fast.unpack(denser)) == slow.compact(rows, most_held, backwards)
+    assert fast.unpack(packed) == rows
