@@ -23,7 +23,7 @@ constexpr double kSlack = 1e-9;
 constexpr double kMoveSlack = 1e-6;
 constexpr double kMeanWeight = 0.02;
 constexpr int kReach = 8;
-constexpr int kLookAhead = 24;
+constexpr int kLookAhead = 24, kFullLookAhead = 36;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
 }  // namespace
@@ -180,11 +180,12 @@ class Decoder {
 // search/compact.py.
 class Compactor {
  public:
-  Compactor(const zb_problem& problem, int32_t* rows, const int32_t* most_held)
+  Compactor(const zb_problem& problem, int32_t* rows, const int32_t* most_held, double haste)
       : p(problem),
         m(problem.num_microbatches),
         rows(rows),
         most_held(most_held),
+        haste(haste),
         begin(offsets(problem, 2)),
         arrivals(3 * problem.num_stages * m),
         arrived(3 * problem.num_stages, 0),
@@ -257,12 +258,12 @@ class Compactor {
   using Event = std::pair<double, int>;
 
   int overtake(int rank, double now, double soon) {
-    const double latest = now + kSlack, deadline = soon + kSlack;
+    const double latest = now + kSlack, deadline = soon + kSlack, late = 1.0 - haste;
     ready.clear();
     for (int code : codes[rank]) {
       const int n = count[code];
       const bool on_time =
-          n < arrived[code] && arrivals[code * m + n] <= latest && now + p.duration[code] <= deadline;
+          n < arrived[code] && arrivals[code * m + n] <= latest && now + late * p.duration[code] <= deadline;
       if (on_time && (code % 3 == kBackward || n - count[code + 1] < most_held[code / 3])) ready.push_back(code);
     }
     if (ready.empty()) return kNone;
@@ -292,6 +293,7 @@ class Compactor {
   const int m;
   int32_t* rows;
   const int32_t* most_held;
+  const double haste;
   const std::vector<int> begin;
   std::vector<double> arrivals;
   std::vector<int> arrived, count;
@@ -301,6 +303,144 @@ class Compactor {
   std::vector<int> first_pending;
   std::vector<std::vector<int>> codes;
   std::vector<double> settled;
+  std::vector<int> ready;
+};
+
+// search/compact.py: compact_full.
+class FullCompactor {
+ public:
+  // backwards: the problem is a mirrored one, where a W comes before its F.
+  FullCompactor(const zb_problem& problem, int32_t* full, const int32_t* most_held, double haste, bool backwards)
+      : p(problem),
+        m(problem.num_microbatches),
+        rows(full),
+        most_held(most_held),
+        late(1.0 - haste),
+        backwards(backwards),
+        begin(offsets(problem, 3)),
+        delta(problem.delta, problem.delta + 3 * problem.num_stages),
+        landed(problem.num_stages * m),
+        num_landed(problem.num_stages, 0),
+        arrivals(3 * problem.num_stages * m),
+        arrived(3 * problem.num_stages, 0),
+        count(3 * problem.num_stages, 0),
+        kept(problem.num_ranks, 0.0),
+        position(begin.begin(), begin.end() - 1),
+        codes(problem.num_ranks) {
+    if (backwards) {
+      std::fill(landed.begin(), landed.begin() + m, 0.0);
+      num_landed[0] = m;
+      for (int s = 0; s < p.num_stages; ++s) {
+        const double whole = p.delta[3 * s], wgrad = -p.delta[3 * s + kWgrad];
+        delta[3 * s] = whole - wgrad;
+        delta[3 * s + kBackward] = -whole;
+        delta[3 * s + kWgrad] = wgrad;
+        arrived[3 * s + kWgrad] = m;
+        std::fill_n(arrivals.begin() + (3 * s + kWgrad) * m, m, 0.0);
+      }
+    } else {
+      std::fill(arrivals.begin(), arrivals.begin() + m, 0.0);
+      arrived[kForward] = m;
+    }
+    for (int c = 0; c < 3 * p.num_stages; ++c) codes[p.rank[c]].push_back(c);
+  }
+
+  bool finish() {
+    const int turn = 3 * (p.num_stages - 1);
+    std::vector<double> free_at(p.num_ranks, 0.0);
+    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
+    for (int r = 0; r < p.num_ranks; ++r) events.push({0.0, r});
+    while (!events.empty()) {
+      const auto [now, rank] = events.top();
+      events.pop();
+      if (now < free_at[rank] || position[rank] == begin[rank + 1]) continue;
+      const int head = rows[position[rank]];
+      double soon = count[head] < arrived[head] ? arrivals[head * m + count[head]] : kNever;
+      const bool fits = delta[head] <= 0 || kept[rank] + delta[head] <= p.limit[rank];
+      if (!fits) soon = kNever;
+      const int code = soon <= now + kSlack ? head : overtake(rank, now, soon);
+      if (code == kNone) {
+        if (soon < kNever) events.push({soon, rank});
+        continue;
+      }
+      const double end = now + p.duration[code];
+      free_at[rank] = end;
+      events.push({end, rank});
+      kept[rank] += delta[code];
+      ++count[code];
+      ++position[rank];
+      const int kind = code % 3;
+      if (!backwards && kind == kBackward) arrivals[(code + 1) * m + arrived[code + 1]++] = end;
+      if (backwards && kind == kWgrad) gate(code - kWgrad, end);
+      const int follower = kind == kWgrad ? kNone : kind == kBackward ? code - 3 : code < turn ? code + 3 : code + 1;
+      if (follower < 0) continue;
+      const double arrival = end + p.hop[follower];
+      if (backwards && kind == kForward && follower % 3 == kForward) {
+        landed[follower / 3 * m + num_landed[follower / 3]++] = arrival;
+        gate(follower, 0.0);
+      } else {
+        arrivals[follower * m + arrived[follower]++] = arrival;
+      }
+      const int other = p.rank[follower];
+      if (other != rank && free_at[other] <= arrival) events.push({arrival, other});
+    }
+    for (int r = 0; r < p.num_ranks; ++r)
+      if (position[r] < begin[r + 1]) return false;
+    return true;
+  }
+
+ private:
+  using Event = std::pair<double, int>;
+
+  // An F of a mirrored problem may start once its input has landed and its W, at ``wgrad_end``, has ended.
+  void gate(int code, double wgrad_end) {
+    const int n = arrived[code];
+    if (n < num_landed[code / 3] && n < count[code + kWgrad])
+      arrivals[code * m + arrived[code]++] = std::max(landed[code / 3 * m + n], wgrad_end);
+  }
+
+  int overtake(int rank, double now, double soon) {
+    ready.clear();
+    for (int code : codes[rank]) {
+      const int n = count[code], kind = code % 3;
+      const bool on_time = n < arrived[code] && arrivals[code * m + n] <= now + kSlack &&
+                           now + late * p.duration[code] <= soon + kSlack;
+      if (on_time && (kind != kForward || n - count[code + 1] < most_held[code / 3])) ready.push_back(code);
+    }
+    if (ready.empty()) return kNone;
+    const int at = position[rank];
+    double held = kept[rank], peak = held;
+    const int last = std::min(at + kFullLookAhead, begin[rank + 1]);
+    for (int place = at; place < last; ++place) {
+      const int code = rows[place];
+      const auto found = place > at ? std::find(ready.begin(), ready.end(), code) : ready.end();
+      if (found != ready.end()) {
+        if (delta[code] <= 0 || peak + delta[code] <= p.limit[rank]) {
+          std::rotate(rows + at, rows + place, rows + place + 1);
+          return code;
+        }
+        ready.erase(found);
+      }
+      held += delta[code];
+      peak = std::max(peak, held);
+    }
+    return kNone;
+  }
+
+  const zb_problem& p;
+  const int m;
+  int32_t* rows;
+  const int32_t* most_held;
+  const double late;
+  const bool backwards;
+  const std::vector<int> begin;
+  std::vector<double> delta, landed;
+  std::vector<int> num_landed;
+  std::vector<double> arrivals;
+  std::vector<int> arrived, count;
+  std::vector<double> kept;
+  std::vector<int> position;
+  std::vector<std::vector<int>> codes;
   std::vector<int> ready;
 };
 
@@ -332,10 +472,12 @@ struct Move {
 // search/timeline.py and search/improve.py.
 class Improver {
  public:
-  Improver(const zb_problem& problem)
+  // with_wgrads: the rows searched are full ones, whose W's are moved as well.
+  Improver(const zb_problem& problem, bool with_wgrads)
       : p(problem),
         m(problem.num_microbatches),
-        rows_begin(offsets(problem, 2)),
+        with_wgrads(with_wgrads),
+        rows_begin(offsets(problem, with_wgrads ? 3 : 2)),
         full_begin(offsets(problem, 3)),
         starts(full_begin[problem.num_ranks]),
         number(full_begin[problem.num_ranks]),
@@ -352,7 +494,12 @@ class Improver {
   void run(int32_t* best_rows, double& best_cost, double& best_target, double eagerness, int64_t tries, double heat) {
     std::vector<int32_t> rows(best_rows, best_rows + rows_begin[p.num_ranks]);
     std::vector<int32_t> full(full_begin[p.num_ranks]), next(full.size());
-    const Cost first = decoder.run(rows.data(), eagerness, best_target, full.data());
+    auto cost_of = [&](double target, std::vector<int32_t>& into) {
+      if (!with_wgrads) return decoder.run(rows.data(), eagerness, target, into.data());
+      into = rows;
+      return evaluate(rows.data());
+    };
+    const Cost first = cost_of(best_target, full);
     double score = first.cost + kMeanWeight * first.mean;
     int64_t used = 1;
     while (used < tries) {
@@ -364,7 +511,7 @@ class Improver {
         int32_t* row = rows.data() + rows_begin[move.rank];
         shift(row, move.origin, move.to);
         const double target = best_cost - kMoveSlack;
-        const Cost found = decoder.run(rows.data(), eagerness, target, next.data());
+        const Cost found = cost_of(target, next);
         ++used;
         const double threshold =
             score + heat * (1.0 - static_cast<double>(used) / static_cast<double>(tries)) * dice.uniform() - kMoveSlack;
@@ -383,6 +530,28 @@ class Improver {
       }
       if (!moved && (heat == 0 || moves.empty())) break;
     }
+  }
+
+  // search/evaluate.py.
+  Cost evaluate(const int32_t* full) {
+    for (int r = 0; r < p.num_ranks; ++r) {
+      double kept = 0.0;
+      for (int i = full_begin[r]; i < full_begin[r + 1]; ++i) {
+        const double change = p.delta[full[i]];
+        kept += change;
+        if (change > 0 && kept > p.limit[r]) return {};
+      }
+    }
+    times(full);
+    Cost result{-kNever, 0.0};
+    for (int r = 0; r < p.num_ranks; ++r) {
+      if (at[r] < full_begin[r + 1]) return {};
+      const double cost = free_at[r] - p.origin[r];
+      result.cost = std::max(result.cost, cost);
+      result.mean += cost;
+    }
+    result.mean /= p.num_ranks;
+    return result;
   }
 
  private:
@@ -475,10 +644,10 @@ class Improver {
   void moves_in(const int32_t* full, int rank) {
     codes.clear();
     for (auto place = block.rbegin(); place != block.rend(); ++place)
-      if (full[*place] % 3 != kWgrad) codes.push_back(full[*place]);
+      if (with_wgrads || full[*place] % 3 != kWgrad) codes.push_back(full[*place]);
     if (codes.size() < 2) return;
     int first = 0;
-    for (int place = full_begin[rank]; place < block.back(); ++place) first += full[place] % 3 != kWgrad;
+    for (int place = full_begin[rank]; place < block.back(); ++place) first += with_wgrads || full[place] % 3 != kWgrad;
     const int last = static_cast<int>(codes.size()) - 1;
     for (int end : {last, last - 1})
       for (int to = end - 1; to > std::max(-1, end - kReach); --to) {
@@ -493,6 +662,7 @@ class Improver {
 
   const zb_problem& p;
   const int m;
+  const bool with_wgrads;
   const std::vector<int> rows_begin, full_begin;
   std::vector<double> starts;
   std::vector<int> number, places;
@@ -518,21 +688,43 @@ double zb_decode(const zb_problem* problem, const int32_t* rows, double eagernes
 }
 
 // Rows run backwards in time, in place.
-void zb_mirror(const zb_problem* problem, int32_t* rows) {
-  const std::vector<int> begin = offsets(*problem, 2);
+void zb_mirror(const zb_problem* problem, int32_t* rows, int32_t with_wgrads) {
+  const std::vector<int> begin = offsets(*problem, with_wgrads ? 3 : 2);
   for (int r = 0; r < problem->num_ranks; ++r) std::reverse(rows + begin[r], rows + begin[r + 1]);
-  for (int i = 0; i < begin.back(); ++i) rows[i] += rows[i] % 3 == kForward ? 1 : -1;
+  for (int i = 0; i < begin.back(); ++i) {
+    const int kind = rows[i] % 3;
+    rows[i] += kind == kForward ? 1 : kind == kBackward ? -1 : 0;
+  }
 }
 
 // Reorders rows in place; 0 where they deadlock or do not fit.
-int32_t zb_compact(const zb_problem* problem, int32_t* rows, const int32_t* most_held) {
-  return Compactor(*problem, rows, most_held).finish();
+int32_t zb_compact(const zb_problem* problem, int32_t* rows, const int32_t* most_held, double haste) {
+  return Compactor(*problem, rows, most_held, haste).finish();
+}
+
+// The same for full rows, whose W's keep their places unless they fill a gap.
+int32_t zb_compact_full(const zb_problem* problem, int32_t* full, const int32_t* most_held, double haste,
+                        int32_t backwards) {
+  return FullCompactor(*problem, full, most_held, haste, backwards).finish();
 }
 
 // Improves rows, *cost and *target in place.
 void zb_improve(const zb_problem* problem, int32_t* rows, double* cost, double* target, double eagerness, int64_t tries,
                 double heat) {
-  Improver(*problem).run(rows, *cost, *target, eagerness, tries, heat);
+  Improver(*problem, false).run(rows, *cost, *target, eagerness, tries, heat);
+}
+
+// The cost of full rows as they are, and its mean over ranks.
+double zb_evaluate(const zb_problem* problem, const int32_t* full, double* mean) {
+  const Cost found = Improver(*problem, true).evaluate(full);
+  *mean = found.mean;
+  return found.cost;
+}
+
+// Improves full rows and *cost in place, moving W's as well.
+void zb_refine(const zb_problem* problem, int32_t* full, double* cost, int64_t tries, double heat) {
+  double target = 0.0;
+  Improver(*problem, true).run(full, *cost, target, 0.0, tries, heat);
 }
 
 }  // extern "C"

@@ -13,7 +13,7 @@ from megatron.zero_bubble.search.decode import INFEASIBLE
 from megatron.zero_bubble.search.improve import Improved
 from megatron.zero_bubble.search.loops import Compiled, Reference, library
 from megatron.zero_bubble.search.problem import Problem
-from megatron.zero_bubble.search.seeds import seeds, serial
+from megatron.zero_bubble.search.seeds import blocks, seeds, serial
 
 milliseconds = st.floats(0.5, 50.0)
 
@@ -53,7 +53,14 @@ def test_same_bits(compiled: type, problem: Problem, skip: int, eagerness: float
             found = fast.improve(Improved(cost, target, packed), eagerness, 40, heat)
             expected = slow.improve(Improved(cost, target, rows), eagerness, 40, heat)
             assert found._replace(rows=fast.unpack(found.rows)) == expected
-    for most_held, backwards in product((None, [2] * problem.num_stages), (False, True)):
-        denser = fast.compact(packed, most_held, backwards)
-        assert (denser and fast.unpack(denser)) == slow.compact(rows, most_held, backwards)
+            full = slow.full(rows, eagerness, target)
+            assert fast.evaluate(full) == slow.evaluate(full)
+            assert fast.refine(full, 40, heat) == slow.refine(full, 40, heat)
+    for how in product((None, [2] * problem.num_stages), (0.0, 0.6, 1.0), (False, True)):
+        denser = fast.compact(packed, *how)
+        assert (denser and fast.unpack(denser)) == slow.compact(rows, *how)
     assert fast.unpack(packed) == rows
+    if problem.num_stages > problem.num_ranks:
+        block = next(islice(blocks(problem), skip, None))
+        for how in product((None, [2] * problem.num_stages), (0.0, 0.6), (False, True)):
+            assert fast.compact_full(block, *how) == slow.compact_full(block, *how)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows
+from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows, W, mirrored
 
 _SLACK = 1e-9
-_LOOK_AHEAD = 24
-"""How many passes ahead of the next one are looked at: about the length of a steady state's period."""
+_LOOK_AHEAD, _FULL_LOOK_AHEAD = 24, 36
+"""How many passes ahead of the next one are looked at, without and with W's: a few periods of a steady state."""
 
 
-def compact(problem: Problem, rows: Rows, most_held: list[int] | None = None) -> Rows | None:
+def compact(problem: Problem, rows: Rows, most_held: list[int] | None = None, haste: float = 0.0) -> Rows | None:
     """New rows; None when they deadlock or do not fit in memory.
 
     Args:
@@ -25,18 +25,20 @@ def compact(problem: Problem, rows: Rows, most_held: list[int] | None = None) ->
         rows: F and B of each rank, first to last.
         most_held: for each stage, how many microbatches may wait for their backward before a later F is not pulled
             forward any more.
+        haste: by which part of its duration a pass that is pulled forward may delay the one whose turn it is.
     """
-    run = _Run(problem, rows, most_held)
+    run = _Run(problem, rows, most_held, haste)
     return run.rows if run.finish() else None
 
 
 class _Run:
     """The state of one run; the n-th of a code has arrived at ``arrivals[code][n]``, ``count[code]`` of it have run."""
 
-    def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None) -> None:
+    def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
         self.problem = problem
         self.rows = [list(row) for row in rows]
         self.most_held = most_held if most_held is not None else [problem.num_microbatches] * problem.num_stages
+        self.late = 1.0 - haste
         codes = range(3 * problem.num_stages)
         self.count = [0 for _ in codes]
         self.arrivals: list[list[float]] = [[] for _ in codes]
@@ -128,11 +130,147 @@ class _Run:
     def _ready(self, rank: int, now: float, soon: float) -> list[int]:
         """The codes that could start now and end before ``soon``."""
         duration, count, arrivals, most_held = self.problem.tables.duration, self.count, self.arrivals, self.most_held
-        latest, deadline = now + _SLACK, soon + _SLACK
+        latest, deadline, late = now + _SLACK, soon + _SLACK, self.late
         ready = []
         for code in self.codes[rank]:
             n = count[code]
-            on_time = n < len(arrivals[code]) and arrivals[code][n] <= latest and now + duration[code] <= deadline
+            on_time = (
+                n < len(arrivals[code]) and arrivals[code][n] <= latest and now + late * duration[code] <= deadline
+            )
             if on_time and (code % 3 == B or n - count[code + 1] < most_held[code // 3]):
                 ready.append(code)
         return ready
+
+
+def compact_full(
+    problem: Problem, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+) -> Rows | None:
+    """``compact`` for rows with W's, which keep their places unless they fill a gap; ``backwards`` on the mirrored
+    problem, where a W comes before its F.
+
+    A building block with its W's is a steady state without gaps; only its warm-up and cool-down are changed by this.
+    """
+    if not backwards:
+        run = _FullRun(problem, full, most_held, haste)
+        return run.rows if run.finish() else None
+    run = _MirroredRun(problem.mirrored, mirrored(full), most_held, haste)
+    return mirrored(run.rows) if run.finish() else None
+
+
+class _FullRun:
+    """The state of one run, as in ``_Run``; W's are passes like others."""
+
+    def __init__(self, problem: Problem, full: Rows, most_held: list[int] | None, haste: float) -> None:
+        self.problem = problem
+        self.rows = [list(row) for row in full]
+        self.most_held = most_held if most_held is not None else [problem.num_microbatches] * problem.num_stages
+        self.late = 1.0 - haste
+        codes = range(3 * problem.num_stages)
+        self.count = [0 for _ in codes]
+        self.arrivals: list[list[float]] = [[] for _ in codes]
+        self.arrivals[F] = [0.0] * problem.num_microbatches
+        self.kept = [0.0] * problem.num_ranks
+        self.position = [0] * problem.num_ranks
+        self.codes = [[c for c in codes if problem.tables.rank[c] == r] for r in range(problem.num_ranks)]
+        self.delta = problem.tables.delta
+
+    def finish(self) -> bool:
+        """Run everything; whether all passes got through."""
+        rank_of, duration, _, hop, _, _ = self.problem.tables
+        count, arrivals, kept, position, rows = self.count, self.arrivals, self.kept, self.position, self.rows
+        delta = self.delta
+        turn = 3 * (self.problem.num_stages - 1)
+        free = [0.0] * self.problem.num_ranks
+        events = [(0.0, rank) for rank in range(self.problem.num_ranks)]
+        while events:
+            now, rank = heappop(events)
+            if now < free[rank] or position[rank] == len(rows[rank]):
+                continue
+            head = rows[rank][position[rank]]
+            soon = arrivals[head][count[head]] if count[head] < len(arrivals[head]) else float("inf")
+            if delta[head] > 0 and kept[rank] + delta[head] > self.problem.limit[rank]:
+                soon = float("inf")  # until a W that comes later has freed memory
+            code = head if soon <= now + _SLACK else self._overtake(rank, now, soon)
+            if code == NONE:
+                if soon < float("inf"):
+                    heappush(events, (soon, rank))
+                continue
+            free[rank] = end = now + duration[code]
+            heappush(events, (end, rank))
+            kept[rank] += delta[code]
+            count[code] += 1
+            position[rank] += 1
+            self._ended(code, end)
+            kind = code % 3
+            follower = NONE if kind > B else code - 3 if kind == B else code + 3 if code < turn else code + 1
+            if follower >= 0:
+                arrival = end + hop[follower]
+                self._arrived(code, follower, arrival)
+                other = rank_of[follower]
+                if other != rank and free[other] <= arrival:
+                    heappush(events, (arrival, other))
+        return all(at == len(row) for at, row in zip(position, rows, strict=True))
+
+    def _ended(self, code: int, end: float) -> None:
+        """A B lets its W start."""
+        if code % 3 == B:
+            self.arrivals[code + 1].append(end)
+
+    def _arrived(self, _code: int, follower: int, arrival: float) -> None:
+        self.arrivals[follower].append(arrival)
+
+    def _overtake(self, rank: int, now: float, soon: float) -> int:
+        """The first later pass that may go before the next; it moves to the front of its row."""
+        duration, count, arrivals = self.problem.tables.duration, self.count, self.arrivals
+        ready = []
+        for code in self.codes[rank]:
+            n = count[code]
+            on_time = n < len(arrivals[code]) and arrivals[code][n] <= now + _SLACK
+            if not on_time or now + self.late * duration[code] > soon + _SLACK:
+                continue
+            if code % 3 != F or n - count[code + 1] < self.most_held[code // 3]:
+                ready.append(code)
+        delta, limit = self.delta, self.problem.limit[rank]
+        row, at = self.rows[rank], self.position[rank]
+        kept = peak = self.kept[rank]
+        for place in range(at, min(at + _FULL_LOOK_AHEAD, len(row)) if ready else at):
+            code = row[place]
+            if place > at and code in ready:
+                if delta[code] <= 0 or peak + delta[code] <= limit:
+                    del row[place]
+                    row.insert(at, code)
+                    return code
+                ready.remove(code)
+            kept += delta[code]
+            peak = max(peak, kept)
+        return NONE
+
+
+class _MirroredRun(_FullRun):
+    """A run of a mirrored problem: W adds what it will have kept, F the rest, B frees all."""
+
+    def __init__(self, problem: Problem, full: Rows, most_held: list[int] | None, haste: float) -> None:
+        super().__init__(problem, full, most_held, haste)
+        self.delta = []
+        for whole, wgrad in zip(problem.tables.delta[F::3], problem.tables.delta[W::3], strict=True):
+            self.delta += [whole + wgrad, -whole, -wgrad]
+        self.arrivals = [[0.0] * problem.num_microbatches if code % 3 == W else [] for code in range(len(self.count))]
+        self.landed: list[list[float]] = [[] for _ in range(problem.num_stages)]
+        self.landed[0] = [0.0] * problem.num_microbatches
+
+    def _ended(self, code: int, end: float) -> None:
+        if code % 3 == W:
+            self._gate(code - W, end)
+
+    def _arrived(self, code: int, follower: int, arrival: float) -> None:
+        if code % 3 == F and follower % 3 == F:
+            self.landed[follower // 3].append(arrival)
+            self._gate(follower, 0.0)
+        else:
+            self.arrivals[follower].append(arrival)
+
+    def _gate(self, code: int, wgrad_end: float) -> None:
+        """An F may start once its input has landed and its W has ended."""
+        n, landed = len(self.arrivals[code]), self.landed[code // 3]
+        if n < len(landed) and n < self.count[code + W]:
+            self.arrivals[code].append(max(landed[n], wgrad_end))

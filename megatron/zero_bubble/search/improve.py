@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.zero_bubble.search.decode import decode
+from megatron.zero_bubble.search.decode import Decoded, decode
 from megatron.zero_bubble.search.dice import Dice
+from megatron.zero_bubble.search.evaluate import evaluate
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows, W
 from megatron.zero_bubble.search.timeline import times
 
@@ -37,19 +39,43 @@ def improve(problem: Problem, start: Improved, eagerness: float, tries: int, hea
         tries: how many rows may be decoded.
         heat: ms by which a move may worsen the schedule and still be kept, at first; it falls to 0.
     """
+
+    def cost_of(rows: Rows, target: float) -> Decoded:
+        return decode(problem, rows, eagerness, target)
+
+    return _climb(problem, start, cost_of, False, tries, heat)
+
+
+def refine(problem: Problem, start: Improved, tries: int, heat: float) -> Improved:
+    """As ``improve``, but of rows with W's, which are moved as well; ``target`` means nothing here."""
+
+    def cost_of(rows: Rows, _target: float) -> Decoded:
+        return evaluate(problem, rows)
+
+    return _climb(problem, start, cost_of, True, tries, heat)
+
+
+def _climb(
+    problem: Problem,
+    start: Improved,
+    cost_of: Callable[[Rows, float], Decoded],
+    with_wgrads: bool,
+    tries: int,
+    heat: float,
+) -> Improved:
     dice = Dice(0)
     best = start
     rows = [list(row) for row in start.rows]
-    cost, mean, full = decode(problem, rows, eagerness, start.target)
+    cost, mean, full = cost_of(rows, start.target)
     score, used = cost + _MEAN_WEIGHT * mean, 1
     while used < tries:
-        moves = critical_moves(problem, full, dice)
+        moves = critical_moves(problem, full, dice, with_wgrads)
         dice.shuffle(moves)
         for rank, origin, to in moves[: tries - used]:
             row = rows[rank]
             row.insert(to, row.pop(origin))
             target = best.cost - _SLACK
-            cost, mean, new = decode(problem, rows, eagerness, target)
+            cost, mean, new = cost_of(rows, target)
             used += 1
             if cost + _MEAN_WEIGHT * mean < score + heat * (1 - used / tries) * dice.uniform() - _SLACK:
                 score, full = cost + _MEAN_WEIGHT * mean, new
@@ -63,8 +89,11 @@ def improve(problem: Problem, start: Improved, eagerness: float, tries: int, hea
     return best
 
 
-def critical_moves(problem: Problem, full: Rows, dice: Dice) -> list[Move]:
-    """Moves that break a longest path: per block on a rank, its last passes to the front, its first to the back."""
+def critical_moves(problem: Problem, full: Rows, dice: Dice, with_wgrads: bool) -> list[Move]:
+    """Moves that break a longest path: per block on a rank, its last passes to the front, its first to the back.
+
+    Places count W's only where these are moved as well.
+    """
     starts, number, places = times(problem, full)
     rank_of, duration, source, hop, _, _ = problem.tables
     lateness = [s[-1] + duration[row[-1]] - o for s, row, o in zip(starts, full, problem.origin, strict=True)]
@@ -85,19 +114,19 @@ def critical_moves(problem: Problem, full: Rows, dice: Dice) -> list[Move]:
             place -= 1
             block.append(place)
             continue
-        moves += _moves_in(full[rank], rank, block)
+        moves += _moves_in(full[rank], rank, block, with_wgrads)
         if not arrives:
             return moves
         rank, place = other, other_place
         block = [place]
 
 
-def _moves_in(row: list[int], rank: int, block: list[int]) -> list[Move]:
-    """The moves of a block, its places given last to first, in terms of the row without W's."""
-    codes = [row[place] for place in reversed(block) if row[place] % 3 != W]
+def _moves_in(row: list[int], rank: int, block: list[int], with_wgrads: bool) -> list[Move]:
+    """The moves of a block, its places given last to first."""
+    codes = [row[place] for place in reversed(block) if with_wgrads or row[place] % 3 != W]
     if len(codes) < 2:
         return []
-    first = sum([code % 3 != W for code in row[: block[-1]]])
+    first = sum([with_wgrads or code % 3 != W for code in row[: block[-1]]])
     last = len(codes) - 1
     moves = []
     for end in (last, last - 1):

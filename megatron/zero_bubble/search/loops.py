@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
-from megatron.zero_bubble.search.compact import compact
+from megatron.zero_bubble.search.compact import compact, compact_full
 from megatron.zero_bubble.search.decode import INFEASIBLE, decode
-from megatron.zero_bubble.search.improve import Improved, improve
+from megatron.zero_bubble.search.evaluate import evaluate
+from megatron.zero_bubble.search.improve import Improved, improve, refine
 from megatron.zero_bubble.search.problem import Problem, Rows, mirrored
 
 Packed = Any
@@ -39,12 +40,26 @@ class Loops(Protocol):
         """The rows with W's."""
         ...
 
-    def compact(self, rows: Packed, most_held: list[int] | None = None, backwards: bool = False) -> Packed | None:
+    def compact(
+        self, rows: Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+    ) -> Packed | None:
         """``backwards``: on the mirrored problem."""
         ...
 
     def improve(self, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
         """From and to packed rows."""
+        ...
+
+    def compact_full(
+        self, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+    ) -> Rows | None: ...
+
+    def evaluate(self, full: Rows) -> tuple[float, float]:
+        """As ``decode``, of rows with W's."""
+        ...
+
+    def refine(self, full: Rows, tries: int, heat: float) -> tuple[float, Rows]:
+        """The cost of rows with W's after ``tries`` moves, and the rows."""
         ...
 
 
@@ -67,14 +82,29 @@ class Reference:
     def full(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> Rows:
         return decode(self._problem, rows, eagerness, target).rows
 
-    def compact(self, rows: Packed, most_held: list[int] | None = None, backwards: bool = False) -> Packed | None:
+    def compact(
+        self, rows: Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+    ) -> Packed | None:
         if not backwards:
-            return compact(self._problem, rows, most_held)
-        denser = compact(self._problem.mirrored, mirrored(rows), most_held)
+            return compact(self._problem, rows, most_held, haste)
+        denser = compact(self._problem.mirrored, mirrored(rows), most_held, haste)
         return denser and mirrored(denser)
 
     def improve(self, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
         return improve(self._problem, start, eagerness, tries, heat)
+
+    def compact_full(
+        self, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+    ) -> Rows | None:
+        return compact_full(self._problem, full, most_held, haste, backwards)
+
+    def evaluate(self, full: Rows) -> tuple[float, float]:
+        found = evaluate(self._problem, full)
+        return found.cost, found.mean
+
+    def refine(self, full: Rows, tries: int, heat: float) -> tuple[float, Rows]:
+        found = refine(self._problem, Improved(evaluate(self._problem, full).cost, 0.0, full), tries, heat)
+        return found.cost, found.rows
 
 
 class Compiled:
@@ -107,16 +137,18 @@ class Compiled:
         self.decode(rows, eagerness, target)
         return [self._buffer[first:last] for first, last in self._full]
 
-    def compact(self, rows: Packed, most_held: list[int] | None = None, backwards: bool = False) -> Packed | None:
+    def compact(
+        self, rows: Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+    ) -> Packed | None:
         held = most_held or self._most_held
         result = type(rows).from_buffer_copy(rows)
         if backwards:
-            self._library.zb_mirror(self._forward, result)
+            self._library.zb_mirror(self._forward, result, False)
         problem = self._mirrored if backwards else self._forward
-        if not self._library.zb_compact(problem, result, (ctypes.c_int32 * len(held))(*held)):
+        if not self._library.zb_compact(problem, result, (ctypes.c_int32 * len(held))(*held), haste):
             return None
         if backwards:
-            self._library.zb_mirror(self._forward, result)
+            self._library.zb_mirror(self._forward, result, False)
         return result
 
     def improve(self, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
@@ -124,6 +156,30 @@ class Compiled:
         rows = type(start.rows).from_buffer_copy(start.rows)
         self._library.zb_improve(self._forward, rows, cost, target, eagerness, tries, heat)
         return Improved(cost.value, target.value, rows)
+
+    def compact_full(
+        self, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+    ) -> Rows | None:
+        rows, held = self.pack(full), (ctypes.c_int32 * len(self._most_held))(*(most_held or self._most_held))
+        if backwards:
+            self._library.zb_mirror(self._forward, rows, True)
+        problem = self._mirrored if backwards else self._forward
+        if not self._library.zb_compact_full(problem, rows, held, haste, backwards):
+            return None
+        if backwards:
+            self._library.zb_mirror(self._forward, rows, True)
+        return [rows[first:last] for first, last in self._full]
+
+    def evaluate(self, full: Rows) -> tuple[float, float]:
+        mean = ctypes.c_double()
+        cost = self._library.zb_evaluate(self._forward, self.pack(full), mean)
+        return cost, mean.value
+
+    def refine(self, full: Rows, tries: int, heat: float) -> tuple[float, Rows]:
+        rows, mean = self.pack(full), ctypes.c_double()
+        cost = ctypes.c_double(self._library.zb_evaluate(self._forward, rows, mean))
+        self._library.zb_refine(self._forward, rows, cost, tries, heat)
+        return cost.value, [rows[first:last] for first, last in self._full]
 
 
 def loops(problem: Problem) -> Loops:
@@ -143,12 +199,18 @@ def library() -> ctypes.CDLL | None:
     result = ctypes.POINTER(number)
     found.zb_decode.argtypes = [problem, codes, number, number, result, codes]
     found.zb_decode.restype = number
-    found.zb_mirror.argtypes = [problem, codes]
+    found.zb_mirror.argtypes = [problem, codes, ctypes.c_int32]
     found.zb_mirror.restype = None
-    found.zb_compact.argtypes = [problem, codes, codes]
+    found.zb_compact.argtypes = [problem, codes, codes, number]
     found.zb_compact.restype = ctypes.c_int32
+    found.zb_compact_full.argtypes = [problem, codes, codes, number, ctypes.c_int32]
+    found.zb_compact_full.restype = ctypes.c_int32
     found.zb_improve.argtypes = [problem, codes, result, result, number, ctypes.c_int64, number]
     found.zb_improve.restype = None
+    found.zb_evaluate.argtypes = [problem, codes, result]
+    found.zb_evaluate.restype = number
+    found.zb_refine.argtypes = [problem, codes, result, ctypes.c_int64, number]
+    found.zb_refine.restype = None
     return found
 
 

@@ -136,7 +136,7 @@ class _Search:
 
     def _compact(self, rows: Packed, most_held: list[int] | None, backwards: bool) -> Packed | None:
         self.budget.left -= _COMPACT_COST * self.passes
-        return self.loops.compact(rows, most_held, backwards)
+        return self.loops.compact(rows, most_held, 0.0, backwards)
 
     def _limits_ahead(self) -> Iterator[list[int] | None]:
         """None, and for a V a share of memory kept free for the way up."""

@@ -171,5 +171,5 @@ class Problem:
 
 
 def mirrored(rows: Rows) -> Rows:
-    """Rows of F and B run backwards in time."""
-    return [[code + 1 if code % 3 == F else code - 1 for code in reversed(row)] for row in rows]
+    """Rows run backwards in time: F and B change places."""
+    return [[code + (1, -1, 0)[code % 3] for code in reversed(row)] for row in rows]

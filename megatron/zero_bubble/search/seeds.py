@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from megatron.zero_bubble.search.problem import B, F, Problem, Rows
+from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 
 _UNITS = 6
 """Passes of a rank and microbatch: F, B and W of two chunks."""
@@ -22,7 +22,8 @@ def seeds(problem: Problem) -> Iterator[Rows]:
     yield serial(problem)
     yield from handcrafted(problem)
     if problem.num_stages > problem.num_ranks:
-        yield from (fitted(problem, rows) for rows in blocks(problem))
+        for full in blocks(problem):
+            yield fitted(problem, [[code for code in row if code % 3 != W] for row in full])
 
 
 def handcrafted(problem: Problem) -> Iterator[Rows]:
@@ -58,7 +59,9 @@ def warm_ups(problem: Problem) -> Iterator[Rows]:
 
 
 def blocks(problem: Problem) -> Iterator[Rows]:
-    """Building blocks of a V: down by ``down`` units a rank, up by ``up``, with rests at the turns."""
+    """Building blocks of a V: down by ``down`` units a rank, up by ``up``, with rests at the turns; rows with W's, each
+    of which takes the first unit after its B that is free in every period.
+    """
     p, m = problem.num_ranks, problem.num_microbatches
     for period, down, up, top, bottom in product((6, 7, 8, 10, 12), (1, 2, 3, 4), (1, 2, 3), (0, 1, 2, 3), (1, 2)):
         if period != _UNITS and (down > 1 or up > 1):
@@ -71,7 +74,12 @@ def blocks(problem: Problem) -> Iterator[Rows]:
             b1 = (down + up) * (p - 1) + 2 + top + down * rank
             b0 = (2 * down + up) * (p - 1) + 2 + top + bottom + up * below
             first, second = 3 * rank, 3 * (2 * p - 1 - rank)
-            starts = ((f0, first + F), (f1, second + F), (b1, second + B), (b0, first + B))
+            starts = [(f0, first + F), (f1, second + F), (b1, second + B), (b0, first + B)]
+            taken = {x % period for x, _ in starts}
+            for x, code in sorted(starts[2:]):
+                slot = next((slot for slot in range(x + 1, x + period) if slot % period not in taken), x)
+                taken.add(slot % period)
+                starts.append((slot, code + 1))
             placed = sorted((x + period * n, code) for x, code in starts for n in range(m))
             rows.append([code for _, code in placed])
         yield rows
