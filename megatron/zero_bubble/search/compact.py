@@ -1,9 +1,10 @@
-"""Pull passes forward into gaps: rows of F and B become denser and still fit in memory.
+"""Pull passes forward into gaps: rows become denser and still fit in memory.
 
-Ranks run in time order. A rank whose next pass has not arrived may run a later one instead, if that ends before the
-next one arrives and its memory fits until its old place; else a W, else it waits. Run on the mirrored problem the same
-step pushes work towards the end, where the pipeline drains. Alternating both ("forward-backward improvement" in project
-scheduling: Tormos and Lova 2001) is the search's strongest single step.
+Ranks run in time order. A rank whose next pass has not arrived may run a later one instead, if its memory still fits
+until its old place; else it waits. Run on the mirrored problem the same step pushes work towards the end, where the
+pipeline drains. Alternating both ("forward-backward improvement" in project scheduling: Tormos and Lova 2001) is the
+search's strongest single step: the steady state of a good building block has no gaps and stays as it is, warm-up and
+cool-down become as dense as memory allows.
 """
 
 from __future__ import annotations
@@ -13,22 +14,27 @@ from heapq import heappop, heappush
 from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows, W, mirrored
 
 _SLACK = 1e-9
-_LOOK_AHEAD, _FULL_LOOK_AHEAD = 24, 36
-"""How many passes ahead of the next one are looked at, without and with W's: a few periods of a steady state."""
+_NEVER = float("inf")
 
 
-def compact(problem: Problem, rows: Rows, most_held: list[int] | None = None, haste: float = 0.0) -> Rows | None:
+def compact(
+    problem: Problem, rows: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
+) -> Rows | None:
     """New rows; None when they deadlock or do not fit in memory.
 
     Args:
         problem: what the rows are for.
-        rows: F and B of each rank, first to last.
-        most_held: for each stage, how many microbatches may wait for their backward before a later F is not pulled
-            forward any more.
+        rows: each rank's passes, first to last.
+        most_held: for each stage, how many microbatches may wait for their B before a later F is not pulled forward
+            any more (with ``backwards``, for their F before a later B).
         haste: by which part of its duration a pass that is pulled forward may delay the one whose turn it is.
+        backwards: push to the end instead.
     """
-    run = _Run(problem, rows, most_held, haste)
-    return run.rows if run.finish() else None
+    if not backwards:
+        run = _Run(problem, rows, most_held, haste)
+        return run.rows if run.finish() else None
+    run = _MirroredRun(problem.mirrored, mirrored(rows), most_held, haste)
+    return mirrored(run.rows) if run.finish() else None
 
 
 class _Run:
@@ -37,134 +43,10 @@ class _Run:
     def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
         self.problem = problem
         self.rows = [list(row) for row in rows]
-        self.most_held = most_held if most_held is not None else [problem.num_microbatches] * problem.num_stages
+        self.most_held = most_held or [problem.num_microbatches] * problem.num_stages
         self.late = 1.0 - haste
-        codes = range(3 * problem.num_stages)
-        self.count = [0 for _ in codes]
-        self.arrivals: list[list[float]] = [[] for _ in codes]
-        self.arrivals[F] = [0.0] * problem.num_microbatches
-        self.kept = [0.0] * problem.num_ranks
-        self.position = [0] * problem.num_ranks
-        self.pending: list[list[int]] = [[] for _ in range(problem.num_ranks)]
-        delta = problem.tables.delta
-        stages_of = problem.placement.stages_of
-        self.codes = [[3 * s + k for s in stages_of(r) for k in (F, B)] for r in range(problem.num_ranks)]
-        # What a pass changes in the end, when its W has run as well.
-        self.settled = [delta[c] + (delta[c + 1] if c % 3 == B else 0.0) for c in codes]
-
-    def finish(self) -> bool:  # noqa: C901 (one hot loop over the events)
-        """Run everything; whether all passes got through."""
-        rank_of, duration, _, hop, _, delta = self.problem.tables
-        count, arrivals, kept, position, pending = self.count, self.arrivals, self.kept, self.position, self.pending
-        rows, limits = self.rows, self.problem.limit
-        turn = 3 * (self.problem.num_stages - 1)
-        free = [0.0] * self.problem.num_ranks
-        events = [(0.0, rank) for rank in range(self.problem.num_ranks)]
-        while events:
-            now, rank = heappop(events)
-            if now < free[rank]:
-                continue
-            row, at, waiting = rows[rank], position[rank], pending[rank]
-            code, soon = NONE, float("inf")
-            if at < len(row):
-                head = row[at]
-                if count[head] < len(arrivals[head]):
-                    soon = arrivals[head][count[head]]
-                if soon > now + _SLACK:
-                    code = self._overtake(rank, now, soon)
-                elif delta[head] <= 0 or kept[rank] + delta[head] <= limits[rank]:
-                    code = head
-                else:
-                    soon = float("inf")  # until a W has freed memory
-            if code == NONE and waiting and now + duration[waiting[0]] <= soon + _SLACK:
-                code = waiting.pop(0)
-            if code == NONE:
-                if soon < float("inf"):
-                    heappush(events, (soon, rank))
-                continue
-            free[rank] = end = now + duration[code]
-            heappush(events, (end, rank))
-            kept[rank] += delta[code]
-            kind = code % 3
-            if kind > B:
-                continue
-            count[code] += 1
-            position[rank] += 1
-            if kind == B:
-                waiting.append(code + 1)
-            follower = code - 3 if kind == B else code + 3 if code < turn else code + 1
-            if follower >= 0:
-                arrival = end + hop[follower]
-                arrivals[follower].append(arrival)
-                other = rank_of[follower]
-                if other != rank and free[other] <= arrival:
-                    heappush(events, (arrival, other))
-        return all(at == len(row) for at, row in zip(position, rows, strict=True))
-
-    def _overtake(self, rank: int, now: float, soon: float) -> int:
-        """The first later pass that fits before ``soon``; it moves to the front of its row."""
-        ready = self._ready(rank, now, soon)
-        if not ready:
-            return NONE
-        delta, settled, limit = self.problem.tables.delta, self.settled, self.problem.limit[rank]
-        row, at = self.rows[rank], self.position[rank]
-        # Memory between the front and the pass's old place, if every W ran at once: the least there can be.
-        freed = 0.0
-        for code in self.pending[rank]:
-            freed += delta[code]
-        kept = self.kept[rank] + freed + settled[row[at]]
-        peak = max(kept, self.kept[rank])
-        for place in range(at + 1, min(at + 1 + _LOOK_AHEAD, len(row))):
-            code = row[place]
-            if code in ready:
-                if code % 3 == B or peak + delta[code] <= limit:
-                    del row[place]
-                    row.insert(at, code)
-                    return code
-                ready.remove(code)
-            kept += settled[code]
-            if kept > peak:
-                peak = kept
-        return NONE
-
-    def _ready(self, rank: int, now: float, soon: float) -> list[int]:
-        """The codes that could start now and end before ``soon``."""
-        duration, count, arrivals, most_held = self.problem.tables.duration, self.count, self.arrivals, self.most_held
-        latest, deadline, late = now + _SLACK, soon + _SLACK, self.late
-        ready = []
-        for code in self.codes[rank]:
-            n = count[code]
-            on_time = (
-                n < len(arrivals[code]) and arrivals[code][n] <= latest and now + late * duration[code] <= deadline
-            )
-            if on_time and (code % 3 == B or n - count[code + 1] < most_held[code // 3]):
-                ready.append(code)
-        return ready
-
-
-def compact_full(
-    problem: Problem, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
-) -> Rows | None:
-    """``compact`` for rows with W's, which keep their places unless they fill a gap; ``backwards`` on the mirrored
-    problem, where a W comes before its F.
-
-    A building block with its W's is a steady state without gaps; only its warm-up and cool-down are changed by this.
-    """
-    if not backwards:
-        run = _FullRun(problem, full, most_held, haste)
-        return run.rows if run.finish() else None
-    run = _MirroredRun(problem.mirrored, mirrored(full), most_held, haste)
-    return mirrored(run.rows) if run.finish() else None
-
-
-class _FullRun:
-    """The state of one run, as in ``_Run``; W's are passes like others."""
-
-    def __init__(self, problem: Problem, full: Rows, most_held: list[int] | None, haste: float) -> None:
-        self.problem = problem
-        self.rows = [list(row) for row in full]
-        self.most_held = most_held if most_held is not None else [problem.num_microbatches] * problem.num_stages
-        self.late = 1.0 - haste
+        # How many passes ahead of the next one are looked at: a few periods, or the W's that a warm-up leaves behind.
+        self.look_ahead = max(36, 8 * problem.num_ranks)
         codes = range(3 * problem.num_stages)
         self.count = [0 for _ in codes]
         self.arrivals: list[list[float]] = [[] for _ in codes]
@@ -178,8 +60,7 @@ class _FullRun:
         """Run everything; whether all passes got through."""
         rank_of, duration, _, hop, _, _ = self.problem.tables
         count, arrivals, kept, position, rows = self.count, self.arrivals, self.kept, self.position, self.rows
-        delta = self.delta
-        turn = 3 * (self.problem.num_stages - 1)
+        delta, limit, turn = self.delta, self.problem.limit, 3 * (self.problem.num_stages - 1)
         free = [0.0] * self.problem.num_ranks
         events = [(0.0, rank) for rank in range(self.problem.num_ranks)]
         while events:
@@ -187,12 +68,12 @@ class _FullRun:
             if now < free[rank] or position[rank] == len(rows[rank]):
                 continue
             head = rows[rank][position[rank]]
-            soon = arrivals[head][count[head]] if count[head] < len(arrivals[head]) else float("inf")
-            if delta[head] > 0 and kept[rank] + delta[head] > self.problem.limit[rank]:
-                soon = float("inf")  # until a W that comes later has freed memory
+            soon = arrivals[head][count[head]] if count[head] < len(arrivals[head]) else _NEVER
+            if delta[head] > 0 and kept[rank] + delta[head] > limit[rank]:
+                soon = _NEVER
             code = head if soon <= now + _SLACK else self._overtake(rank, now, soon)
             if code == NONE:
-                if soon < float("inf"):
+                if soon < _NEVER:
                     heappush(events, (soon, rank))
                 continue
             free[rank] = end = now + duration[code]
@@ -202,7 +83,7 @@ class _FullRun:
             position[rank] += 1
             self._ended(code, end)
             kind = code % 3
-            follower = NONE if kind > B else code - 3 if kind == B else code + 3 if code < turn else code + 1
+            follower = NONE if kind == W else code - 3 if kind == B else code + 3 if code < turn else code + 1
             if follower >= 0:
                 arrival = end + hop[follower]
                 self._arrived(code, follower, arrival)
@@ -220,7 +101,7 @@ class _FullRun:
         self.arrivals[follower].append(arrival)
 
     def _overtake(self, rank: int, now: float, soon: float) -> int:
-        """The first later pass that may go before the next; it moves to the front of its row."""
+        """The first later pass that may go before the next, due at ``soon``; it moves to the front of its row."""
         duration, count, arrivals = self.problem.tables.duration, self.count, self.arrivals
         ready = []
         for code in self.codes[rank]:
@@ -233,7 +114,7 @@ class _FullRun:
         delta, limit = self.delta, self.problem.limit[rank]
         row, at = self.rows[rank], self.position[rank]
         kept = peak = self.kept[rank]
-        for place in range(at, min(at + _FULL_LOOK_AHEAD, len(row)) if ready else at):
+        for place in range(at, min(at + self.look_ahead, len(row)) if ready else at):
             code = row[place]
             if place > at and code in ready:
                 if delta[code] <= 0 or peak + delta[code] <= limit:
@@ -246,11 +127,11 @@ class _FullRun:
         return NONE
 
 
-class _MirroredRun(_FullRun):
-    """A run of a mirrored problem: W adds what it will have kept, F the rest, B frees all."""
+class _MirroredRun(_Run):
+    """A run of a mirrored problem: W comes before its F and adds what it will have kept, F the rest, B frees all."""
 
-    def __init__(self, problem: Problem, full: Rows, most_held: list[int] | None, haste: float) -> None:
-        super().__init__(problem, full, most_held, haste)
+    def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
+        super().__init__(problem, rows, most_held, haste)
         self.delta = []
         for whole, wgrad in zip(problem.tables.delta[F::3], problem.tables.delta[W::3], strict=True):
             self.delta += [whole + wgrad, -whole, -wgrad]

@@ -1,26 +1,38 @@
-"""What complete rows cost as they are: every pass in its place, W's included."""
+"""What rows cost: every pass as early as its place in its row allows."""
 
 from __future__ import annotations
 
-from megatron.zero_bubble.search.decode import INFEASIBLE, Decoded
+from typing import NamedTuple
+
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.timeline import times
 
+INFEASIBLE = float("inf")
 
-def evaluate(problem: Problem, full: Rows) -> Decoded:
-    """The cost of rows with W's, ``INFEASIBLE`` where they deadlock or do not fit in memory; linear in the passes."""
+
+class Cost(NamedTuple):
+    """The cost (``INFEASIBLE`` for rows that deadlock or do not fit in memory), and its mean over ranks, which tells
+    apart rows whose longest rank is equal.
+    """
+
+    cost: float
+    mean: float
+
+
+def evaluate(problem: Problem, rows: Rows) -> Cost:
+    """The cost of ``rows``; linear in the number of passes."""
     delta, duration = problem.tables.delta, problem.tables.duration
-    for row, limit in zip(full, problem.limit, strict=True):
+    for row, limit in zip(rows, problem.limit, strict=True):
         kept = 0.0
         for code in row:
             kept += delta[code]
             if delta[code] > 0 and kept > limit:
-                return Decoded(INFEASIBLE, INFEASIBLE, full)
-    starts = times(problem, full).starts
-    if any(len(begun) < len(row) for begun, row in zip(starts, full, strict=True)):
-        return Decoded(INFEASIBLE, INFEASIBLE, full)
-    costs, mean = [], 0.0
-    for begun, row, origin in zip(starts, full, problem.origin, strict=True):
+                return Cost(INFEASIBLE, INFEASIBLE)
+    starts = times(problem, rows).starts
+    if any(len(begun) < len(row) for begun, row in zip(starts, rows, strict=True)):
+        return Cost(INFEASIBLE, INFEASIBLE)
+    costs, mean = [], 0.0  # no sum() of floats in these loops: how it rounds depends on the version of Python
+    for begun, row, origin in zip(starts, rows, problem.origin, strict=True):
         costs.append(begun[-1] + duration[row[-1]] - origin)
         mean += costs[-1]
-    return Decoded(max(costs), mean / problem.num_ranks, full)
+    return Cost(max(costs), mean / problem.num_ranks)

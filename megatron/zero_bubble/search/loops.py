@@ -12,13 +12,14 @@ from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
-from megatron.zero_bubble.search.compact import compact, compact_full
-from megatron.zero_bubble.search.decode import INFEASIBLE, decode
-from megatron.zero_bubble.search.evaluate import evaluate
-from megatron.zero_bubble.search.improve import Improved, improve, refine
-from megatron.zero_bubble.search.problem import Problem, Rows, mirrored
+from megatron.zero_bubble.search.compact import compact
+from megatron.zero_bubble.search.evaluate import Cost, evaluate
+from megatron.zero_bubble.search.problem import Problem, Rows
+from megatron.zero_bubble.search.refill import refill
+from megatron.zero_bubble.search.refine import refine
 
 Packed = Any
+"""Rows in whatever form suits the loops."""
 _ARRAYS = (
     *((name, ctypes.c_int32) for name in ("rank", "source", "receiver")),
     *((name, ctypes.c_double) for name in ("duration", "hop", "delta", "limit", "work", "origin")),
@@ -26,41 +27,21 @@ _ARRAYS = (
 
 
 class Loops(Protocol):
-    """``decode``, ``compact`` and ``improve`` for one problem; ``Packed`` rows are in whatever form suits the loops."""
+    """``evaluate``, ``compact``, ``refill`` and ``refine`` for one problem."""
 
     def pack(self, rows: Rows) -> Packed: ...
 
     def unpack(self, rows: Packed) -> Rows: ...
 
-    def decode(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> tuple[float, float]:
-        """The cost, and its mean over ranks."""
-        ...
-
-    def full(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> Rows:
-        """The rows with W's."""
-        ...
+    def evaluate(self, rows: Packed) -> Cost: ...
 
     def compact(
         self, rows: Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
-    ) -> Packed | None:
-        """``backwards``: on the mirrored problem."""
-        ...
+    ) -> Packed | None: ...
 
-    def improve(self, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
-        """From and to packed rows."""
-        ...
+    def refill(self, rows: Packed, eagerness: float, target: float) -> Packed | None: ...
 
-    def compact_full(
-        self, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
-    ) -> Rows | None: ...
-
-    def evaluate(self, full: Rows) -> tuple[float, float]:
-        """As ``decode``, of rows with W's."""
-        ...
-
-    def refine(self, full: Rows, tries: int, heat: float) -> tuple[float, Rows]:
-        """The cost of rows with W's after ``tries`` moves, and the rows."""
-        ...
+    def refine(self, rows: Packed, tries: int, heat: float, seed: int) -> tuple[float, Packed]: ...
 
 
 class Reference:
@@ -75,36 +56,19 @@ class Reference:
     def unpack(self, rows: Packed) -> Rows:
         return rows
 
-    def decode(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> tuple[float, float]:
-        found = decode(self._problem, rows, eagerness, target)
-        return found.cost, found.mean
-
-    def full(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> Rows:
-        return decode(self._problem, rows, eagerness, target).rows
+    def evaluate(self, rows: Packed) -> Cost:
+        return evaluate(self._problem, rows)
 
     def compact(
         self, rows: Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
     ) -> Packed | None:
-        if not backwards:
-            return compact(self._problem, rows, most_held, haste)
-        denser = compact(self._problem.mirrored, mirrored(rows), most_held, haste)
-        return denser and mirrored(denser)
+        return compact(self._problem, rows, most_held, haste, backwards)
 
-    def improve(self, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
-        return improve(self._problem, start, eagerness, tries, heat)
+    def refill(self, rows: Packed, eagerness: float, target: float) -> Packed | None:
+        return refill(self._problem, rows, eagerness, target)
 
-    def compact_full(
-        self, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
-    ) -> Rows | None:
-        return compact_full(self._problem, full, most_held, haste, backwards)
-
-    def evaluate(self, full: Rows) -> tuple[float, float]:
-        found = evaluate(self._problem, full)
-        return found.cost, found.mean
-
-    def refine(self, full: Rows, tries: int, heat: float) -> tuple[float, Rows]:
-        found = refine(self._problem, Improved(evaluate(self._problem, full).cost, 0.0, full), tries, heat)
-        return found.cost, found.rows
+    def refine(self, rows: Packed, tries: int, heat: float, seed: int) -> tuple[float, Packed]:
+        return refine(self._problem, rows, tries, heat, seed)
 
 
 class Compiled:
@@ -112,74 +76,43 @@ class Compiled:
 
     def __init__(self, problem: Problem, library: ctypes.CDLL) -> None:
         self._library = library
-        self._most_held = [problem.num_microbatches] * problem.num_stages
+        self._unlimited = [problem.num_microbatches] * problem.num_stages
         self._forward, self._mirrored = _CProblem.of(problem), _CProblem.of(problem.mirrored)
         stages = [len(problem.placement.stages_of(rank)) for rank in range(problem.num_ranks)]
-        self._short, self._full = (
-            list(pairwise(accumulate((kinds * problem.num_microbatches * count for count in stages), initial=0)))
-            for kinds in (2, 3)
-        )
-        self._buffer = (ctypes.c_int32 * self._full[-1][1])()
+        self._bounds = list(pairwise(accumulate((3 * problem.num_microbatches * count for count in stages), initial=0)))
 
     def pack(self, rows: Rows) -> Packed:
         codes = array("i", chain.from_iterable(rows))
         return (ctypes.c_int32 * len(codes)).from_buffer(codes)
 
     def unpack(self, rows: Packed) -> Rows:
-        return [rows[first:last] for first, last in self._short]
+        return [rows[first:last] for first, last in self._bounds]
 
-    def decode(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> tuple[float, float]:
+    def evaluate(self, rows: Packed) -> Cost:
         mean = ctypes.c_double()
-        cost = self._library.zb_decode(self._forward, rows, eagerness, target, mean, self._buffer)
-        return cost, mean.value
-
-    def full(self, rows: Packed, eagerness: float, target: float = INFEASIBLE) -> Rows:
-        self.decode(rows, eagerness, target)
-        return [self._buffer[first:last] for first, last in self._full]
+        return Cost(self._library.zb_evaluate(self._forward, rows, mean), mean.value)
 
     def compact(
         self, rows: Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
     ) -> Packed | None:
-        held = most_held or self._most_held
         result = type(rows).from_buffer_copy(rows)
+        held = (ctypes.c_int32 * len(self._unlimited))(*(most_held or self._unlimited))
         if backwards:
-            self._library.zb_mirror(self._forward, result, False)
+            self._library.zb_mirror(self._forward, result)
         problem = self._mirrored if backwards else self._forward
-        if not self._library.zb_compact(problem, result, (ctypes.c_int32 * len(held))(*held), haste):
+        if not self._library.zb_compact(problem, result, held, haste, backwards):
             return None
         if backwards:
-            self._library.zb_mirror(self._forward, result, False)
+            self._library.zb_mirror(self._forward, result)
         return result
 
-    def improve(self, start: Improved, eagerness: float, tries: int, heat: float) -> Improved:
-        cost, target = ctypes.c_double(start.cost), ctypes.c_double(start.target)
-        rows = type(start.rows).from_buffer_copy(start.rows)
-        self._library.zb_improve(self._forward, rows, cost, target, eagerness, tries, heat)
-        return Improved(cost.value, target.value, rows)
+    def refill(self, rows: Packed, eagerness: float, target: float) -> Packed | None:
+        result = type(rows)()
+        return result if self._library.zb_refill(self._forward, rows, eagerness, target, result) else None
 
-    def compact_full(
-        self, full: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
-    ) -> Rows | None:
-        rows, held = self.pack(full), (ctypes.c_int32 * len(self._most_held))(*(most_held or self._most_held))
-        if backwards:
-            self._library.zb_mirror(self._forward, rows, True)
-        problem = self._mirrored if backwards else self._forward
-        if not self._library.zb_compact_full(problem, rows, held, haste, backwards):
-            return None
-        if backwards:
-            self._library.zb_mirror(self._forward, rows, True)
-        return [rows[first:last] for first, last in self._full]
-
-    def evaluate(self, full: Rows) -> tuple[float, float]:
-        mean = ctypes.c_double()
-        cost = self._library.zb_evaluate(self._forward, self.pack(full), mean)
-        return cost, mean.value
-
-    def refine(self, full: Rows, tries: int, heat: float) -> tuple[float, Rows]:
-        rows, mean = self.pack(full), ctypes.c_double()
-        cost = ctypes.c_double(self._library.zb_evaluate(self._forward, rows, mean))
-        self._library.zb_refine(self._forward, rows, cost, tries, heat)
-        return cost.value, [rows[first:last] for first, last in self._full]
+    def refine(self, rows: Packed, tries: int, heat: float, seed: int) -> tuple[float, Packed]:
+        result = type(rows).from_buffer_copy(rows)
+        return self._library.zb_refine(self._forward, result, tries, heat, seed), result
 
 
 def loops(problem: Problem) -> Loops:
@@ -195,22 +128,17 @@ def library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     found = ctypes.CDLL(spec.origin)
-    problem, codes, number = ctypes.POINTER(_CProblem), ctypes.POINTER(ctypes.c_int32), ctypes.c_double
-    result = ctypes.POINTER(number)
-    found.zb_decode.argtypes = [problem, codes, number, number, result, codes]
-    found.zb_decode.restype = number
-    found.zb_mirror.argtypes = [problem, codes, ctypes.c_int32]
-    found.zb_mirror.restype = None
-    found.zb_compact.argtypes = [problem, codes, codes, number]
-    found.zb_compact.restype = ctypes.c_int32
-    found.zb_compact_full.argtypes = [problem, codes, codes, number, ctypes.c_int32]
-    found.zb_compact_full.restype = ctypes.c_int32
-    found.zb_improve.argtypes = [problem, codes, result, result, number, ctypes.c_int64, number]
-    found.zb_improve.restype = None
-    found.zb_evaluate.argtypes = [problem, codes, result]
-    found.zb_evaluate.restype = number
-    found.zb_refine.argtypes = [problem, codes, result, ctypes.c_int64, number]
-    found.zb_refine.restype = None
+    problem, rows = ctypes.POINTER(_CProblem), ctypes.POINTER(ctypes.c_int32)
+    number, count, flag = ctypes.c_double, ctypes.c_int64, ctypes.c_int32
+    for name, result, arguments in (
+        ("zb_evaluate", number, [problem, rows, ctypes.POINTER(number)]),
+        ("zb_mirror", None, [problem, rows]),
+        ("zb_compact", flag, [problem, rows, rows, number, flag]),
+        ("zb_refill", flag, [problem, rows, number, number, rows]),
+        ("zb_refine", number, [problem, rows, count, number, count]),
+    ):
+        function = getattr(found, name)
+        function.restype, function.argtypes = result, arguments
     return found
 
 
@@ -224,6 +152,6 @@ class _CProblem(ctypes.Structure):
 
     @classmethod
     def of(cls, problem: Problem) -> _CProblem:
-        tables = problem.tables._asdict() | {name: getattr(problem, name) for name in ("limit", "work", "origin")}
-        arrays = [(kind * len(tables[name]))(*tables[name]) for name, kind in _ARRAYS]
+        figures = problem.tables._asdict() | {name: getattr(problem, name) for name in ("limit", "work", "origin")}
+        arrays = [(kind * len(figures[name]))(*figures[name]) for name, kind in _ARRAYS]
         return cls(problem.num_ranks, problem.num_stages, problem.num_microbatches, *arrays)

@@ -1,88 +1,85 @@
 """Rows to start from: known patterns, none of which has to fit the costs.
 
-Linear placement: 1F1B's order with any number of warm-up forwards. V placement: the building blocks of Controllable
-Memory (arXiv 2405.15362, section 3): the positions of one microbatch's F and B on every rank in units of equal passes,
-repeated every T units. V-Min, V-Half and ZB-V are members of the family; it is cheap to decode all of it with the real
-costs and keep what does best.
+Building blocks (Controllable Memory, arXiv 2405.15362, section 3): the positions of one microbatch's passes on every
+rank in units of equal passes, repeated every T units. 1F1B, ZB-H1, ZB-H2, V-Min, V-Half and ZB-V's steady state are
+members of the family. It is cheap to try all of it with the real costs and keep what does best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 
-_UNITS = 6
-"""Passes of a rank and microbatch: F, B and W of two chunks."""
+Seed = Callable[[Problem], Rows]
+"""Rows for any number of microbatches."""
 
 
-def seeds(problem: Problem) -> Iterator[Rows]:
-    """Starting points for the placement of ``problem``; not all fit in its memory."""
-    yield serial(problem)
-    yield from handcrafted(problem)
-    if problem.num_stages > problem.num_ranks:
-        for full in blocks(problem):
-            yield fitted(problem, [[code for code in row if code % 3 != W] for row in full])
-
-
-def handcrafted(problem: Problem) -> Iterator[Rows]:
-    """The orders of 1F1B and of ZB-V, cut to the memory there is."""
+def seeds(problem: Problem) -> Iterator[Seed]:
+    """Starting points for the placement of ``problem``, the simplest first; not all fit in its memory."""
+    yield serial
     if problem.num_stages == problem.num_ranks:
-        yield from warm_ups(problem)
+        for period, top, down, up in product((3, 4, 5), (0, 1), (1, 2, 3, 4), (1, 2, 3, 4)):
+            yield partial(linear_block, period=period, down=down, up=up, top=top)
     else:
-        yield fitted(problem, zb_v(problem))
+        yield zb_v
+        for period, down, up in (*product((6,), (1, 2, 3, 4), (1, 2, 3)), *product((7, 8, 10, 12), (1,), (1,))):
+            for top, bottom in product((0, 1, 2, 3), (1, 2)):
+                yield partial(vee_block, period=period, down=down, up=up, top=top, bottom=bottom)
 
 
 def serial(problem: Problem) -> Rows:
     """One microbatch at a time: feasible whenever anything is."""
     rank_of, stages = problem.placement.stage_to_rank, range(problem.num_stages)
     rows: Rows = [[] for _ in range(problem.num_ranks)]
-    for _ in range(problem.num_microbatches):
-        for s in stages:
-            rows[rank_of[s]].append(3 * s + F)
-        for s in reversed(stages):
-            rows[rank_of[s]].append(3 * s + B)
+    for s in stages:
+        rows[rank_of[s]].append(3 * s + F)
+    for s in reversed(stages):
+        rows[rank_of[s]] += [3 * s + B, 3 * s + W]
+    return [row * problem.num_microbatches for row in rows]
+
+
+def linear_block(problem: Problem, period: int, down: int, up: int, top: int) -> Rows:
+    """F's ``down`` units later a rank, B's ``up`` units earlier, ``top`` units of rest at the turn."""
+    p = problem.num_ranks
+    rows = []
+    for rank in range(p):
+        forward = down * rank
+        backward = down * (p - 1) + 1 + top + up * (p - 1 - rank)
+        rows.append(_repeated(problem, period, {3 * rank + F: forward, 3 * rank + B: backward}))
     return rows
 
 
-def warm_ups(problem: Problem) -> Iterator[Rows]:
-    """Rank i does about ``slope * (p - i)`` forwards before its first backward, as far as memory allows."""
-    p, m = problem.num_ranks, problem.num_microbatches
-    for slope in (1.0, 1.5, 2.0):
-        rows = []
-        for s in range(p):
-            most = int(problem.limit[s] / problem.kept[s])
-            lead = max(1, min(m, most, int(slope * (p - 1 - s)) + 1))
-            rows.append([3 * s + F] * lead + [3 * s + B, 3 * s + F] * (m - lead) + [3 * s + B] * lead)
-        yield rows
+def vee_block(problem: Problem, period: int, down: int, up: int, top: int, bottom: int) -> Rows:
+    """Passes to higher ranks ``down`` units a rank, to lower ones ``up``, rests at the turn and on the last rank."""
+    p = problem.num_ranks
+    rows = []
+    for rank in range(p):
+        below = p - 1 - rank
+        first, second = 3 * rank, 3 * (2 * p - 1 - rank)
+        starts = {
+            first + F: down * rank,
+            second + F: down * (p - 1) + 1 + up * below,
+            second + B: (down + up) * (p - 1) + 2 + top + down * rank,
+            first + B: (2 * down + up) * (p - 1) + 2 + top + bottom + up * below,
+        }
+        rows.append(_repeated(problem, period, starts))
+    return rows
 
 
-def blocks(problem: Problem) -> Iterator[Rows]:
-    """Building blocks of a V: down by ``down`` units a rank, up by ``up``, with rests at the turns; rows with W's, each
-    of which takes the first unit after its B that is free in every period.
-    """
-    p, m = problem.num_ranks, problem.num_microbatches
-    for period, down, up, top, bottom in product((6, 7, 8, 10, 12), (1, 2, 3, 4), (1, 2, 3), (0, 1, 2, 3), (1, 2)):
-        if period != _UNITS and (down > 1 or up > 1):
-            continue
-        rows = []
-        for rank in range(p):
-            below = p - 1 - rank
-            f0 = down * rank
-            f1 = down * (p - 1) + 1 + up * below
-            b1 = (down + up) * (p - 1) + 2 + top + down * rank
-            b0 = (2 * down + up) * (p - 1) + 2 + top + bottom + up * below
-            first, second = 3 * rank, 3 * (2 * p - 1 - rank)
-            starts = [(f0, first + F), (f1, second + F), (b1, second + B), (b0, first + B)]
-            taken = {x % period for x, _ in starts}
-            for x, code in sorted(starts[2:]):
-                slot = next((slot for slot in range(x + 1, x + period) if slot % period not in taken), x)
-                taken.add(slot % period)
-                starts.append((slot, code + 1))
-            placed = sorted((x + period * n, code) for x, code in starts for n in range(m))
-            rows.append([code for _, code in placed])
-        yield rows
+def _repeated(problem: Problem, period: int, starts: dict[int, int]) -> list[int]:
+    """One rank's row: F's and B's where ``starts`` says, each W in the first unit after its B that is always free."""
+    taken = {start % period for start in starts.values()}
+    placed = dict(starts)
+    for code, start in sorted(starts.items(), key=lambda item: item[1]):
+        if code % 3 == B:
+            slot = next((x for x in range(start + 1, start + period) if x % period not in taken), start)
+            taken.add(slot % period)
+            placed[code + 1] = slot
+    moments = [(start + period * n, code) for code, start in placed.items() for n in range(problem.num_microbatches)]
+    return [code for _, code in sorted(moments)]
 
 
 def zb_v(problem: Problem) -> Rows:
@@ -90,11 +87,12 @@ def zb_v(problem: Problem) -> Rows:
     p, m = problem.num_ranks, problem.num_microbatches
     rows = []
     for rank in range(p):
-        f0, b0, f1, b1 = (3 * s + kind for s in (rank, 2 * p - 1 - rank) for kind in (F, B))
-        rest, steady = p - 1 - rank, max(0, m - 2 * p + rank + 1)
-        row = [f0] * (2 * rest) + [f0, f1] * rank + [f0] + [f1, b1] * (p - rank) + [f0, b0, f1, b1] * steady
-        row += [b0, f1, b1] * rest + [b0, b1] * rank
-        rows.append(_complete(row, (f0, f1, b1, b0), m))
+        f0, b0, w0, f1, b1, w1 = (3 * s + kind for s in (rank, 2 * p - 1 - rank) for kind in (F, B, W))
+        rest = p - 1 - rank
+        row = [f0] * (2 * rest + 1) + [f1, f0] * rank + [f1, b1, w1] * (rest + 1)
+        row += [f0, b0, w0, f1, b1, w1] * max(0, m - p)
+        row += [b0, b1] * rank + [b0, w0] * (rest + 1)
+        rows.append(_complete(row, (f0, f1, b1, b0, w1, w0), m))
     return rows
 
 
@@ -109,20 +107,3 @@ def _complete(row: list[int], codes: tuple[int, ...], m: int) -> list[int]:
     for code in codes:
         kept += [code] * left[code]
     return kept
-
-
-def fitted(problem: Problem, rows: Rows) -> Rows:
-    """The same rows, except that where the next F would not fit in memory the next B goes first."""
-    result = []
-    for rank, row in enumerate(rows):
-        left, kept, limit = list(row), 0.0, problem.limit[rank]
-        for place in range(len(left)):
-            code = left[place]
-            if code % 3 == F and kept + problem.kept[code // 3] > limit:
-                later = next((at for at in range(place + 1, len(left)) if left[at] % 3 == B), None)
-                if later is not None:
-                    left.insert(place, left.pop(later))
-                    code = left[place]
-            kept += problem.kept[code // 3] if code % 3 == F else -problem.kept[code // 3]
-        result.append(left)
-    return result

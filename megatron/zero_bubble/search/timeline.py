@@ -1,4 +1,4 @@
-"""When every pass of complete rows runs: what local search and stretching look at."""
+"""When every pass of rows runs."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Times(NamedTuple):
     places: list[list[int]]
 
 
-def times(problem: Problem, full: Rows) -> Times:
-    """Run rows with W's, each pass as early as possible; linear in the number of passes."""
+def times(problem: Problem, rows: Rows) -> Times:
+    """Run every pass as early as possible, as far as the rows get; linear in the number of passes."""
     _, duration, source, hop, receiver, _ = problem.tables
     ends: list[list[float]] = [[] for _ in duration]
     ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
-    starts: list[list[float]] = [[] for _ in full]
-    number: list[list[int]] = [[] for _ in full]
+    starts: list[list[float]] = [[] for _ in rows]
+    number: list[list[int]] = [[] for _ in rows]
     places: list[list[int]] = [[] for _ in duration]
-    free = [0.0] * len(full)
-    waits_for = [NONE] * len(full)
-    runnable = list(range(len(full)))
+    free = [0.0] * len(rows)
+    waits_for = [NONE] * len(rows)
+    runnable = list(range(len(rows)))
     while runnable:
         rank = runnable.pop()
-        row, now = full[rank], free[rank]
+        row, now = rows[rank], free[rank]
         for place in range(len(starts[rank]), len(row)):
             code = row[place]
             mine, inputs = ends[code], ends[source[code]]

@@ -1,33 +1,21 @@
-"""From rows of F and B to a schedule with W's, and its cost: the search's inner loop.
+"""Place the W's of rows anew: they fill the gaps that the order of F's and B's leaves.
 
-W fills gaps. Before each F and B its start is known, because everything it waits for has been placed: W's that fit
-before it run there. One more runs, delaying what follows, when the gap is more than ``eagerness`` of the time it takes,
-or when the rank has no idle time left to spend on the way to ``target``. As many as needed run when memory is full.
+Before each F and B its start is known, because everything it waits for has been placed: W's that fit before it run
+there. One more runs, delaying what follows, when the gap is more than ``eagerness`` of the time it takes, or when the
+rank has no idle time left to spend on the way to ``target``. As many as needed run when memory is full.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import NamedTuple
 
-from megatron.zero_bubble.search.problem import NONE, B, Problem, Rows
+from megatron.zero_bubble.search.problem import NONE, B, Problem, Rows, W
 
-INFEASIBLE = float("inf")
 _SLACK = 1e-9
 
 
-class Decoded(NamedTuple):
-    """What became of rows: the cost (``INFEASIBLE`` when they deadlock or do not fit in memory), its mean over ranks,
-    which tells apart rows whose longest rank is equal, and the rows with W's (a part of them where not feasible).
-    """
-
-    cost: float
-    mean: float
-    rows: Rows
-
-
-def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEASIBLE) -> Decoded:  # noqa: C901 (one hot loop)
-    """Run ``rows`` as early as possible, adding W's; linear in the number of passes."""
+def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Rows | None:  # noqa: C901 (one hot loop)
+    """New rows, each pass as early as possible; None when they deadlock or do not fit. Linear in the passes."""
     _, duration, source, hop, receiver, delta = problem.tables
     ends: list[list[float]] = [[] for _ in duration]
     ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
@@ -44,6 +32,8 @@ def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEA
         now, held = free[rank], kept[rank]
         for index in range(position[rank], len(row)):
             code = row[index]
+            if code % 3 == W:
+                continue
             mine, inputs = ends[code], ends[source[code]]
             if len(mine) >= len(inputs):
                 position[rank] = index
@@ -60,7 +50,7 @@ def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEA
                 held += delta[wgrad]
             held += change
             if change > 0 and held > limit:
-                return Decoded(INFEASIBLE, INFEASIBLE, full)
+                return None
             if arrival > now:
                 gap = arrival - now
                 if waiting and (gap > eagerness * duration[waiting[0]] or gap > spare[rank] + _SLACK):
@@ -83,13 +73,7 @@ def decode(problem: Problem, rows: Rows, eagerness: float, target: float = INFEA
             position[rank] = len(row)
         free[rank], kept[rank] = now, held
     if any(at < len(row) for at, row in zip(position, rows, strict=True)):
-        return Decoded(INFEASIBLE, INFEASIBLE, full)
-    costs, mean = [], 0.0
-    for rank, waiting in enumerate(pending):
-        full[rank].extend(waiting)
-        rest = 0.0  # no sum() of floats in these loops: how it rounds depends on the version of Python
-        for wgrad in waiting:
-            rest += duration[wgrad]
-        costs.append(free[rank] + rest - problem.origin[rank])
-        mean += costs[-1]
-    return Decoded(max(costs), mean / num_ranks, full)
+        return None
+    for waiting, out in zip(pending, full, strict=True):
+        out.extend(waiting)
+    return full

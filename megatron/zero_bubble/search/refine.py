@@ -1,0 +1,97 @@
+"""Local search: move a pass along the critical path past its neighbours, keep what shortens the schedule."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.search.dice import Dice
+from megatron.zero_bubble.search.evaluate import INFEASIBLE, evaluate
+from megatron.zero_bubble.search.problem import NONE, Problem, Rows
+from megatron.zero_bubble.search.timeline import times
+
+_SLACK = 1e-6
+_REACH = 8
+"""How far along a block of the critical path a pass is moved."""
+_MEAN_WEIGHT = 0.02
+"""The mean over ranks guides the search where the longest rank stays as it is."""
+
+Move = tuple[int, int, int]
+"""Rank, from where, to where in its row."""
+
+
+def refine(problem: Problem, rows: Rows, tries: int, heat: float, seed: int) -> tuple[float, Rows]:
+    """The best cost found by ``tries`` evaluations, and its rows.
+
+    Args:
+        problem: what the rows are for.
+        rows: where to start; infeasible ones come back as they are.
+        tries: how many rows may be evaluated.
+        heat: ms by which a move may worsen the schedule and still be kept, at first; it falls to 0.
+        seed: of the random order of moves.
+    """
+    dice = Dice(seed)
+    rows = [list(row) for row in rows]
+    cost, mean = evaluate(problem, rows)
+    best_cost, best, score, used = cost, [list(row) for row in rows], cost + _MEAN_WEIGHT * mean, 1
+    while used < tries and best_cost < INFEASIBLE:
+        moves = critical_moves(problem, rows, dice)
+        dice.shuffle(moves)
+        for rank, origin, to in moves[: tries - used]:
+            row = rows[rank]
+            row.insert(to, row.pop(origin))
+            cost, mean = evaluate(problem, rows)
+            used += 1
+            warmth = heat * (1.0 - used / tries)
+            if cost + _MEAN_WEIGHT * mean < score + warmth * dice.uniform() - _SLACK:
+                score = cost + _MEAN_WEIGHT * mean
+                if cost < best_cost - _SLACK:
+                    best_cost, best = cost, [list(r) for r in rows]
+                break
+            row.insert(origin, row.pop(to))
+        else:
+            if heat == 0 or not moves:
+                break
+    return best_cost, best
+
+
+def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
+    """Moves that break a longest path: per block on a rank, its last passes to the front, its first to the back."""
+    starts, number, places = times(problem, rows)
+    rank_of, duration, source, hop, _, _ = problem.tables
+    lateness = [s[-1] + duration[row[-1]] - o for s, row, o in zip(starts, rows, problem.origin, strict=True)]
+    longest = [r for r, late in enumerate(lateness) if late > max(lateness) - _SLACK]
+    rank = longest[dice.below(len(longest))]
+    place = last = len(rows[rank]) - 1
+    moves: list[Move] = []
+    while True:
+        code, start = rows[rank][place], starts[rank][place]
+        before, arrival = source[code], -1.0
+        if before != NONE:
+            other = rank_of[before]
+            other_place = places[before][number[rank][place]]
+            arrival = starts[other][other_place] + duration[before] + hop[code]
+        follows = place > 0 and starts[rank][place - 1] + duration[rows[rank][place - 1]] > start - _SLACK
+        arrives = arrival > start - _SLACK
+        if follows and not (arrives and dice.uniform() < 0.5):
+            place -= 1
+            continue
+        moves += _moves_in(rows[rank], rank, place, last)
+        if not arrives:
+            return moves
+        rank, place = other, other_place
+        last = place
+
+
+def _moves_in(row: list[int], rank: int, first: int, last: int) -> list[Move]:
+    """The moves of the block from place ``first`` to place ``last``."""
+    moves: list[Move] = []
+    if first == last:
+        return moves
+    for end in (last, last - 1):
+        for to in range(end - 1, max(first - 1, end - _REACH), -1):
+            if row[to] == row[end]:
+                break
+            moves.append((rank, end, to))
+    for to in range(first + 1, min(last + 1, first + _REACH)):
+        if row[to] == row[first]:
+            break
+        moves.append((rank, first, to))
+    return moves
