@@ -144,46 +144,27 @@ class Timeline {
 // search/compact.py.
 class Compactor {
  public:
-  Compactor(const zb_problem& problem, int32_t* rows, const int32_t* most_held, double haste, bool backwards)
+  explicit Compactor(const zb_problem& problem)
       : p(problem),
         m(problem.num_microbatches),
-        rows(rows),
-        most_held(most_held),
-        late(1.0 - haste),
-        backwards(backwards),
-        look_ahead(std::max(36, 8 * problem.num_ranks)),
         begin(row_begins(problem)),
-        delta(problem.delta, problem.delta + 3 * problem.num_stages),
+        delta(3 * problem.num_stages),
         landed(problem.num_stages * m),
-        num_landed(problem.num_stages, 0),
+        num_landed(problem.num_stages),
         arrivals(begin.back()),
-        arrived(3 * problem.num_stages, 0),
-        count(3 * problem.num_stages, 0),
-        kept(problem.num_ranks, 0.0),
-        position(begin.begin(), begin.end() - 1),
+        arrived(3 * problem.num_stages),
+        count(3 * problem.num_stages),
+        kept(problem.num_ranks),
+        free_at(problem.num_ranks),
+        position(problem.num_ranks),
         codes(problem.num_ranks) {
-    if (backwards) {
-      std::fill(landed.begin(), landed.begin() + m, 0.0);
-      num_landed[0] = m;
-      for (int s = 0; s < p.num_stages; ++s) {
-        const double whole = p.delta[3 * s], wgrad = -p.delta[3 * s + kWgrad];
-        delta[3 * s] = whole - wgrad;
-        delta[3 * s + kBackward] = -whole;
-        delta[3 * s + kWgrad] = wgrad;
-        arrived[3 * s + kWgrad] = m;
-        std::fill_n(arrivals.begin() + (3 * s + kWgrad) * m, m, 0.0);
-      }
-    } else {
-      std::fill(arrivals.begin(), arrivals.begin() + m, 0.0);
-      arrived[kForward] = m;
-    }
     for (int c = 0; c < 3 * p.num_stages; ++c) codes[p.rank[c]].push_back(c);
   }
 
-  bool run() {
+  // Reorders rows in place; false when they deadlock or do not fit.
+  bool run(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
+    reset(rows_, most_held_, haste, backwards_);
     const int turn = 3 * (p.num_stages - 1);
-    std::vector<double> free_at(p.num_ranks, 0.0);
-    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
     for (int r = 0; r < p.num_ranks; ++r) events.push({0.0, r});
     while (!events.empty()) {
       const auto [now, rank] = events.top();
@@ -226,6 +207,36 @@ class Compactor {
  private:
   using Event = std::pair<double, int>;
   static constexpr double kSlack = 1e-9;
+  static constexpr int kLookAhead = 36;
+
+  void reset(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
+    rows = rows_;
+    most_held = most_held_;
+    late = 1.0 - haste;
+    backwards = backwards_;
+    std::copy(p.delta, p.delta + 3 * p.num_stages, delta.begin());
+    std::fill(num_landed.begin(), num_landed.end(), 0);
+    std::fill(arrived.begin(), arrived.end(), 0);
+    std::fill(count.begin(), count.end(), 0);
+    std::fill(kept.begin(), kept.end(), 0.0);
+    std::fill(free_at.begin(), free_at.end(), 0.0);
+    std::copy(begin.begin(), begin.end() - 1, position.begin());
+    if (backwards) {
+      std::fill(landed.begin(), landed.begin() + m, 0.0);
+      num_landed[0] = m;
+      for (int s = 0; s < p.num_stages; ++s) {
+        const double whole = p.delta[3 * s], wgrad = -p.delta[3 * s + kWgrad];
+        delta[3 * s] = whole - wgrad;
+        delta[3 * s + kBackward] = -whole;
+        delta[3 * s + kWgrad] = wgrad;
+        arrived[3 * s + kWgrad] = m;
+        std::fill_n(arrivals.begin() + (3 * s + kWgrad) * m, m, 0.0);
+      }
+    } else {
+      std::fill(arrivals.begin(), arrivals.begin() + m, 0.0);
+      arrived[kForward] = m;
+    }
+  }
 
   void gate(int code, double wgrad_end) {
     const int n = arrived[code];
@@ -244,7 +255,7 @@ class Compactor {
     if (ready.empty()) return kNone;
     const int at = position[rank];
     double held = kept[rank], peak = held;
-    const int last = std::min(at + look_ahead, begin[rank + 1]);
+    const int last = std::min(at + kLookAhead, begin[rank + 1]);
     for (int place = at; place < last; ++place) {
       const int code = rows[place];
       const auto found = place > at ? std::find(ready.begin(), ready.end(), code) : ready.end();
@@ -263,18 +274,18 @@ class Compactor {
 
   const zb_problem& p;
   const int m;
-  int32_t* rows;
-  const int32_t* most_held;
-  const double late;
-  const bool backwards;
-  const int look_ahead;
+  int32_t* rows = nullptr;
+  const int32_t* most_held = nullptr;
+  double late = 1.0;
+  bool backwards = false;
   const std::vector<int> begin;
   std::vector<double> delta, landed;
   std::vector<int> num_landed;
   std::vector<double> arrivals;
   std::vector<int> arrived, count;
-  std::vector<double> kept;
+  std::vector<double> kept, free_at;
   std::vector<int> position;
+  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
   std::vector<std::vector<int>> codes;
   std::vector<int> ready;
 };
@@ -300,6 +311,8 @@ class Refiller {
 
   // Writes the new rows into full; false when they deadlock or do not fit.
   bool run(const int32_t* rows, double eagerness, double target, int32_t* full) {
+    std::fill(count.begin(), count.end(), 0);
+    runnable.clear();
     for (int r = 0; r < p.num_ranks; ++r) {
       free_at[r] = kept[r] = 0.0;
       position[r] = placed[r] = begin[r];
@@ -412,7 +425,7 @@ class Dice {
 // search/refine.py.
 class Refiner {
  public:
-  Refiner(const zb_problem& problem, uint64_t seed) : p(problem), line(problem), dice(seed) {}
+  Refiner(const zb_problem& problem, Timeline& line, uint64_t seed) : p(problem), line(line), dice(seed) {}
 
   // Returns the cost; rows become the best found.
   double run(int32_t* best, int64_t tries, double heat) {
@@ -514,7 +527,7 @@ class Refiner {
   }
 
   const zb_problem& p;
-  Timeline line;
+  Timeline& line;
   std::vector<Move> moves;
   Dice dice;
 };
@@ -523,17 +536,31 @@ class Refiner {
 
 extern "C" {
 
+// A problem with the memory that its loops work in; the arrays of the problem must outlive it.
+struct zb_planner {
+  const zb_problem problem;
+  Timeline line;
+  Compactor compactor;
+  Refiller refiller;
+
+  explicit zb_planner(const zb_problem& p) : problem(p), line(problem), compactor(problem), refiller(problem) {}
+};
+
+zb_planner* zb_open(const zb_problem* problem) { return new zb_planner(*problem); }
+
+void zb_close(zb_planner* planner) { delete planner; }
+
 // The cost of rows (infinity where infeasible); *mean is its mean over ranks.
-double zb_evaluate(const zb_problem* problem, const int32_t* rows, double* mean) {
-  const Cost found = Timeline(*problem).evaluate(rows);
+double zb_evaluate(zb_planner* planner, const int32_t* rows, double* mean) {
+  const Cost found = planner->line.evaluate(rows);
   *mean = found.mean;
   return found.cost;
 }
 
 // Rows run backwards in time, in place.
-void zb_mirror(const zb_problem* problem, int32_t* rows) {
-  const std::vector<int> begin = row_begins(*problem);
-  for (int r = 0; r < problem->num_ranks; ++r) std::reverse(rows + begin[r], rows + begin[r + 1]);
+void zb_mirror(zb_planner* planner, int32_t* rows) {
+  const std::vector<int>& begin = planner->line.begin;
+  for (size_t r = 0; r + 1 < begin.size(); ++r) std::reverse(rows + begin[r], rows + begin[r + 1]);
   for (int i = 0; i < begin.back(); ++i) {
     const int kind = rows[i] % 3;
     rows[i] += kind == kForward ? 1 : kind == kBackward ? -1 : 0;
@@ -541,19 +568,18 @@ void zb_mirror(const zb_problem* problem, int32_t* rows) {
 }
 
 // Reorders rows in place; 0 where they deadlock or do not fit. With backwards, problem and rows are mirrored ones.
-int32_t zb_compact(const zb_problem* problem, int32_t* rows, const int32_t* most_held, double haste,
-                   int32_t backwards) {
-  return Compactor(*problem, rows, most_held, haste, backwards).run();
+int32_t zb_compact(zb_planner* planner, int32_t* rows, const int32_t* most_held, double haste, int32_t backwards) {
+  return planner->compactor.run(rows, most_held, haste, backwards);
 }
 
 // Writes rows with their W's placed anew into full; 0 where they deadlock or do not fit.
-int32_t zb_refill(const zb_problem* problem, const int32_t* rows, double eagerness, double target, int32_t* full) {
-  return Refiller(*problem).run(rows, eagerness, target, full);
+int32_t zb_refill(zb_planner* planner, const int32_t* rows, double eagerness, double target, int32_t* full) {
+  return planner->refiller.run(rows, eagerness, target, full);
 }
 
 // Improves rows in place and returns their cost.
-double zb_refine(const zb_problem* problem, int32_t* rows, int64_t tries, double heat, int64_t seed) {
-  return Refiner(*problem, static_cast<uint64_t>(seed)).run(rows, tries, heat);
+double zb_refine(zb_planner* planner, int32_t* rows, int64_t tries, double heat, int64_t seed) {
+  return Refiner(planner->problem, planner->line, static_cast<uint64_t>(seed)).run(rows, tries, heat);
 }
 
 }  // extern "C"

@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
 
 class JobError(ValueError):
     """A job and its schedule do not fit each other; one sentence: the rule, the values, the remedy."""
+
+
+def parse_memory_limit(text: str) -> tuple[float, str]:
+    """``1p`` or ``60GiB`` as an amount and its unit: p, KiB, MiB or GiB.
+
+    Raises:
+        ValueError: for another form.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise ValueError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
+    return float(match[1]), match[2]
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class ZeroBubbleConfig:
     peer_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
+        parse_memory_limit(self.memory_limit)
         if (self.schedule is None) == (self.schedule_file is None):
             raise ValueError(
                 "exactly one of a schedule's name and a schedule file must be given; got "

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 
 class Kind(Enum):
@@ -35,9 +36,11 @@ class Kind(Enum):
 _PASS = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """One unit of compute: ``kind`` of ``microbatch`` (and sequence ``slice``) on ``stage``."""
+class Pass(NamedTuple):
+    """One unit of compute: ``kind`` of ``microbatch`` (and sequence ``slice``) on ``stage``.
+
+    A tuple, because plans hash and compare passes by the hundred thousand.
+    """
 
     stage: int
     kind: Kind
@@ -147,26 +150,27 @@ class Schedule:
 
     def backward_of(self, stage: int, microbatch: int, slice_: int = 0) -> Pass:
         """The pass that produces the input gradient of ``stage``: its BW where fused, else its B."""
-        kind = Kind.BW if (stage, microbatch, slice_) in self.fused else Kind.B
-        return Pass(stage, kind, microbatch, slice_)
+        fused = self.fused and (stage, microbatch, slice_) in self.fused
+        return Pass(stage, Kind.BW if fused else Kind.B, microbatch, slice_)
 
     def dependencies(self, p: Pass) -> tuple[Pass, ...]:
         """The passes that must end before ``p`` starts; slices go forward in order and back in reverse."""
-        if p.kind is Kind.W:
-            return (Pass(p.stage, Kind.B, p.microbatch, p.slice),)
+        stage, kind, microbatch, slice_ = p
+        if kind is Kind.W:
+            return (Pass(stage, Kind.B, microbatch, slice_),)
         needs: list[Pass] = []
-        if p.kind is Kind.F:
-            if p.stage > 0:
-                needs.append(Pass(p.stage - 1, Kind.F, p.microbatch, p.slice))
-            if p.slice > 0:
-                needs.append(Pass(p.stage, Kind.F, p.microbatch, p.slice - 1))
+        if kind is Kind.F:
+            if stage > 0:
+                needs.append(Pass(stage - 1, Kind.F, microbatch, slice_))
+            if slice_ > 0:
+                needs.append(Pass(stage, Kind.F, microbatch, slice_ - 1))
             return tuple(needs)
-        if p.stage < self.num_stages - 1:
-            needs.append(self.backward_of(p.stage + 1, p.microbatch, p.slice))
+        if stage < len(self.placement.stage_to_rank) - 1:
+            needs.append(self.backward_of(stage + 1, microbatch, slice_))
         else:
-            needs.append(Pass(p.stage, Kind.F, p.microbatch, p.slice))
-        if p.slice < self.num_slices - 1:
-            needs.append(self.backward_of(p.stage, p.microbatch, p.slice + 1))
+            needs.append(Pass(stage, Kind.F, microbatch, slice_))
+        if slice_ < self.num_slices - 1:
+            needs.append(self.backward_of(stage, microbatch, slice_ + 1))
         return tuple(needs)
 
     def forward_only(self) -> Schedule:

@@ -139,7 +139,7 @@ def _schedule(name: str, num_microbatches: int) -> Schedule:
 
 
 def _halves(p: Pass) -> tuple[Pass, ...]:
-    return (replace(p, kind=Kind.B), replace(p, kind=Kind.W)) if p.kind is Kind.BW else (p,)
+    return (p._replace(kind=Kind.B), p._replace(kind=Kind.W)) if p.kind is Kind.BW else (p,)
 
 
 class _Variant:

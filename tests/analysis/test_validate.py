@@ -47,7 +47,7 @@ def test_a_dropped_pass_is_missed(data: st.DataObject) -> None:
     rows = mutable(schedule)
     dropped = rows[rank].pop(column)
     # Without its BW a backward is expected in two halves, the first of which is B.
-    expected = replace(dropped, kind=Kind.B) if dropped.kind is Kind.BW else dropped
+    expected = dropped._replace(kind=Kind.B) if dropped.kind is Kind.BW else dropped
     error = rejected(with_rows(schedule, rows), expected)
     assert error.rank == rank
     assert "missing" in error.rule

@@ -2,27 +2,73 @@
 
 from __future__ import annotations
 
+import csv
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
+from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.search import zb_auto
+
+PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
+HIDDEN_SIZE_AND_HEADS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
 
 milliseconds = st.floats(1.0, 50.0)
 
 
-@settings(max_examples=5)
-@given(st.integers(1, 4), st.integers(1, 8), st.data())
-def test_what_it_returns_is_valid_and_fits(num_ranks: int, num_microbatches: int, data: st.DataObject) -> None:
-    per_stage = st.lists(milliseconds, min_size=num_ranks, max_size=num_ranks).map(tuple)
-    costs = PassCosts(data.draw(per_stage), data.draw(per_stage), data.draw(per_stage), data.draw(st.floats(0, 5)))
-    memory = PassMemory((1.0,) * num_ranks, (data.draw(st.floats(0.1, 1.0)),) * num_ranks)
-    limit = data.draw(st.floats(1.0, 2.0 * num_ranks))
-    schedule = zb_auto(costs, memory, num_ranks, num_microbatches, limit, placement="linear")
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 9), st.sampled_from(["linear", "vee", "auto"]), st.data())
+def test_what_it_returns_is_valid_and_fits_or_the_least_limit_is_named(p: int, m: int, placement: str, data) -> None:
+    finest = Placement.linear(p) if placement == "linear" else Placement.vee(p)
+    per_stage = st.lists(milliseconds, min_size=finest.num_stages, max_size=finest.num_stages).map(tuple)
+    links = data.draw(st.dictionaries(st.tuples(st.integers(0, p - 1), st.integers(0, p - 1)), st.floats(0, 20)))
+    costs = PassCosts(*(data.draw(per_stage) for _ in range(3)), data.draw(st.floats(0, 5)), links)
+    kept = data.draw(st.lists(st.floats(0.2, 2.0), min_size=finest.num_stages, max_size=finest.num_stages))
+    memory = PassMemory(tuple(kept), tuple(data.draw(st.floats(0.0, 1.2)) * a for a in kept))
+    limit = data.draw(st.floats(0.3, 3.0 * p))
+    objective = data.draw(st.sampled_from(["span", "makespan"]))
+    question = {"placement": placement, "objective": objective, "effort": 0.05}
+    try:
+        schedule = zb_auto(costs, memory, p, m, limit, **question)
+    except ValueError as error:
+        least = float(re.search(r"needs ([0-9.e+-]+)", str(error))[1])
+        assert limit < least
+        schedule, limit = zb_auto(costs, memory, p, m, least * 1.0000001, **question), least
     validate(schedule)
-    assert max(simulate(schedule, costs, memory).peak_activation) <= limit + 1e-9
+    fitted = memory.fit(schedule.placement)
+    assert simulate(schedule, costs.fit(schedule.placement), fitted).makespan_ms > 0
+    for rank, row in enumerate(schedule.order):
+        now = 0.0
+        for done in row:
+            now += fitted.delta(done)
+            assert now <= limit * (1 + 1e-6), f"rank {rank} keeps {now}"
+
+
+def published_rows() -> list[dict[str, str]]:
+    lines = PUBLISHED.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("row", published_rows(), ids=lambda row: f"{row['model']}-{row['m']}")
+def test_it_is_never_worse_than_the_papers_own_search(row: dict[str, str], times: int) -> None:
+    """ZB-1p and ZB-2p, with M_B and M_W by the paper's formulas; at 1p the plan is proved optimal."""
+    p, m = int(row["p"]), int(row["m"])
+    placement = Placement.linear(p)
+    costs = PassCosts.uniform(placement, *(float(row[key]) for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms")))
+    h, heads = HIDDEN_SIZE_AND_HEADS[row["model"]]
+    memory = PassMemory.uniform(placement, 34 * h + 5 * heads * 1024, 32 * h)
+    limit = times * p * memory.activation[0]
+    timeline = simulate(zb_auto(costs, memory, p, m, limit, placement="linear"), costs, memory)
+    assert max(timeline.peak_activation) * memory.activation[0] <= limit * (1 + 1e-6)
+    assert timeline.bubble_rate("span") <= float(row[f"zb_{times}p"]) + 5e-5
+    if times == 1:
+        assert lower_bound(costs, memory, placement, m, limit).gap(timeline.span_ms) == 0.0
 
 
 @pytest.mark.parametrize(("name", "limit"), [("zb-h1", 4.0), ("zb-h2", 7.0)])

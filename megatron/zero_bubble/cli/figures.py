@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import math
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron.zero_bubble.cli.model_config import read_model
+from megatron.zero_bubble.config import parse_memory_limit
 from megatron.zero_bubble.costs import PassCosts, PassMemory, read_costs_file
 from megatron.zero_bubble.estimate import DEVICES, estimate
 from megatron.zero_bubble.ir import Placement
@@ -50,10 +49,7 @@ class Figures:
         Raises:
             ValueError: for another form, or bytes where memory is not in bytes.
         """
-        match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
-        if match is None or not 0 < float(match[1]) < math.inf:
-            raise ValueError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
-        amount, unit = float(match[1]), match[2]
+        amount, unit = parse_memory_limit(text)
         if unit == "p":
             return amount * self.num_ranks * self.microbatch
         if not self.in_bytes:
@@ -93,6 +89,9 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     """
     num_ranks = options.num_ranks if num_ranks is None else num_ranks
     num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
+    for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
+        if count is not None and count < 1:
+            raise ValueError(f"{name} must be 1 or more; got {count}")
     if options.config is not None:
         return _of_model(options, num_ranks, num_microbatches)
     for flag, given in (("--gpu", options.gpu is not None), ("--no-flash-attention", options.no_flash_attention)):
@@ -101,8 +100,6 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     for name, count in (("num-ranks", num_ranks), ("num-microbatches", num_microbatches)):
         if count is None:
             raise ValueError(f"--{name} is missing; only --config and --schedule-file have one of their own")
-        if count < 1:
-            raise ValueError(f"{name.replace('-', '_')} must be 1 or more; got {count}")
     sizes = num_ranks, num_microbatches
     return _of_file(options, *sizes) if options.costs is not None else _of_flags(options, *sizes)
 

@@ -114,13 +114,15 @@ class _RankOps:
     def write(self) -> Iterator[Op]:
         steps = self._routes.steps[self._rank]
         for step, following in zip(steps, (*steps[1:], None), strict=True):
-            yield from self._post(step)
-            if following is not None:
+            if step.inputs:
+                yield from self._post(step)
+            if following is not None and following.inputs:
                 yield from self._post(following)
             yield Compute(step.work)
             if step.output is not None:
                 yield from self._send(step.output.message)  # another rank waits for it; nobody waits for what settles
-            yield from self._settle_acknowledged(step)
+            if step.inputs:
+                yield from self._settle_acknowledged(step)
         for channel, count in self._sent.items():
             yield from self._settle(channel, count)
 

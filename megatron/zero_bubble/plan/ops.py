@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
+class Message(NamedTuple):
     """The output of ``producer`` on its way from rank ``source`` to rank ``target``."""
 
     producer: Pass

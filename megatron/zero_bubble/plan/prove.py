@@ -11,9 +11,11 @@ Megatron asks for): a transfer that waits for the previous one of its channel ho
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
 
 from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
+from megatron.zero_bubble.plan.ops import Compute, Message, Plan, Recv, Send, Settle
 
 
 class PlanError(ValueError):
@@ -48,63 +50,76 @@ class _Proof:
                     self.peers[rank] |= {op.message.source, op.message.target} - {rank}
 
     def run(self) -> None:
+        execute: dict[type, Callable[[int, Any], bool]] = {
+            Compute: self._compute,
+            Send: self._send,
+            Recv: self._recv,
+            Settle: self._settle,
+        }
         ready = deque(range(len(self.plan.ops)))
         while ready:
             rank = ready.popleft()
             ops = self.plan.ops[rank]
-            started = self.position[rank]
-            while self.position[rank] < len(ops) and self._possible(rank, ops[self.position[rank]]):
-                self._execute(rank, ops[self.position[rank]])
-                self.position[rank] += 1
-            if self.position[rank] > started:
+            started = position = self.position[rank]
+            while position < len(ops) and execute[type(ops[position])](rank, ops[position]):
+                self.position[rank] = position = position + 1
+            if position > started:
                 ready.extend(peer for peer in self.peers[rank] if peer not in ready)
         if any(position < len(ops) for position, ops in zip(self.position, self.plan.ops, strict=True)):
             raise self._error("the ranks wait for each other")
         self._check_ends()
 
-    def _possible(self, rank: int, op: Op) -> bool:
-        """Whether the op can go on without waiting, given what the other ranks have done."""
-        if isinstance(op, Compute):
-            return all(self._available(rank, needed) for needed in self.plan.schedule.dependencies(op.work))
-        if isinstance(op, Settle):
-            return op.message in self.expected
-        if self.single_queue and isinstance(op, Send):
-            return len(self.posted[op.message.channel]) >= len(self.sent[op.message.channel])
-        if self.single_queue and isinstance(op, Recv):
-            return len(self.sent[op.message.channel]) >= len(self.posted[op.message.channel])
+    # Each of these executes an op, unless it must wait for what other ranks have not done yet; then it returns False.
+
+    def _compute(self, rank: int, op: Compute) -> bool:
+        stage_to_rank = self.plan.schedule.placement.stage_to_rank
+        for needed in self.plan.schedule.dependencies(op.work):
+            source = stage_to_rank[needed.stage]
+            if source == rank:
+                if needed not in self.done:
+                    raise self._error(f"pass {needed} is used before it is computed", rank)
+                continue
+            message = Message(needed, source, rank)
+            if message not in self.expected:
+                raise self._error(f"the output of {needed} is used but no receive was posted for it", rank)
+            if message not in self.open and message not in self.arrived:
+                return False
+        if op.work in self.done:
+            raise self._error(f"pass {op.work} runs twice", rank)
+        self.done.add(op.work)
         return True
 
-    def _available(self, rank: int, needed: Pass) -> bool:
-        source = self.plan.schedule.placement.stage_to_rank[needed.stage]
-        if source == rank:
-            if needed not in self.done:
-                raise self._error(f"pass {needed} is used before it is computed", rank)
-            return True
-        message = Message(needed, source, rank)
-        if message not in self.expected:
-            raise self._error(f"the output of {needed} is used but no receive was posted for it", rank)
-        return message in self.open or message in self.arrived
+    def _send(self, rank: int, op: Send) -> bool:
+        message = op.message
+        mine, other = self.sent[message.channel], self.posted[message.channel]
+        if self.single_queue and len(other) < len(mine):
+            return False
+        if message.source != rank or message.producer not in self.done:
+            raise self._error(f"{op} sends what rank {rank} has not computed", rank)
+        self.open.add(message)
+        self._match(rank, message, mine, other)
+        return True
 
-    def _execute(self, rank: int, op: Op) -> None:
-        if isinstance(op, Compute):
-            if op.work in self.done:
-                raise self._error(f"pass {op.work} runs twice", rank)
-            self.done.add(op.work)
-        elif isinstance(op, Send):
-            if op.message.source != rank or op.message.producer not in self.done:
-                raise self._error(f"{op} sends what rank {rank} has not computed", rank)
-            self.open.add(op.message)
-            self._match(rank, op.message, self.sent[op.message.channel], self.posted[op.message.channel])
-        elif isinstance(op, Recv):
-            if op.message.target != rank:
-                raise self._error(f"{op} receives a message of another rank", rank)
-            self.expected.add(op.message)
-            self._match(rank, op.message, self.posted[op.message.channel], self.sent[op.message.channel])
-        else:
-            if op.message not in self.open:
-                raise self._error(f"{op} settles what was not sent, or twice", rank)
-            self.open.remove(op.message)
-            self.arrived.add(op.message)
+    def _recv(self, rank: int, op: Recv) -> bool:
+        message = op.message
+        mine, other = self.posted[message.channel], self.sent[message.channel]
+        if self.single_queue and len(other) < len(mine):
+            return False
+        if message.target != rank:
+            raise self._error(f"{op} receives a message of another rank", rank)
+        self.expected.add(message)
+        self._match(rank, message, mine, other)
+        return True
+
+    def _settle(self, rank: int, op: Settle) -> bool:
+        message = op.message
+        if message not in self.expected:
+            return False
+        if message not in self.open:
+            raise self._error(f"{op} settles what was not sent, or twice", rank)
+        self.open.remove(message)
+        self.arrived.add(message)
+        return True
 
     def _match(self, rank: int, message: Message, mine: list[Message], other: list[Message]) -> None:
         """The n-th send of a channel must be its n-th receive."""

@@ -65,7 +65,11 @@ def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float)
     cells = []
     column = 0
     for p, start_ms, end_ms in spans:
-        start, end = (round((ms - timeline.start_ms) / ms_per_character) for ms in (start_ms, end_ms))
+        # Nothing takes any time where the scale is 0: every pass is as wide as its label.
+        start, end = (
+            round((ms - timeline.start_ms) / ms_per_character) if ms_per_character else column
+            for ms in (start_ms, end_ms)
+        )
         cells.append("." * (start - column))
         cells.append(_cell(_label(timeline, p), p.kind.value, end - start))
         column = end

@@ -72,12 +72,23 @@ class AutoPipeline(Pipeline):
         self._say = say
         self._planned: dict[int, Schedule] = {}
         self._costs: PassCosts | None = None
+        self._hopeless: set[int] = set()
         self._timelines: list[Timeline] = []
         self._iteration = 0
         self._next_measurement = options.warm_up
         self._planner: _Planner | None = None
         self._waiting = False
         super().__init__(self._current, peer_timeout_s, together(observer, recorder), measure_memory=True)
+
+    def stop_planning(self) -> None:
+        """End the planner, if one is at work: training is over."""
+        if self._planner is not None:
+            self._planner.kill()
+            self._planner = None
+
+    def close(self) -> None:
+        self.stop_planning()
+        super().close()
 
     def _current(self, num_ranks: int, num_microbatches: int) -> Schedule:
         planned = self._planned.get(num_microbatches)
@@ -90,6 +101,9 @@ class AutoPipeline(Pipeline):
         num_microbatches = call["num_microbatches"]
         if self._waiting:
             self._switch_if_planned(num_microbatches)
+        if self._timelines and self._timelines[-1].schedule.num_microbatches != num_microbatches:
+            self._timelines.clear()  # the batch has grown: a measurement is of one size
+        self._plan_for(num_microbatches)
         if not self._measuring():
             result = super().forward_backward(**call)
         else:
@@ -105,6 +119,11 @@ class AutoPipeline(Pipeline):
     def _measuring(self) -> bool:
         return not self._waiting and self._iteration >= self._next_measurement
 
+    def _plan_for(self, num_microbatches: int) -> None:
+        """A size without a plan is measured as soon as the first measurement was due."""
+        if num_microbatches not in self._planned and num_microbatches not in self._hopeless:
+            self._next_measurement = min(self._next_measurement, max(self._iteration, self._options.warm_up))
+
     def _evaluate(self, group: dist.ProcessGroup, num_microbatches: int) -> None:
         """After a measurement: say how the plan did, and decide, on one rank for all, whether to make a new one."""
         timelines, self._timelines = self._timelines, []
@@ -119,7 +138,8 @@ class AutoPipeline(Pipeline):
                 f"zb-auto: iteration {self._iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from the "
                 f"measured passes, measured {measured:.1f} ms"
             )
-            plan_anew = self._costs is None or num_microbatches not in self._planned or self._drifted(schedule, costs)
+            known = num_microbatches in self._planned or num_microbatches in self._hopeless
+            plan_anew = self._costs is None or not known or self._drifted(schedule, costs)
             if plan_anew:
                 self._costs = costs
                 self._planner = _Planner(costs, memory, group.size(), num_microbatches, self._options.memory_limit)
@@ -141,7 +161,9 @@ class AutoPipeline(Pipeline):
             self._planner = None
             self._say(f"zb-auto: iteration {self._iteration + 1}: {said}")
         dist.broadcast_object_list(box, src=0)
-        if box[0] is not None:
+        if box[0] is None:
+            self._hopeless.add(num_microbatches)
+        else:
             self._planned[box[0].num_microbatches] = box[0]
             self.forget_plans()
             self._next_measurement = self._iteration + 1
@@ -166,6 +188,12 @@ class _Planner:
 
     def finished(self) -> bool:
         return self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process and remove its files."""
+        self._process.kill()
+        self._process.wait()
+        self._folder.cleanup()
 
     def result(self) -> tuple[Schedule | None, str]:
         """The schedule, and a sentence about it; None, and why, when there is none."""

@@ -23,7 +23,7 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import JobError, check_model_config
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir import Kind, Placement, Schedule
 from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, prove
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
@@ -162,6 +162,9 @@ class Pipeline:
         """Ask for the schedule again at the next iteration; every rank calls this between the same two."""
         self._prepared.clear()
 
+    def stop_planning(self) -> None:
+        """End what works beside the training; here nothing does."""
+
     def close(self) -> None:
         """Disconnect from the other ranks."""
         if self._transport is not None:
@@ -192,6 +195,7 @@ class Pipeline:
                 "(global batch / micro batch / data-parallel size); plan it for the job's figures"
             )
         validate(schedule)
+        _check_runnable(schedule)
         if forward_only:
             plan = lower(schedule.forward_only(), _MAX_IN_FLIGHT_FORWARD_ONLY)
         else:
@@ -259,6 +263,26 @@ def _finalized(
     schedules.finish_embedding_wgrad_compute(config, embedding, prepared.has_last_stage, groups.tp)
     num_tokens = results.num_tokens if config.calculate_per_token_loss else None
     config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+
+def _check_runnable(schedule: Schedule) -> None:
+    """Raises ValueError for what the plan could do and a Megatron model, or exact accumulation, cannot."""
+    if schedule.num_slices > 1 or schedule.placement != Placement.linear(schedule.num_ranks):
+        raise ValueError(
+            f"training needs a schedule of whole sequences with one stage a rank, in order; {schedule.name!r} has "
+            f"{schedule.num_slices} slices and stages on ranks {list(schedule.placement.stage_to_rank)}; plan it with "
+            "--placement linear"
+        )
+    for rank, row in enumerate(schedule.order):
+        backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
+        weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
+        if weight != backward:
+            early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
+            raise ValueError(
+                f"weight gradients must be accumulated in the order of the backwards, which keeps them exact and lets "
+                f"data parallelism reduce them after the last; rank {rank} of {schedule.name!r} runs W of microbatch "
+                f"{early} before that of an earlier backward; move it behind"
+            )
 
 
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:

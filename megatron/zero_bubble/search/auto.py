@@ -8,7 +8,7 @@ from typing import Literal
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.search.portfolio import search
+from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem
 
 PlacementChoice = Literal["linear", "vee", "auto"]
@@ -55,9 +55,8 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise ValueError(_too_tight(problems, limit, memory_limit))
-    results = [(*search(problem, effort), problem) for problem in feasible]
-    _, orders, problem = min(results, key=lambda result: result[0])
-    return problem.schedule("zb-auto", orders)
+    best = min((Draft(problem, effort) for problem in feasible), key=lambda draft: draft.cost)
+    return best.problem.schedule("zb-auto", best.polish())
 
 
 def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:

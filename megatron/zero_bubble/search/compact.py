@@ -15,6 +15,8 @@ from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows, W, mi
 
 _SLACK = 1e-9
 _NEVER = float("inf")
+_LOOK_AHEAD = 36
+"""How many passes ahead of the next one are looked at: a few periods of a steady state."""
 
 
 def compact(
@@ -45,8 +47,6 @@ class _Run:
         self.rows = [list(row) for row in rows]
         self.most_held = most_held or [problem.num_microbatches] * problem.num_stages
         self.late = 1.0 - haste
-        # How many passes ahead of the next one are looked at: a few periods, or the W's that a warm-up leaves behind.
-        self.look_ahead = max(36, 8 * problem.num_ranks)
         codes = range(3 * problem.num_stages)
         self.count = [0 for _ in codes]
         self.arrivals: list[list[float]] = [[] for _ in codes]
@@ -114,7 +114,7 @@ class _Run:
         delta, limit = self.delta, self.problem.limit[rank]
         row, at = self.rows[rank], self.position[rank]
         kept = peak = self.kept[rank]
-        for place in range(at, min(at + self.look_ahead, len(row)) if ready else at):
+        for place in range(at, min(at + _LOOK_AHEAD, len(row)) if ready else at):
             code = row[place]
             if place > at and code in ready:
                 if delta[code] <= 0 or peak + delta[code] <= limit:

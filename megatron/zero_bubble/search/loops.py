@@ -11,6 +11,7 @@ from functools import cache
 from importlib.util import find_spec
 from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
+from weakref import finalize
 
 from megatron.zero_bubble.search.compact import compact
 from megatron.zero_bubble.search.evaluate import Cost, evaluate
@@ -20,7 +21,7 @@ from megatron.zero_bubble.search.refine import refine
 
 Packed = Any
 """Rows in whatever form suits the loops."""
-_ARRAYS = (
+_ARRAYS: tuple[tuple[str, Any], ...] = (
     *((name, ctypes.c_int32) for name in ("rank", "source", "receiver")),
     *((name, ctypes.c_double) for name in ("duration", "hop", "delta", "limit", "work", "origin")),
 )
@@ -77,9 +78,16 @@ class Compiled:
     def __init__(self, problem: Problem, library: ctypes.CDLL) -> None:
         self._library = library
         self._unlimited = [problem.num_microbatches] * problem.num_stages
-        self._forward, self._mirrored = _CProblem.of(problem), _CProblem.of(problem.mirrored)
+        self._forward, self._mirrored = self._open(problem), self._open(problem.mirrored)
         stages = [len(problem.placement.stages_of(rank)) for rank in range(problem.num_ranks)]
         self._bounds = list(pairwise(accumulate((3 * problem.num_microbatches * count for count in stages), initial=0)))
+
+    def _open(self, problem: Problem) -> int:
+        """A handle on the library's own memory for ``problem``."""
+        arrays = _CProblem.of(problem)
+        handle = self._library.zb_open(arrays)
+        finalize(self, _close, self._library, handle, arrays)
+        return handle
 
     def pack(self, rows: Rows) -> Packed:
         codes = array("i", chain.from_iterable(rows))
@@ -128,9 +136,11 @@ def library() -> ctypes.CDLL | None:
     if spec is None or spec.origin is None:
         return None
     found = ctypes.CDLL(spec.origin)
-    problem, rows = ctypes.POINTER(_CProblem), ctypes.POINTER(ctypes.c_int32)
+    problem, rows = ctypes.c_void_p, ctypes.POINTER(ctypes.c_int32)
     number, count, flag = ctypes.c_double, ctypes.c_int64, ctypes.c_int32
     for name, result, arguments in (
+        ("zb_open", problem, [ctypes.POINTER(_CProblem)]),
+        ("zb_close", None, [problem]),
         ("zb_evaluate", number, [problem, rows, ctypes.POINTER(number)]),
         ("zb_mirror", None, [problem, rows]),
         ("zb_compact", flag, [problem, rows, rows, number, flag]),
@@ -140,6 +150,11 @@ def library() -> ctypes.CDLL | None:
         function = getattr(found, name)
         function.restype, function.argtypes = result, arguments
     return found
+
+
+def _close(library: ctypes.CDLL, handle: int, _arrays: _CProblem) -> None:
+    """Give the memory of a handle back; until then the arrays are kept alive by being an argument of this."""
+    library.zb_close(handle)
 
 
 class _CProblem(ctypes.Structure):

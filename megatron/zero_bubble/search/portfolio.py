@@ -1,9 +1,9 @@
 """The search of one placement: many patterns made dense, the best of them polished.
 
-1. Screen: every seed is compacted forward and backward once; on few microbatches when there are many, because a steady
-   state that is long enough shows all there is to see.
+1. Screen: every seed is compacted forward and backward once; on a miniature, with fewer ranks and microbatches, where
+   the problem is large: what a pattern is worth hardly depends on its size.
 2. Vary: the most promising seeds are compacted in several ways.
-3. Cook the best recipes (a seed and the way it was compacted) again, for all microbatches.
+3. Cook the best recipes (a seed and the way it was compacted) for the whole problem, if that was a miniature.
 4. Refill: place the W's of the best anew, asking for shorter and shorter schedules.
 5. Polish: local search, compaction, local search again.
 
@@ -13,7 +13,6 @@ Everything is counted in passes placed, so that the result does not depend on ho
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import NamedTuple
 
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
@@ -21,19 +20,27 @@ from megatron.zero_bubble.search.loops import Packed, library, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.seeds import Seed, seeds, serial
 
-_BUDGET, _COMPILED_BUDGET = 1_500_000, 60_000_000
-_SCREENING, _VARYING = 0.3, 0.6
-"""Parts of the budget after which screening and varying stop."""
-_COMPACTING = 10
+_BUDGET, _BUDGET_A_PASS = (1_500_000, 60_000_000), (20, 300)
+"""The budget in passes placed, without and with the compiled loops: one part, and one for the problem's size."""
+_MOST_RANKS = 16
+"""Above this many ranks a miniature has fewer of them, and a smaller budget does for it."""
+_SCREENED, _VARIED, _RANKED, _COOKED, _REFILLED, _SETTLED = 0.42, 0.48, 0.56, 0.66, 0.84, 0.92
+"""Parts of the budget after which each of these stops; what is left is for polishing."""
+_COMPACTING = 8
 """How much longer it takes to place a pass in ``compact`` than in ``evaluate``."""
 _HASTES = (0.0, 0.3, 0.6)
+_SHARES = (None, 0.5, 1.0)
+"""How much of a V's memory may be taken on the way down: all, a half, all but what one microbatch needs on its way up.
+None: first come, first served."""
 _STEPS = 4
 """How often compaction changes its direction."""
-_COOKED, _REFILLED, _POLISHED = 16, 32, 6
-"""How many recipes are cooked for all microbatches, and how many results are refilled and polished."""
+_MOST_REFILLED, _MOST_POLISHED = 64, 6
 _EAGERNESS = (0.6, 1.0, 0.3)
-_AMBITIONS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""By which parts of its idle time a schedule is asked to become shorter when its W's are placed anew."""
+_AMBITIONS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
+"""By which parts of its idle time a schedule is asked to become shorter when its W's are placed anew; mostly, only some
+of both are tried.
+"""
+_EPSILON = 1e-6
 _HEAT = 0.1
 """Of local search, in parts of a microbatch's work."""
 
@@ -43,7 +50,7 @@ class Recipe(NamedTuple):
 
     seed: Seed
     haste: float
-    most_held: tuple[int, ...] | None
+    share: float | None
     steps: int
 
 
@@ -57,35 +64,32 @@ class Found(NamedTuple):
 
 
 class Kitchen:
-    """Rows for one problem, paid from a budget.
-
-    Attributes:
-        budget: passes that may still be placed.
-    """
+    """Rows for one problem, paid from a budget of passes placed."""
 
     def __init__(self, problem: Problem, budget: float) -> None:
-        self.problem, self.budget = problem, budget
+        self.problem, self.left = problem, budget
         self._loops = loops(problem)
         self._passes = 3 * problem.num_stages * problem.num_microbatches
+        self._raw: dict[Seed, Packed] = {}
 
     def unpack(self, found: Found) -> Rows:
         return self._loops.unpack(found.rows)
 
-    def cook(self, seed: Seed, haste: float, most_held: tuple[int, ...] | None, steps: int) -> Iterator[Found]:
+    def cook(self, recipe: Recipe) -> Iterator[Found]:
         """The seed itself and what comes of it after every step, as far as these are feasible."""
-        rows = self._loops.pack(seed(self.problem))
+        seed, haste, share, steps = recipe
+        if seed not in self._raw:
+            self._raw[seed] = self._loops.pack(seed(self.problem))
+        rows, most_held = self._raw[seed], None if share is None else _most_held(self.problem, share)
         for step in range(steps + 1):
             if step:
-                rows = self._compacted(rows, None if step % 2 == 0 else most_held, haste, step % 2 == 0)
+                backwards = step % 2 == 0
+                rows = self._compacted(rows, None if backwards else most_held, haste, backwards)
                 if rows is None:
                     return
-            found = self._priced(rows, Recipe(seed, haste, most_held, step))
+            found = self._priced(rows, Recipe(seed, haste, share, step))
             if found.cost < INFEASIBLE:
                 yield found
-
-    def cook_again(self, recipe: Recipe) -> Iterator[Found]:
-        """What another problem's recipe makes of this one."""
-        return self.cook(*recipe)
 
     def dense(self, found: Found) -> Iterator[Found]:
         """``found`` compacted, in either direction."""
@@ -94,112 +98,169 @@ class Kitchen:
             if rows is not None:
                 yield self._priced(rows)
 
-    def refilled(self, found: Found) -> Iterator[Found]:
+    def refilled(self, found: Found, thorough: bool) -> Iterator[Found]:
         """``found`` with its W's in other places."""
         work = max(self.problem.work)
-        for eagerness in _EAGERNESS:
+        for eagerness in _EAGERNESS if thorough else _EAGERNESS[:2]:
             best = INFEASIBLE
-            for ambition in (0.0, *_AMBITIONS):
+            for ambition in _AMBITIONS if thorough else _AMBITIONS[::3]:
                 target = best - ambition * (best - work) if best < INFEASIBLE else INFEASIBLE
-                self.budget -= 2 * self._passes
+                self.left -= 2 * self._passes
                 rows = self._loops.refill(found.rows, eagerness, target)
                 if rows is not None:
-                    other = self._priced(rows, found.recipe)
+                    other = self._priced(rows)
                     best = min(best, other.cost)
                     yield other
 
+    def loosened(self, found: Found) -> Iterator[Found]:
+        """``found`` compacted and refilled: once W's have moved, there is room for F's and B's, and again for W's."""
+        for denser in self.dense(found):
+            yield from self.refilled(denser, thorough=False)
+
+    def settled(self, found: Found, floor: float) -> Iterator[Found]:
+        """``found`` loosened until that helps no more, or the budget is down to ``floor``; then refilled thoroughly."""
+        while self.left > floor:
+            better = min(self.loosened(found), default=found, key=_merit)
+            if better.cost >= found.cost - _EPSILON:
+                yield from self.refilled(found, thorough=True)
+                return
+            yield better
+            found = better
+
     def refined(self, found: Found, passes: float, heat: float, seed: int) -> Found:
         """``found`` after local search that places at most ``passes``."""
-        tries = int(min(passes, self.budget) / self._passes)
+        tries = int(min(passes, self.left) / self._passes)
         if tries < 2:
             return found
-        self.budget -= tries * self._passes
+        self.left -= tries * self._passes
         return self._priced(self._loops.refine(found.rows, tries, heat, seed)[1])
 
-    def _compacted(
-        self, rows: Packed, most_held: tuple[int, ...] | None, haste: float, backwards: bool
-    ) -> Packed | None:
-        self.budget -= _COMPACTING * self._passes
-        return self._loops.compact(rows, list(most_held) if most_held else None, haste, backwards)
+    def _compacted(self, rows: Packed, most_held: list[int] | None, haste: float, backwards: bool) -> Packed | None:
+        self.left -= _COMPACTING * self._passes
+        return self._loops.compact(rows, most_held, haste, backwards)
 
     def _priced(self, rows: Packed, recipe: Recipe | None = None) -> Found:
-        self.budget -= self._passes
+        self.left -= self._passes
         return Found(*self._loops.evaluate(rows), rows, recipe)
 
 
-def search(problem: Problem, effort: float) -> tuple[float, Rows]:
-    """The cost and the rows of the best schedule found on one placement."""
-    budget = effort * (_BUDGET if library() is None else _COMPILED_BUDGET)
-    few = 2 * problem.num_ranks + 8
-    short = problem.num_microbatches > 1.25 * few
-    kitchen = Kitchen(replace(problem, num_microbatches=few) if short else problem, budget)
-    pool = list(_varied(kitchen, list(_screened(kitchen))))
-    if short:
-        kitchen = Kitchen(problem, kitchen.budget)
-        pool = [found for recipe in _recipes(pool) for found in kitchen.cook_again(recipe)]
-    pool += [other for found in distinct(pool, _REFILLED) for other in kitchen.refilled(found)]
-    best = min(_polished(kitchen, distinct(pool, _POLISHED)), key=_merit)
-    return best.cost, kitchen.unpack(best)
+class Draft:
+    """The best rows found for one placement before they are polished.
+
+    Attributes:
+        problem: what they are for.
+        cost: of the best.
+    """
+
+    def __init__(self, problem: Problem, effort: float) -> None:
+        self.problem = problem
+        compiled = library() is not None
+        passes = 3 * problem.num_stages * problem.num_microbatches
+        whole = problem.num_ranks <= _MOST_RANKS
+        budget = effort * (_BUDGET[compiled] * (1.0 if whole else 0.6) + _BUDGET_A_PASS[compiled] * passes)
+        small = _miniature(problem, _SCREENED * budget)
+        kitchen = Kitchen(small, budget)
+        pool = list(_varied(kitchen, (1 - _VARIED) * budget, list(_screened(kitchen, (1 - _SCREENED) * budget))))
+        if small is not problem:
+            recipes = _ranked(kitchen, (1 - _RANKED) * budget, pool)
+            kitchen = Kitchen(problem, kitchen.left)
+            pool = list(_cooked(kitchen, (1 - _COOKED) * budget, recipes))
+        else:
+            pool = distinct(pool, _MOST_REFILLED)
+        # One microbatch at a time, compacted: what a greedy list schedule would do, once its W's fill the gaps.
+        greedy = [found for haste in _HASTES for found in kitchen.cook(Recipe(serial, haste, None, 2))]
+        best, candidates = [], [*pool[:3], *distinct(greedy, 2), *pool[3:]]
+        pool += greedy
+        for found in candidates:
+            if kitchen.left < (1 - _REFILLED) * budget:
+                break
+            if filled := list(kitchen.refilled(found, thorough=False)):
+                filled += kitchen.loosened(min(filled, key=_merit))
+                pool += filled
+                best.append(min(filled, key=_merit))
+        for found in distinct(best, _MOST_POLISHED):
+            pool += kitchen.settled(found, (1 - _SETTLED) * budget)
+        self._kitchen, self._pool = kitchen, distinct(pool, _MOST_POLISHED)
+        self.cost = self._pool[0].cost
+
+    def polish(self) -> Rows:
+        """The best rows after local search and compaction in turn, on the rest of the budget."""
+        pool, kitchen = self._pool, self._kitchen
+        heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
+        rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, heat, 0.4), (2, heat, 0.5), (1, heat, 1.0))
+        for number, (count, warmth, part) in enumerate(rounds):
+            chosen, passes = distinct(pool, count), part * kitchen.left
+            for found in chosen:
+                better = kitchen.refined(found, passes / len(chosen), warmth, number)
+                pool += [better, *kitchen.dense(better)]
+        return kitchen.unpack(min(pool, key=_merit))
 
 
-def _screened(kitchen: Kitchen) -> Iterator[Found]:
-    """Every seed, as far as the budget goes."""
-    floor = (1 - _SCREENING) * kitchen.budget
-    for count, seed in enumerate(seeds(kitchen.problem)):
-        yield from kitchen.cook(seed, 0.0, None, 2)
-        if kitchen.budget < floor and count:
+def _miniature(problem: Problem, budget: float) -> Problem:
+    """The largest one of which all seeds can be screened; the problem itself if that is it.
+
+    It has a half, a third, ... of the ranks: whether a pattern's passes collide depends on what divides their number.
+    """
+    num_seeds = sum(1 for _ in seeds(problem))
+    for part in range(1, problem.num_ranks):
+        small = problem.miniature(-(-problem.num_ranks // part))
+        passes = 3 * small.num_stages * small.num_microbatches
+        if num_seeds * (2 * _COMPACTING + 3) * passes <= budget:
+            return small
+    return problem.miniature(1)
+
+
+def _screened(kitchen: Kitchen, floor: float) -> Iterator[Found]:
+    """Every seed, or as many as bring the budget down to ``floor``."""
+    for seed in seeds(kitchen.problem):
+        yield from kitchen.cook(Recipe(seed, 0.0, None, 2))
+        if kitchen.left < floor:
             return
 
 
-def _varied(kitchen: Kitchen, pool: list[Found]) -> Iterator[Found]:
+def _varied(kitchen: Kitchen, floor: float, pool: list[Found]) -> Iterator[Found]:
     """The pool, and more of its best seeds."""
     yield from pool
-    floor = kitchen.budget * (1 - _VARYING) / (1 - _SCREENING)
-    promising = dict.fromkeys(found.recipe.seed for found in sorted(pool, key=_merit) if found.recipe)
-    for seed in promising:
+    shares = _SHARES[: 1 if kitchen.problem.num_stages == kitchen.problem.num_ranks else None]
+    for seed in dict.fromkeys(found.recipe.seed for found in sorted(pool, key=_merit) if found.recipe):
         for haste in _HASTES:
-            for most_held in _shares(kitchen.problem):
-                if haste or most_held:
-                    yield from kitchen.cook(seed, haste, most_held, _STEPS)
-                if kitchen.budget < floor:
+            for share in shares:
+                if kitchen.left < floor:
                     return
+                if haste or share:
+                    yield from kitchen.cook(Recipe(seed, haste, share, _STEPS))
 
 
-def _shares(problem: Problem) -> Iterator[tuple[int, ...] | None]:
-    """No limit on what each stage keeps; and for a V two ways to keep a share of memory free for the way up."""
-    yield None
+def _ranked(kitchen: Kitchen, floor: float, pool: list[Found]) -> list[Recipe]:
+    """The recipes of the pool, those first whose rows are shortest once their W's are refilled."""
+    ranked = []
+    for found in distinct(pool, len(pool)):
+        others = kitchen.refilled(found, thorough=False) if kitchen.left > floor else ()
+        ranked.append((min(map(_merit, (found, *others))), len(ranked), found.recipe))
+    return list(dict.fromkeys(recipe for *_, recipe in sorted(ranked, key=lambda entry: entry[:2]) if recipe))
+
+
+def _cooked(kitchen: Kitchen, floor: float, recipes: list[Recipe]) -> Iterator[Found]:
+    """What recipes made for a miniature give here: of each the last step, which is what ranked it."""
+    cooked = 0
+    for recipe in recipes:
+        results = list(kitchen.cook(recipe))
+        yield from results[-1:]
+        cooked += bool(results)
+        if cooked == _MOST_REFILLED or kitchen.left < floor:
+            return
+
+
+def _most_held(problem: Problem, share: float) -> list[int]:
+    """How many microbatches each stage of a V may keep, so that those on their way up always find room."""
     p = problem.num_ranks
-    if problem.num_stages == p:
-        return
-    for half in (True, False):
-        most = [0] * (2 * p)
-        for rank in range(p):
-            up = 2 * p - 1 - rank
-            room = int(problem.limit[rank] / max(problem.kept[rank], problem.kept[up]))
-            most[up] = min(rank + 1, room // 2 if half else room - 1)
-            most[rank] = room - most[up]
-        yield tuple(most)
-
-
-def _recipes(pool: Iterable[Found]) -> Iterable[Recipe]:
-    """The best, and the one that always works."""
-    ordered = sorted(pool, key=_merit)
-    chosen = dict.fromkeys(found.recipe for found in distinct(ordered, _COOKED) if found.recipe)
-    safe = next(found.recipe for found in ordered if found.recipe and found.recipe.seed is serial)
-    return [*chosen, safe]
-
-
-def _polished(kitchen: Kitchen, pool: list[Found]) -> Iterator[Found]:
-    """The pool, and what local search and compaction in turn make of it, on the rest of the budget."""
-    yield from pool
-    heat = _HEAT * max(kitchen.problem.work) / kitchen.problem.num_microbatches
-    for round_, (count, warmth) in enumerate(((_POLISHED, 0.0), (_POLISHED // 2, heat), (2, heat), (1, heat))):
-        left = kitchen.budget * (0.3, 0.4, 0.5, 1.0)[round_]
-        chosen = distinct(pool, count)
-        for found in chosen:
-            better = kitchen.refined(found, left / len(chosen), warmth, round_)
-            pool += [better, *kitchen.dense(better)]
-        yield min(pool, key=_merit)
+    most = [0] * (2 * p)
+    for rank in range(p):
+        up = 2 * p - 1 - rank
+        room = int(problem.limit[rank] / max(problem.kept[rank], problem.kept[up]))
+        most[up] = min(rank + 1, max(1, int(share * room) if share < 1 else room - 1))
+        most[rank] = max(1, room - most[up])
+    return most
 
 
 def distinct(pool: Iterable[Found], count: int) -> list[Found]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -151,6 +152,35 @@ class Problem:
             peak = max(peak, below + max(self.kept[s], self.kept_by_wgrad[s]))
             below += self.kept[s]
         return peak
+
+    def miniature(self, num_ranks: int) -> Problem:
+        """A problem like this one with at most ``num_ranks`` ranks, evenly chosen, and few microbatches, which show a
+        warm-up, a steady state and a cool-down; itself where it is no larger.
+        """
+        p, rank_of = self.num_ranks, self.placement.stage_to_rank
+        chosen = sorted({rank * (p - 1) // max(1, min(p, num_ranks) - 1) for rank in range(min(p, num_ranks))})
+        few = 2 * len(chosen) + 8
+        m = few if self.num_microbatches > 1.25 * few else self.num_microbatches
+        if (len(chosen), m) == (p, self.num_microbatches):
+            return self
+        stages = [s for s, rank in enumerate(rank_of) if rank in set(chosen)]
+        part = len(chosen) / p
+
+        def of(figures: Sequence[float]) -> tuple[float, ...]:
+            return tuple(figures[s] for s in stages)
+
+        limit = tuple(self._part_of_limit(rank, part) for rank in chosen)
+        return Problem(
+            Placement(tuple(chosen.index(rank_of[s]) for s in stages)), m,
+            of(self.forward), of(self.backward), of(self.wgrad), of(self.down), of(self.up),
+            of(self.kept), of(self.kept_by_wgrad), limit, tuple(part * self.origin[rank] for rank in chosen),
+        )  # fmt: skip
+
+    def _part_of_limit(self, rank: int, part: float) -> float:
+        """Room for whole microbatches, rounded up: a pattern keeps some share of the ranks, and one more."""
+        one = sum(self.kept[s] for s in self.placement.stages_of(rank))
+        count = ceil(part * self.limit[rank] / one + (1 - part) - 1e-6)
+        return max(self.least_memory[rank], count * one * (1 + _ROUNDING))
 
     @property
     def is_feasible(self) -> bool:

@@ -21,6 +21,8 @@ def seeds(problem: Problem) -> Iterator[Seed]:
     """Starting points for the placement of ``problem``, the simplest first; not all fit in its memory."""
     yield serial
     if problem.num_stages == problem.num_ranks:
+        for slope in (1.0, 1.5, 2.0, 3.0):
+            yield partial(leading, slope=slope)
         for period, top, down, up in product((3, 4, 5), (0, 1), (1, 2, 3, 4), (1, 2, 3, 4)):
             yield partial(linear_block, period=period, down=down, up=up, top=top)
     else:
@@ -28,6 +30,9 @@ def seeds(problem: Problem) -> Iterator[Seed]:
         for period, down, up in (*product((6,), (1, 2, 3, 4), (1, 2, 3)), *product((7, 8, 10, 12), (1,), (1,))):
             for top, bottom in product((0, 1, 2, 3), (1, 2)):
                 yield partial(vee_block, period=period, down=down, up=up, top=top, bottom=bottom)
+        for (down, late), bend in product(((1, 2), (2, 1), (2, 3), (3, 2), (2, 4), (4, 2)), (0.25, 0.5, 0.75)):
+            for top, bottom in product((0, 1, 2, 3), (1, 2)):
+                yield partial(vee_block, period=6, down=down, up=1, top=top, bottom=bottom, late=late, bend=bend)
 
 
 def serial(problem: Problem) -> Rows:
@@ -41,6 +46,18 @@ def serial(problem: Problem) -> Rows:
     return [row * problem.num_microbatches for row in rows]
 
 
+def leading(problem: Problem, slope: float) -> Rows:
+    """1F1B with ``slope`` forwards more a rank before the first backward, as far as memory allows: ZB-H1, ZB-H2."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    rows = []
+    for s in range(p):
+        most = int(problem.limit[s] / problem.kept[s])
+        lead = max(1, min(m, most, int(slope * (p - 1 - s)) + 1))
+        f, b, w = 3 * s + F, 3 * s + B, 3 * s + W
+        rows.append([f] * lead + [b, w, f] * (m - lead) + [b, w] * lead)
+    return rows
+
+
 def linear_block(problem: Problem, period: int, down: int, up: int, top: int) -> Rows:
     """F's ``down`` units later a rank, B's ``up`` units earlier, ``top`` units of rest at the turn."""
     p = problem.num_ranks
@@ -52,18 +69,25 @@ def linear_block(problem: Problem, period: int, down: int, up: int, top: int) ->
     return rows
 
 
-def vee_block(problem: Problem, period: int, down: int, up: int, top: int, bottom: int) -> Rows:
-    """Passes to higher ranks ``down`` units a rank, to lower ones ``up``, rests at the turn and on the last rank."""
+def vee_block(
+    problem: Problem, period: int, down: int, up: int, top: int, bottom: int, late: int = 0, bend: float = 1.0
+) -> Rows:
+    """Passes to higher ranks ``down`` units a rank, to lower ones ``up``, rests at the turn and on the last rank.
+
+    From the part ``bend`` of the ranks on, passes to higher ranks go ``late`` units a rank: memory in between.
+    """
     p = problem.num_ranks
+    bent = round(bend * p)
+    way = [down * min(rank, bent) + late * max(0, rank - bent) for rank in range(p)]
     rows = []
     for rank in range(p):
         below = p - 1 - rank
         first, second = 3 * rank, 3 * (2 * p - 1 - rank)
         starts = {
-            first + F: down * rank,
-            second + F: down * (p - 1) + 1 + up * below,
-            second + B: (down + up) * (p - 1) + 2 + top + down * rank,
-            first + B: (2 * down + up) * (p - 1) + 2 + top + bottom + up * below,
+            first + F: way[rank],
+            second + F: way[-1] + 1 + up * below,
+            second + B: way[-1] + up * (p - 1) + 2 + top + way[rank],
+            first + B: 2 * way[-1] + up * (p - 1) + 2 + top + bottom + up * below,
         }
         rows.append(_repeated(problem, period, starts))
     return rows
@@ -78,8 +102,17 @@ def _repeated(problem: Problem, period: int, starts: dict[int, int]) -> list[int
             slot = next((x for x in range(start + 1, start + period) if x % period not in taken), start)
             taken.add(slot % period)
             placed[code + 1] = slot
-    moments = [(start + period * n, code) for code, start in placed.items() for n in range(problem.num_microbatches)]
-    return [code for _, code in sorted(moments)]
+    # Every period is alike but for the passes of microbatches that there are not: before the first, after the last.
+    cycle = sorted((start % period, start // period, code) for code, start in placed.items())
+    first, last = min(turn for _, turn, _ in cycle), max(turn for _, turn, _ in cycle)
+    m = problem.num_microbatches
+    row: list[int] = []
+    for turn in range(first, last):
+        row += [code for _, late, code in cycle if late <= turn < late + m]
+    row += [code for _, _, code in cycle] * max(0, first + m - last)
+    for turn in range(max(last, first + m), last + m):
+        row += [code for _, late, code in cycle if late <= turn < late + m]
+    return row
 
 
 def zb_v(problem: Problem) -> Rows:

@@ -55,13 +55,18 @@ class BatchSizes:
         steps = consumed_samples * steps_in_all // self.rampup_samples
         return (self.start + steps * self.increment) // self.granule * self.granule
 
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Every size that an iteration may have."""
+        ramp = range(self.start, self.final, self.increment) if self.rampup_samples and self.increment else ()
+        return (*(size // self.granule * self.granule for size in ramp), self.final)
+
     def microbatches(self, consumed_samples: int) -> int:
         """Microbatches per data-parallel rank of that iteration."""
         return self.at(consumed_samples) // self.granule
 
-    def samples_after(self, iterations: int) -> int:
-        """Samples consumed by the first ``iterations`` iterations."""
-        consumed = 0
+    def samples_after(self, iterations: int, consumed: int = 0) -> int:
+        """Samples consumed after ``iterations`` more iterations, of which the first begins after ``consumed``."""
         for done in range(iterations):
             if consumed >= self.rampup_samples:
                 return consumed + (iterations - done) * self.final

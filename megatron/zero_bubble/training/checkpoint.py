@@ -95,8 +95,8 @@ def latest_iteration(directory: str | Path) -> int | None:
     return int(text)
 
 
-def prepare(directory: str) -> None:
-    """Make the directory of ``--save``, so that a run does not find out at its first checkpoint. A collective call.
+def prepare(flag: str, directory: str | Path) -> None:
+    """Make the directory that ``flag`` will write to, so that a run does not find out at its end. A collective call.
 
     Raises:
         UsageError: on every rank, when rank 0 cannot write there.
@@ -108,7 +108,7 @@ def prepare(directory: str) -> None:
             with tempfile.TemporaryFile(dir=directory):
                 pass
         except OSError as error:
-            problem = f"--save needs a directory that can be written, got {directory} ({error.strerror}); give another"
+            problem = f"{flag} needs a directory that can be written, got {directory} ({error.strerror}); give another"
     agree(problem)
 
 
@@ -142,7 +142,7 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
         UsageError: on every rank, when the checkpoint is missing (and ``--exit-on-missing-checkpoint``), incomplete,
             or does not fit the model of this run.
     """
-    iteration = latest_iteration(args.load)
+    iteration = _agreed_iteration(args.load)
     if iteration is None:
         if args.exit_on_missing_checkpoint:
             raise UsageError(f"--load needs a checkpoint, and {args.load} has no {TRACKER}; correct the path")
@@ -158,13 +158,29 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
         _restore(trained, request.keys(), dist_checkpointing.load(request, str(path)))
         return TrainState() if args.finetune else _train_state(common)
     except _LOAD_ERRORS as error:
-        if lost_connection(error):
+        if lost_connection(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         text = " ".join(str(error).split())[:300]
         raise UsageError(
             f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); give the model "
-            f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}"
+            f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}",
+            everywhere=False,
         ) from error
+
+
+def _agreed_iteration(directory: str) -> int | None:
+    """What rank 0 reads in the tracker, on every rank: on a file system that is shared late, or not at all, ranks would
+    load different iterations.
+    """
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = latest_iteration(directory)
+        except UsageError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    agree(found[1])
+    return found[0]
 
 
 def _train_state(common: dict[str, Any]) -> TrainState:

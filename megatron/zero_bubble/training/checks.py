@@ -30,6 +30,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_batch_sizes(args)
     _check_experts(args, world_size)
     _check_overlaps(args)
+    _check_recompute(args)
     _check_precision(args)
     _check_learning_rate(args)
     _check_tokenizer(args)
@@ -56,6 +57,7 @@ def _check_required(args: argparse.Namespace) -> None:
         "exit_interval",
         "distributed_timeout_minutes",
         "make_vocab_size_divisible_by",
+        "num_query_groups",
     )
     for name in positive:
         value = getattr(args, name)
@@ -141,11 +143,13 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     args.global_batch_size = args.batch_sizes.final
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     per_microbatch = args.micro_batch_size * args.data_parallel_size
-    if chunks and args.zero_bubble_schedule is None and args.batch_sizes.final // per_microbatch % ranks:
-        raise UsageError(
-            "Megatron's interleaved schedule needs a number of microbatches divisible by the pipeline ranks, got "
-            f"{args.batch_sizes.final // per_microbatch} and {ranks}; change --global-batch-size"
-        )
+    if chunks and args.zero_bubble_schedule is None:
+        for size in args.batch_sizes.steps:
+            if size // per_microbatch % ranks:
+                raise UsageError(
+                    "Megatron's interleaved schedule needs a number of microbatches divisible by the pipeline ranks, "
+                    f"got {size // per_microbatch} and {ranks}; change --global-batch-size or --rampup-batch-size"
+                )
 
 
 def _check_experts(args: argparse.Namespace, world_size: int) -> None:
@@ -178,6 +182,15 @@ def _check_overlaps(args: argparse.Namespace) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UsageError(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them or drop it"
+        )
+
+
+def _check_recompute(args: argparse.Namespace) -> None:
+    needs_engine = sorted({"layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
+    if needs_engine and args.transformer_impl == "local":
+        raise UsageError(
+            f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine in megatron-core 0.16, got "
+            "--transformer-impl local; drop it or use --transformer-impl transformer_engine"
         )
 
 
@@ -276,10 +289,14 @@ def _check_schedule(args: argparse.Namespace) -> None:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
     if args.zero_bubble_schedule or args.zero_bubble_schedule_file:
         _check_pipeline(args)
-    elif args.zero_bubble_record_costs:
+    if (
+        args.zero_bubble_record_costs
+        and args.zero_bubble_schedule in (None, "1f1b")
+        and not args.zero_bubble_schedule_file
+    ):
         raise UsageError(
-            "--zero-bubble-record-costs needs a schedule that runs B and W apart, got none; add --zero-bubble-schedule "
-            "zb-h1"
+            "--zero-bubble-record-costs needs a schedule that runs B and W apart, got "
+            f"{args.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
         )
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():

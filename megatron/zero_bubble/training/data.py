@@ -59,6 +59,24 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     return Splits(train, valid, test, has_valid=present[1], has_test=present[2])
 
 
+def check_length(args: argparse.Namespace, splits: Splits, iteration: int, consumed_samples: int) -> None:
+    """Whether the training data last until ``--train-iters``; a collective call.
+
+    Raises:
+        UsageError: on every rank: a resumed run has consumed more than its own batch sizes would have.
+    """
+    needed = args.batch_sizes.samples_after(args.train_iters - iteration, consumed_samples)
+    there = needed if splits.train is None else len(splits.train)  # type: ignore[arg-type]  # GPTDataset has a length
+    problem = None
+    if there < needed:
+        problem = (
+            f"training needs {needed} samples, {consumed_samples} of them consumed before it was resumed, but its "
+            f"data set was made for {args.train_iters} iterations of these batch sizes and has {there}; resume with "
+            "the batch sizes of the first run, or lower --train-iters"
+        )
+    agree(problem)
+
+
 def reads_data(args: argparse.Namespace) -> bool:
     """Whether this rank reads: it holds the first or the last stage, or every stage needs the attention mask."""
     ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()

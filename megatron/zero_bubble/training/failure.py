@@ -14,7 +14,7 @@ def during(activity: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        error.add_note(activity)
+        error.__notes__ = [*getattr(error, "__notes__", []), activity]  # add_note, which Python 3.10 has not
         raise
 
 

@@ -49,10 +49,12 @@ class Trainer:
     around_passes: Callable[[int, Callable[[], Reports]], Reports] = lambda _iteration, passes: passes()
     _unreported: list[dict[str, Any]] = field(default_factory=list)
     _saved: int | None = None
+    _stop: StopRequest | None = None
 
     def run(self, stop: StopRequest) -> None:
         """Train until ``--train-iters``, ``--exit-interval`` or a stop request, save, and test at the very end."""
         args, state = self.args, self.state
+        self._stop = stop
         self._saved = state.iteration  # what was just loaded, or nothing yet
         batches = self._microbatches(self.splits.train, state.consumed_samples)
         while state.iteration < args.train_iters:
@@ -69,6 +71,7 @@ class Trainer:
                 break
             stop.vote(seconds)
         stop.decided()
+        stop.ended()
         self._report()
         self._save()
         if state.iteration == args.train_iters:
@@ -86,6 +89,8 @@ class Trainer:
                 chunk.eval()
             for _ in range(self.args.eval_iters):
                 reports += self._passes(batches, num_microbatches, forward_only=True)
+                if self._stop is not None:
+                    self._stop.alive()
             for chunk in self.trained.model:
                 chunk.train()
         loss = _mean_loss(reports)
@@ -172,7 +177,8 @@ class Trainer:
     def _save(self) -> None:
         if not self.args.save or self._saved == self.state.iteration:
             return
-        with during(f"saving iteration {self.state.iteration}"), self._whole_parameters():
+        patience = contextlib.nullcontext() if self._stop is None else self._stop.patience()
+        with during(f"saving iteration {self.state.iteration}"), self._whole_parameters(), patience:
             path = save(self.args, self.trained, self.state)
         self._saved = self.state.iteration
         self.progress.say(f" saved iteration {self.state.iteration} to {path}")

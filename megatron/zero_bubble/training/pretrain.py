@@ -38,7 +38,8 @@ def main(argv: Sequence[str]) -> int:
         train(args, launch)
         _leave()
     except (UsageError, JobError) as error:
-        if launch.rank == 0 or not getattr(error, "everywhere", True):
+        # One rank a machine: a file, a package or a device may be missing on one of them only.
+        if launch.local_rank == 0 or not getattr(error, "everywhere", True):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
     except RuntimeError as error:
@@ -102,7 +103,7 @@ def _train_rank(
     tracer = None
     if args.zero_bubble_trace or args.zero_bubble_record_costs:
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-        tracer = trace.Tracer(platform, name, args.train_iters)
+        tracer = trace.Tracer(platform, name, args.train_iters, may_end_early=args.exit_interval is not None)
     applied = apply_schedule(args, tracer.recorder if tracer else None)
     if launch.rank == 0:
         print(
@@ -112,8 +113,13 @@ def _train_rank(
             f"{applied.phrase}",
             flush=True,
         )
-    if args.save:
-        checkpoint.prepare(args.save)
+    for flag, directory in (
+        ("--save", args.save),
+        ("--zero-bubble-trace", args.zero_bubble_trace),
+        ("--zero-bubble-record-costs", args.zero_bubble_record_costs and Path(args.zero_bubble_record_costs).parent),
+    ):
+        if directory:
+            checkpoint.prepare(flag, directory)
     vocabulary = tokenizer.build_tokenizer(args)
     with quiet() if args.mock_data else nullcontext():
         splits = data.build_splits(args, vocabulary)
@@ -129,8 +135,14 @@ def _train_rank(
         trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown)
         if tracer:
             trainer.around_passes = tracer.around_passes
-        with stop.StopRequest(device, describe_rank()) as request:
-            trainer.run(request)
+        if state.iteration < args.train_iters:
+            data.check_length(args, splits, state.iteration, state.consumed_samples)
+        try:
+            with stop.StopRequest(device, describe_rank()) as request:
+                trainer.run(request)
+        finally:
+            if applied.pipeline:
+                applied.pipeline.stop_planning()
         if tracer and args.zero_bubble_trace:
             tracer.write(Path(args.zero_bubble_trace))
         if tracer and args.zero_bubble_record_costs and applied.pipeline:

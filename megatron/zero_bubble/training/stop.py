@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 import torch
@@ -37,6 +39,8 @@ class StopRequest:
         self._noticed = threading.Event()
         self._vote: tuple[dist.Work, torch.Tensor] | None = None
         self._grace_s = self._shortest_grace_s = shortest_grace_s
+        self._alive = False
+        self._patient = False
         self._reader, self._writer = socket.socketpair()
         self._previous: dict[int, object] = {}
 
@@ -58,6 +62,23 @@ class StopRequest:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, and torchrun's signal must not cut its words
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
+
+    def alive(self) -> None:
+        """Something that is no iteration, an evaluation, is getting on: a signal's grace starts anew."""
+        self._alive = True
+
+    @contextmanager
+    def patience(self) -> Iterator[None]:
+        """Around what takes its time and must not be cut, a checkpoint."""
+        self._patient = True
+        try:
+            yield
+        finally:
+            self._patient, self._alive = False, True
+
+    def ended(self) -> None:
+        """No iteration will follow: whatever is left to do is done, signal or not."""
+        self._noticed.set()
 
     def vote(self, iteration_s: float) -> None:
         """Start the vote of the iteration that just ended and took ``iteration_s`` seconds; a collective call."""
@@ -86,7 +107,10 @@ class StopRequest:
         while received := self._reader.recv(1):
             if received[0] in (signal.SIGTERM, signal.SIGINT):
                 self._requested.set()
-                if not self._noticed.wait(self._grace_s):
+                while not self._noticed.wait(self._grace_s):
+                    if self._patient or self._alive:
+                        self._alive = False
+                        continue
                     print(
                         f"{self._rank_name} was asked to stop but its iteration did not end within "
                         f"{self._grace_s:.0f} s: a peer it waits for does not answer. It exits without saving; the "

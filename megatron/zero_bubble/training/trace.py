@@ -7,6 +7,7 @@ the runtime adds. DIR gets ``timeline.svg`` (planned above measured) and ``trace
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -31,17 +32,18 @@ class Tracer:
 
     Args:
         name: of the schedule, for titles.
-        train_iters: when the run ends.
+        train_iters: when the run is to end.
+        may_end_early: whether it may end before; then every iteration is recorded, and the last ones are kept.
     """
 
-    def __init__(self, platform: Platform, name: str, train_iters: int) -> None:
+    def __init__(self, platform: Platform, name: str, train_iters: int, may_end_early: bool = False) -> None:
         self.recorder = Recorder(platform)
         self._name = name
-        self._first = train_iters - LAST_ITERATIONS + 1
-        self._timelines: list[Timeline] = []
+        self._first = 1 if may_end_early else train_iters - LAST_ITERATIONS + 1
+        self._timelines: deque[Timeline] = deque(maxlen=LAST_ITERATIONS)
 
     def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
-        """Run the passes of an iteration, recorded if it is one of the last."""
+        """Run the passes of an iteration, recorded if it may be one of the last."""
         if iteration < self._first:
             return passes()
         group = parallel_state.get_pipeline_model_parallel_group()
@@ -52,24 +54,31 @@ class Tracer:
 
     def write(self, directory: Path) -> None:
         """Write timelines, from the first rank of the first pipeline; nothing where no iteration was recorded."""
-        if not self._timelines or not _first_of_all():
+        if not _first_of_all():
             return
-        costs = median_costs(self._timelines)
+        if not self._timelines:
+            print(f"zero-bubble: no iteration was recorded, so nothing is written to {directory}", flush=True)
+            return
+        costs = median_costs(list(self._timelines))
         measured = sorted(self._timelines, key=lambda timeline: timeline.makespan_ms)[len(self._timelines) // 2]
         planned = simulate(measured.schedule, costs)
         directory.mkdir(parents=True, exist_ok=True)
         drawing = render_svg(planned, measured, titles=("planned", "measured"))
         (directory / "timeline.svg").write_text(drawing, encoding="utf-8")
-        text = json.dumps(_summary(self._name, costs, planned, self._timelines), indent=1)
+        text = json.dumps(_summary(self._name, costs, planned, list(self._timelines)), indent=1)
         (directory / "trace.json").write_text(text + "\n", encoding="utf-8")
 
     def write_costs(self, file: Path, pipeline: Pipeline) -> None:
         """Write the measured costs as ``zero-bubble plan --costs`` reads them; a collective call."""
+        if not self._timelines:
+            if _first_of_all():
+                print(f"zero-bubble: no iteration was recorded, so nothing is written to {file}", flush=True)
+            return
         memory = pipeline.gather_memory(parallel_state.get_pipeline_model_parallel_group())
-        if not self._timelines or not _first_of_all():
+        if not _first_of_all():
             return
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(costs_to_json(median_costs(self._timelines), memory), encoding="utf-8")
+        file.write_text(costs_to_json(median_costs(list(self._timelines)), memory), encoding="utf-8")
 
 
 def _first_of_all() -> bool:
