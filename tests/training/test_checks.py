@@ -14,6 +14,8 @@ BASE = (
     "--lr 1e-3 --mock-data"
 )
 
+INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+
 
 def checked(flags: str = "", world_size: int = 1, base: str = BASE) -> argparse.Namespace:
     args = parse([*base.split(), *flags.split()])
@@ -71,6 +73,13 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             2,
             "divisible by the pipeline ranks, got 3 and 2",
         ),
+        (
+            f"{INTERLEAVED} --global-batch-size 8 --rampup-batch-size 2 2 9",
+            2,
+            "divisible by the pipeline ranks, got 1 and 2; change --global-batch-size or --rampup-batch-size",
+        ),
+        ("--recompute-granularity selective --recompute-modules mlp layernorm", 1, "layernorm needs TransformerEngine"),
+        ("--group-query-attention --num-query-groups 0", 1, "--num-query-groups must be positive, got 0"),
         ("--expert-model-parallel-size 2", 2, "needs experts"),
         ("--num-experts 3 --expert-model-parallel-size 2", 2, "got 3 and 2"),
         ("--num-experts 1", 1, "--moe-router-topk must be at most --num-experts, got 2 and 1"),
@@ -97,7 +106,12 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             2,
             "the schedule file /no/such/file does not exist",
         ),
-        ("--zero-bubble-record-costs file", 1, "needs a schedule that runs B and W apart"),
+        ("--zero-bubble-record-costs file", 1, "needs a schedule that runs B and W apart, got none"),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule 1f1b --zero-bubble-record-costs file",
+            2,
+            "needs a schedule that runs B and W apart, got 1f1b",
+        ),
     ],
 )
 def test_a_rule_that_does_not_hold_is_one_sentence(flags: str, world_size: int, words: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.plan_file import plan_to_json
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.training.pretrain import main
@@ -81,7 +82,26 @@ def plan_for(num_ranks: int, num_microbatches: int) -> Callable[[], str]:
     return plan
 
 
+def plan_of(placement: Placement, *rows: str) -> Callable[[], str]:
+    schedule = Schedule.from_text("by hand", placement, 3, [row.split() for row in rows], num_slices=1)
+    return lambda: plan_to_json(simulate(schedule, PassCosts.uniform(placement, 1.0, 1.0, 1.0, 0.0)))
+
+
+OUT_OF_ORDER = (
+    "0F0 0F1 0F2 0B0 0B1 0W1 0W0 0B2 0W2",
+    "1F0 1B0 1W0 1F1 1B1 1W1 1F2 1B2 1W2",
+)
+UPSIDE_DOWN = (
+    "1F0 1B0 1W0 1F1 1B1 1W1 1F2 1B2 1W2",
+    "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2",
+)
+
 FILES: dict[str, tuple[Callable[[], str], str]] = {
+    "W's out of order": (
+        plan_of(Placement.linear(2), *OUT_OF_ORDER),
+        "rank 0 of 'by hand' runs W of microbatch 1 before that of an earlier backward",
+    ),
+    "stages in another order": (plan_of(Placement((1, 0)), *UPSIDE_DOWN), "with one stage a rank, in order"),
     "no JSON": (lambda: "{", r"schedule file .*plan\.json"),
     "a pass is missing": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),
     "of other ranks": (plan_for(4, 3), "is for 4 ranks and 3 microbatches, but the job runs 2 pipeline ranks and 3"),
@@ -112,6 +132,11 @@ def hide_from_rank_1(rank: int) -> None:
 
     if rank == 1:
         patches.read_schedule_file = unreadable
+
+
+def test_a_memory_limit_that_is_none(tmp_path: Path) -> None:
+    words = [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-memory-limit", "60GB"]
+    check_all_refuse(words, tmp_path, None, "a memory limit is written 1p .* or 60GiB; got '60GB'")
 
 
 def test_an_unknown_megatron_core(tmp_path: Path) -> None:

@@ -50,6 +50,24 @@ def test_a_rank_that_waits_for_ever_ends_by_itself(ranks: RankPool) -> None:
     assert "rank 0 of the test was asked to stop but its iteration did not end within 0 s" in report
 
 
+def is_busy(rank: int) -> str:
+    """A signal comes, and what follows is long but gets on: an evaluation, a checkpoint, the end of the run."""
+    with StopRequest(CPU, f"rank {rank}", shortest_grace_s=0.3) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(5):
+            time.sleep(0.15)
+            stop.alive()
+        with stop.patience():
+            time.sleep(0.8)
+        stop.ended()
+        time.sleep(0.8)
+    return "not cut"
+
+
+def test_an_evaluation_and_a_checkpoint_are_not_cut_short(ranks: RankPool) -> None:
+    assert ranks.run(1, is_busy) == ["not cut"]
+
+
 def interrupts_twice(rank: int) -> str:
     with StopRequest(CPU, f"rank {rank}"):
         os.kill(os.getpid(), signal.SIGINT)

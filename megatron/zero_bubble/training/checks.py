@@ -187,10 +187,10 @@ def _check_overlaps(args: argparse.Namespace) -> None:
 
 def _check_recompute(args: argparse.Namespace) -> None:
     needs_engine = sorted({"layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
-    if needs_engine and args.transformer_impl == "local":
+    if needs_engine and (args.transformer_impl == "local" or find_spec("transformer_engine") is None):
         raise UsageError(
-            f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine in megatron-core 0.16, got "
-            "--transformer-impl local; drop it or use --transformer-impl transformer_engine"
+            f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine layers in megatron-core 0.16, got "
+            "local ones; leave it out, or install TransformerEngine"
         )
 
 
