@@ -125,16 +125,16 @@ def main() -> int:
             answers[futures[future]] = future.result()
             print(f"\r  {done}/{len(futures)}", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    lost = [*_lost(cases, answers)]
+    losses = [*lost(cases, answers)]
     rows = [*_medians(cases, answers)]
-    _print(rows, lost, sum(len(cases[case]) for case in chosen))
+    _print(rows, losses, sum(len(cases[case]) for case in chosen))
     results = [
         {**asdict(case), "objective": metric, "peers": [asdict(peer) for peer in cases[case]], **asdict(found)}
         for (case, metric), found in answers.items()
     ]
     content = {"bench": "peer_schedules", "machine": ranks.machine(), "effort": options.effort}
-    ranks.write(options.output, content | {"medians": rows, "lost": lost, "results": results})
-    return int(bool(lost))
+    ranks.write(options.output, content | {"medians": rows, "lost": losses, "results": results})
+    return int(bool(losses))
 
 
 def _parse() -> argparse.Namespace:
@@ -148,7 +148,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _lost(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], Answer]) -> Iterable[dict[str, Any]]:
+def lost(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], Answer]) -> Iterable[dict[str, Any]]:
     """Where a peer is better, or as good where its pattern was made for other costs."""
     for (case, metric), found in answers.items():
         for peer in cases[case]:

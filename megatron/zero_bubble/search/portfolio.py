@@ -233,7 +233,7 @@ def _varied(kitchen: Kitchen, floor: float, pool: list[Found]) -> Iterator[Found
 
 def _ranked(kitchen: Kitchen, floor: float, pool: list[Found]) -> list[Recipe]:
     """The recipes of the pool, those first whose rows are shortest once their W's are refilled."""
-    ranked = []
+    ranked: list[tuple[tuple[float, float], int, Recipe | None]] = []
     for found in distinct(pool, len(pool)):
         others = kitchen.refilled(found, thorough=False) if kitchen.left > floor else ()
         ranked.append((min(map(_merit, (found, *others))), len(ranked), found.recipe))

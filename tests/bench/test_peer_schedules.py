@@ -1,0 +1,25 @@
+"""The comparison with public schedules: the table is whole, and zb-auto holds against a part of it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
+
+from peer_schedules import METRICS, PEERS, Case, answer, lost, read
+
+CASES = read(PEERS)
+SOME = [case for case in CASES if (case.p, case.m) == (4, 12)][::3] + [c for c in CASES if (c.p, c.m) == (8, 16)][::9]
+
+
+def test_the_table_has_every_peer() -> None:
+    assert sum(map(len, CASES.values())) == 936
+
+
+@pytest.mark.parametrize("case", SOME, ids=lambda case: f"{case.p}-{case.forward_ms:g}-{case.limit:g}")
+def test_no_public_schedule_is_better(case: Case) -> None:
+    answers = {(case, metric): answer(case, metric, effort=1.0) for metric in METRICS}
+    assert not list(lost(CASES, answers))
