@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
+from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement, Schedule
@@ -55,8 +56,21 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise ValueError(_too_tight(problems, limit, memory_limit))
-    best = min((Draft(problem, effort) for problem in feasible), key=lambda draft: draft.cost)
+    best: Draft | None = None
+    for problem in reversed(feasible):  # the V first: within 1F1B's memory it is mostly shorter than one stage can be
+        if best is None or _least(problem, costs, memory, limit, objective) <= best.cost:
+            draft = Draft(problem, effort)
+            best = draft if best is None or draft.cost <= best.cost else best
+    assert best is not None, "one placement at least is feasible"
     return best.problem.schedule("zb-auto", best.polish())
+
+
+def _least(
+    problem: Problem, costs: PassCosts, memory: PassMemory, limit: tuple[float, ...], objective: Metric
+) -> float:
+    """What no schedule on the placement of ``problem`` is shorter than, by the bounds that cost nothing."""
+    on, m = problem.placement, problem.num_microbatches
+    return lower_bound(costs.fit(on), memory.fit(on), on, m, limit, objective, effort=0).value_ms
 
 
 def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
