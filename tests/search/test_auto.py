@@ -54,10 +54,6 @@ def published_rows() -> list[dict[str, str]]:
     return list(csv.DictReader(line for line in lines if not line.startswith("#")))
 
 
-MISSED = "28.3B-256"
-"""Where the search stops short of ZB-2p: 0.31 % of bubble instead of 0.18 %."""
-
-
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("row", published_rows(), ids=lambda row: f"{row['model']}-{row['m']}")
 def test_it_is_never_worse_than_the_papers_own_search(row: dict[str, str], times: int) -> None:
@@ -70,8 +66,6 @@ def test_it_is_never_worse_than_the_papers_own_search(row: dict[str, str], times
     limit = times * p * memory.activation[0]
     timeline = simulate(zb_auto(costs, memory, p, m, limit, placement="linear"), costs, memory)
     assert max(timeline.peak_activation) * memory.activation[0] <= limit * (1 + 1e-6)
-    if times == 2 and f"{row['model']}-{row['m']}" == MISSED:
-        pytest.xfail("the largest pipeline at twice the memory: 32 ranks, 256 microbatches")
     assert timeline.bubble_rate("span") <= float(row[f"zb_{times}p"]) + 5e-5
     if times == 1:
         assert lower_bound(costs, memory, placement, m, limit).gap(timeline.span_ms) == 0.0

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.loops import Packed, library, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
-from megatron.zero_bubble.search.seeds import Seed, seeds, serial
+from megatron.zero_bubble.search.seeds import Seed, classics, seeds, serial
 
 _BUDGET, _BUDGET_A_PASS = (1_500_000, 60_000_000), (20, 300)
 """The budget in passes placed, without and with the compiled loops: one part, and one for the problem's size."""
@@ -169,8 +169,9 @@ class Draft:
             pool = distinct(pool, _MOST_REFILLED)
         # One microbatch at a time, compacted: what a greedy list schedule would do, once its W's fill the gaps.
         greedy = [found for haste in _HASTES for found in kitchen.cook(Recipe(serial, haste, None, 2))]
-        best, candidates = [], [*pool[:3], *distinct(greedy, 2), *pool[3:]]
-        pool += greedy
+        known = list(_classic(kitchen))
+        best, candidates = [], [*distinct(known, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
+        pool += [*known, *greedy]
         for found in candidates:
             if kitchen.left < (1 - _REFILLED) * budget:
                 break
@@ -249,6 +250,13 @@ def _cooked(kitchen: Kitchen, floor: float, recipes: list[Recipe]) -> Iterator[F
         cooked += bool(results)
         if cooked == _MOST_REFILLED or kitchen.left < floor:
             return
+
+
+def _classic(kitchen: Kitchen) -> Iterator[Found]:
+    """The classics, compacted once and refilled."""
+    for seed in classics(kitchen.problem):
+        for found in list(kitchen.cook(Recipe(seed, 0.0, None, 1)))[-1:]:
+            yield min((found, *kitchen.refilled(found, thorough=False)), key=_merit)
 
 
 def _most_held(problem: Problem, share: float) -> list[int]:

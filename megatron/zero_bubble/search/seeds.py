@@ -35,6 +35,14 @@ def seeds(problem: Problem) -> Iterator[Seed]:
                 yield partial(vee_block, period=6, down=down, up=1, top=top, bottom=bottom, late=late, bend=bend)
 
 
+def classics(problem: Problem) -> Iterator[Seed]:
+    """The seeds that are worth a place whatever a miniature says of them."""
+    if problem.num_stages == problem.num_ranks:
+        for slope in (1.0, 1.5, 2.0):
+            yield partial(leading, slope=slope)
+        yield partial(linear_block, period=3, down=2, up=2, top=0)
+
+
 def serial(problem: Problem) -> Rows:
     """One microbatch at a time: feasible whenever anything is."""
     rank_of, stages = problem.placement.stage_to_rank, range(problem.num_stages)
