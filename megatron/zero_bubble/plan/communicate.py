@@ -60,33 +60,36 @@ class _Routes:
     """Who sends what to whom: every rank's steps, and every channel in the order of its sender."""
 
     def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
         self.channels: dict[tuple[int, int], list[Message]] = {}
         legs: dict[Pass, _Leg] = {}
-        for p in schedule.passes():
-            if (message := self._output(p)) is not None:
-                channel = self.channels.setdefault(message.channel, [])
-                legs[p] = _Leg(message, len(channel))
-                channel.append(message)
-        self.steps = [[_Step(p, self._inputs(p, legs), legs.get(p)) for p in row] for row in schedule.order]
+        for message in _messages(schedule):
+            channel = self.channels.setdefault(message.channel, [])
+            legs[message.producer] = _Leg(message, len(channel))
+            channel.append(message)
+        self.steps = [list(_steps(schedule, row, legs)) for row in schedule.order]
         for row in self.steps:
             _acknowledge(row)
 
-    def _output(self, p: Pass) -> Message | None:
-        """The message that carries the output of ``p``, if it leaves its rank."""
-        if p.kind is Kind.W:
-            return None
-        consumer = p.stage + 1 if p.kind is Kind.F else p.stage - 1
-        if not 0 <= consumer < self.schedule.num_stages:
-            return None
-        stage_to_rank = self.schedule.placement.stage_to_rank
-        source, target = stage_to_rank[p.stage], stage_to_rank[consumer]
-        return None if source == target else Message(p, source, target)
 
-    def _inputs(self, p: Pass, legs: dict[Pass, _Leg]) -> tuple[_Leg, ...]:
+def _messages(schedule: Schedule) -> Iterator[Message]:
+    """The outputs that leave their rank, those of one rank in the order of its passes."""
+    stage_to_rank, last = schedule.placement.stage_to_rank, schedule.num_stages - 1
+    for source, row in enumerate(schedule.order):
+        for p in row:
+            if p.kind is Kind.W:
+                continue
+            consumer = p.stage + 1 if p.kind is Kind.F else p.stage - 1
+            if 0 <= consumer <= last and stage_to_rank[consumer] != source:
+                yield Message(p, source, stage_to_rank[consumer])
+
+
+def _steps(schedule: Schedule, row: tuple[Pass, ...], legs: dict[Pass, _Leg]) -> Iterator[_Step]:
+    for p in row:
         if p.kind is Kind.W:
-            return ()
-        return tuple([legs[d] for d in self.schedule.dependencies(p) if d.stage != p.stage and d in legs])
+            yield _Step(p, (), None)
+        else:
+            inputs = [legs[d] for d in schedule.dependencies(p) if d.stage != p.stage and d in legs]
+            yield _Step(p, tuple(inputs), legs.get(p))
 
 
 def _acknowledge(row: list[_Step]) -> None:

@@ -37,6 +37,7 @@ class _Proof:
         self.plan = plan
         self.single_queue = single_queue
         self.position = [0] * len(plan.ops)
+        self.stage_to_rank = plan.schedule.placement.stage_to_rank
         self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
         self.posted: dict[tuple[int, int], list[Message]] = defaultdict(list)
         self.open: set[Message] = set()
@@ -72,9 +73,8 @@ class _Proof:
     # Each of these executes an op, unless it must wait for what other ranks have not done yet; then it returns False.
 
     def _compute(self, rank: int, op: Compute) -> bool:
-        stage_to_rank = self.plan.schedule.placement.stage_to_rank
         for needed in self.plan.schedule.dependencies(op.work):
-            source = stage_to_rank[needed.stage]
+            source = self.stage_to_rank[needed.stage]
             if source == rank:
                 if needed not in self.done:
                     raise self._error(f"pass {needed} is used before it is computed", rank)

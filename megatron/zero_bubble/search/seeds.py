@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 
@@ -111,15 +111,12 @@ def _repeated(problem: Problem, period: int, starts: dict[int, int]) -> list[int
             taken.add(slot % period)
             placed[code + 1] = slot
     # Every period is alike but for the passes of microbatches that there are not: before the first, after the last.
-    cycle = sorted((start % period, start // period, code) for code, start in placed.items())
-    first, last = min(turn for _, turn, _ in cycle), max(turn for _, turn, _ in cycle)
     m = problem.num_microbatches
+    cycle = sorted((start % period, start // period, code) for code, start in placed.items())
+    changes = sorted({turn + ends for _, turn, _ in cycle for ends in (0, m)})
     row: list[int] = []
-    for turn in range(first, last):
-        row += [code for _, late, code in cycle if late <= turn < late + m]
-    row += [code for _, _, code in cycle] * max(0, first + m - last)
-    for turn in range(max(last, first + m), last + m):
-        row += [code for _, late, code in cycle if late <= turn < late + m]
+    for turn, change in pairwise(changes):
+        row += [code for _, late, code in cycle if late <= turn < late + m] * (change - turn)
     return row
 
 
