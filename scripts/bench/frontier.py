@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from html import escape
 from pathlib import Path
 
@@ -87,9 +88,7 @@ def _panels(peers: Path, wgrad_memory: float, metric: Metric, effort: float, job
     of_size = {case: found for case, found in peer_schedules.read(peers).items() if (case.p, case.m) == (P, M)}
     profiles = sorted({replace(case, limit=0.0) for case in of_size if case.wgrad_memory == wgrad_memory}, key=str)
     with ProcessPoolExecutor(jobs) as pool:
-        for profile in profiles:
-            cases = [replace(profile, limit=limit) for limit in LIMITS]
-            found = tuple(pool.map(peer_schedules.answer, cases, [metric] * len(cases), [effort] * len(cases)))
+        for profile, found in zip(profiles, pool.map(partial(_follow, metric, effort), profiles), strict=True):
             points = (
                 Point(peer.schedule, case.limit, peer.bubble[metric])
                 for case, listed in of_size.items()
@@ -97,6 +96,15 @@ def _panels(peers: Path, wgrad_memory: float, metric: Metric, effort: float, job
                 if replace(case, limit=0.0) == profile
             )
             yield Panel(profile, found, tuple(points))
+
+
+def _follow(metric: Metric, effort: float, profile: Case) -> tuple[Answer, ...]:
+    """The answers for all limits; what fits in less memory fits in more, so each search starts from the one before."""
+    found, schedule = [], None
+    for limit in LIMITS:
+        answer, schedule = peer_schedules.plan(replace(profile, limit=limit), metric, effort, schedule)
+        found.append(answer)
+    return tuple(found)
 
 
 def draw(panels: Sequence[Panel], objective: Metric) -> str:

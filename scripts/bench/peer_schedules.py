@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import ranks
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.search import zb_auto
@@ -92,11 +92,16 @@ def read(path: Path) -> dict[Case, list[Peer]]:
 
 def answer(case: Case, objective: Metric, effort: float) -> Answer:
     """Plan, and bound what any plan on either placement could reach."""
+    return plan(case, objective, effort)[0]
+
+
+def plan(case: Case, objective: Metric, effort: float, start: Schedule | None = None) -> tuple[Answer, Schedule]:
+    """The answer and its schedule, which is no worse than ``start``."""
     finest = Placement.vee(case.p)
     costs = PassCosts.uniform(finest, case.forward_ms, case.backward_ms, case.wgrad_ms, case.comm_ms)
     memory = PassMemory.uniform(finest, 1.0, case.wgrad_memory)
     started = time.perf_counter()
-    schedule = zb_auto(costs, memory, case.p, case.m, case.limit, objective=objective, effort=effort)
+    schedule = zb_auto(costs, memory, case.p, case.m, case.limit, objective=objective, effort=effort, start=start)
     seconds = time.perf_counter() - started
     fitted = costs.fit(schedule.placement), memory.fit(schedule.placement)
     timeline = simulate(schedule, *fitted)
@@ -108,7 +113,8 @@ def answer(case: Case, objective: Metric, effort: float) -> Answer:
     )
     work = case.m * (case.forward_ms + case.backward_ms + case.wgrad_ms)
     name = "vee" if schedule.placement == finest else "linear"
-    return Answer(timeline.bubble_rate(objective), (shortest - work) / shortest, name, peak, seconds)
+    found = Answer(timeline.bubble_rate(objective), (shortest - work) / shortest, name, peak, seconds)
+    return found, schedule
 
 
 def main() -> int:

@@ -32,7 +32,7 @@ REDUCTIONS = (
 RECOMPUTE = (
     "",
     "--recompute-granularity selective",
-    "--recompute-granularity selective --recompute-modules mlp",
+    "--recompute-granularity selective --recompute-modules mlp --disable-bias-linear",
     "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     "--recompute-granularity full --recompute-method block --recompute-num-layers 1",
 )

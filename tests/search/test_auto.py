@@ -93,3 +93,21 @@ def test_the_same_question_has_the_same_answer() -> None:
     placement = Placement.vee(2)
     costs, memory = PassCosts.uniform(placement, 3, 4, 2, 0.5), PassMemory.uniform(placement)
     assert zb_auto(costs, memory, 2, 6, 2.0) == zb_auto(costs, memory, 2, 6, 2.0)
+
+
+def test_it_is_no_worse_than_the_schedule_it_starts_from() -> None:
+    """With hardly any effort of its own."""
+    placement = Placement.linear(4)
+    costs, memory = PassCosts.uniform(placement, 10.0, 11.0, 7.0, 0.5), PassMemory.uniform(placement, 1.0, 0.5)
+    known = zb_auto(costs, memory, 4, 12, 6.0, placement="linear")
+    alone = zb_auto(costs, memory, 4, 12, 6.0, placement="linear", effort=1e-6)
+    started = zb_auto(costs, memory, 4, 12, 6.0, placement="linear", effort=1e-6, start=known)
+    spans = [simulate(schedule, costs).span_ms for schedule in (known, started, alone)]
+    assert spans[1] <= spans[0] < spans[2]
+    elsewhere = zb_auto(costs, memory, 4, 12, 6.0, placement="linear", effort=1e-6, start=build_vee(4, 12))
+    assert elsewhere.placement == placement
+
+
+def build_vee(p: int, m: int):
+    costs, memory = PassCosts.uniform(Placement.vee(p), 1.0, 1.0, 1.0), PassMemory.uniform(Placement.vee(p), 1.0, 1.0)
+    return zb_auto(costs, memory, p, m, float(p), placement="vee", effort=1e-6)

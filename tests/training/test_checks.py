@@ -79,6 +79,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             "divisible by the pipeline ranks, got 1 and 2; change --global-batch-size or --rampup-batch-size",
         ),
         ("--recompute-granularity selective --recompute-modules mlp layernorm", 1, "layernorm needs TransformerEngine"),
+        ("--recompute-granularity selective --recompute-modules mlp", 1, "mlp needs --disable-bias-linear"),
         ("--group-query-attention --num-query-groups 0", 1, "--num-query-groups must be positive, got 0"),
         ("--expert-model-parallel-size 2", 2, "needs experts"),
         ("--num-experts 3 --expert-model-parallel-size 2", 2, "got 3 and 2"),

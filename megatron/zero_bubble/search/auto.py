@@ -26,6 +26,7 @@ def zb_auto(
     placement: PlacementChoice = "auto",
     objective: Metric = "span",
     effort: float = 1.0,
+    start: Schedule | None = None,
 ) -> Schedule:
     """The schedule with the smallest ``objective`` found, within ``memory_limit``; the same on every machine.
 
@@ -40,6 +41,7 @@ def zb_auto(
         objective: ``span`` when the optimizer does not wait for other ranks, ``makespan`` when it does.
         effort: the search's budget of work, in passes placed, relative to the default; not time, so that the result
             does not depend on the machine.
+        start: a schedule that is there already; the result is no worse, if it keeps the limit.
 
     Raises:
         ValueError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
@@ -59,7 +61,8 @@ def zb_auto(
     best: Draft | None = None
     for problem in reversed(feasible):  # the V first: within 1F1B's memory it is mostly shorter than one stage can be
         if best is None or _least(problem, costs, memory, limit, objective) <= best.cost:
-            draft = Draft(problem, effort)
+            known = [problem.rows(start)] if start is not None and start.placement == problem.placement else []
+            draft = Draft(problem, effort, known)
             best = draft if best is None or draft.cost <= best.cost else best
     assert best is not None, "one placement at least is feasible"
     return best.problem.schedule("zb-auto", best.polish())

@@ -72,6 +72,10 @@ class Kitchen:
         self._passes = 3 * problem.num_stages * problem.num_microbatches
         self._raw: dict[Seed, Packed] = {}
 
+    def given(self, rows: Rows) -> Found:
+        """Rows of whatever origin."""
+        return self._priced(self._loops.pack(rows))
+
     def unpack(self, found: Found) -> Rows:
         return self._loops.unpack(found.rows)
 
@@ -147,12 +151,15 @@ class Kitchen:
 class Draft:
     """The best rows found for one placement before they are polished.
 
+    Args:
+        known: rows to start from beside the seeds; what is found is no worse.
+
     Attributes:
         problem: what they are for.
         cost: of the best.
     """
 
-    def __init__(self, problem: Problem, effort: float) -> None:
+    def __init__(self, problem: Problem, effort: float, known: Iterable[Rows] = ()) -> None:
         self.problem = problem
         compiled = library() is not None
         passes = 3 * problem.num_stages * problem.num_microbatches
@@ -169,9 +176,10 @@ class Draft:
             pool = distinct(pool, _MOST_REFILLED)
         # One microbatch at a time, compacted: what a greedy list schedule would do, once its W's fill the gaps.
         greedy = [found for haste in _HASTES for found in kitchen.cook(Recipe(serial, haste, None, 2))]
-        known = list(_classic(kitchen))
-        best, candidates = [], [*distinct(known, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
-        pool += [*known, *greedy]
+        classic = list(_classic(kitchen))
+        given = [found for rows in known if (found := kitchen.given(rows)).cost < INFEASIBLE]
+        best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
+        pool += [*given, *classic, *greedy]
         for found in candidates:
             if kitchen.left < (1 - _REFILLED) * budget:
                 break

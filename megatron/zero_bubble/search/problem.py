@@ -2,7 +2,7 @@
 
 Within a stage all microbatches are alike, so running them in order loses nothing (exchange argument): a rank's
 schedule is a row of *codes* ``3 * stage + kind`` with kind 0 for F, 1 for B, 2 for W, and the n-th of a code is for
-microbatch n. The search decides on rows of F and B only; ``decode`` adds the W's.
+microbatch n.
 """
 
 from __future__ import annotations
@@ -186,6 +186,11 @@ class Problem:
     def is_feasible(self) -> bool:
         """Whether the limit admits any schedule: one microbatch at a time, if nothing else."""
         return all(least <= limit for least, limit in zip(self.least_memory, self.limit, strict=True))
+
+    def rows(self, schedule: Schedule) -> Rows:
+        """A schedule of this placement as codes, each BW as a B with its W behind."""
+        codes = {Kind.F: (F,), Kind.B: (B,), Kind.W: (W,), Kind.BW: (B, W)}
+        return [[3 * p.stage + code for p in row for code in codes[p.kind]] for row in schedule.order]
 
     def schedule(self, name: str, rows: Rows) -> Schedule:
         """The codes as a ``Schedule``."""

@@ -192,6 +192,11 @@ def _check_recompute(args: argparse.Namespace) -> None:
             f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine layers in megatron-core 0.16, got "
             "local ones; leave it out, or install TransformerEngine"
         )
+    if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
+        raise UsageError(
+            "--recompute-modules mlp needs --disable-bias-linear: megatron-core 0.16 hands the bias out of the part it "
+            "recomputes, and the backward of that never ends; add the flag"
+        )
 
 
 def _check_precision(args: argparse.Namespace) -> None:
