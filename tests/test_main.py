@@ -47,7 +47,8 @@ def test_no_new_flags() -> None:
         "plan": [
             "--help", "--schedule", "--schedule-file", "--num-ranks", "--num-microbatches", "--forward-ms",
             "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-memory", "--wgrad-memory", "--costs", "--config",
-            "--gpu", "--no-flash-attention", "--memory-limit", "--placement", "--objective", "--format",
+            "--gpu", "--no-flash-attention", "--memory-limit", "--placement", "--objective", "--num-chunks",
+            "--equal-passes", "--format",
         ],
         "compare": [
             "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms",
@@ -117,7 +118,10 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN, *TIMES, "--format", "pdf"], "invalid choice: 'pdf'"),
         ([*PLAN, *TIMES, "--num-ranks", "two"], "invalid int value: 'two'"),
         ([*PLAN, *TIMES, "--num-ranks", "0"], "num_ranks must be 1 or more; got 0"),
-        ([*PLAN, *TIMES, "--schedule", "zb-9"], "unknown schedule 'zb-9'; choose one of 1f1b, zb-h1, zb-h2"),
+        (
+            [*PLAN, *TIMES, "--schedule", "zb-9"],
+            "unknown schedule 'zb-9'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1",
+        ),
         ([*PLAN[:5], *TIMES], "--num-microbatches is missing"),
         (PLAN, "without --costs the times come from flags; --forward-ms is missing"),
         ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),

@@ -58,12 +58,11 @@ def parser() -> argparse.ArgumentParser:
 
 def list_schedules(_: argparse.Namespace) -> str:
     """A line a schedule."""
-    lines = [
-        "p ranks; F, B, W: times and M: activation of a microbatch on a rank; bubble by span, without communication"
-    ]
+    units = "p ranks, v stages on each, m microbatches; F, B, W: times and M: activation of a microbatch on a rank"
+    lines = [f"{units}; bubble by span, without communication"]
     for recipe in SCHEDULES.values():
-        lines.append(f"{recipe.name:8}bubble {recipe.bubble:15}memory {recipe.memory:9}{recipe.summary}")
-    lines.append(f"{AUTO:8}the shortest found for any costs, within the memory that --memory-limit allows")
+        lines.append(f"{recipe.name:17}bubble {recipe.bubble:19}memory {recipe.memory:13}{recipe.summary}")
+    lines.append(f"{AUTO:17}the shortest found for any costs, within the memory that --memory-limit allows")
     return "\n".join(lines) + "\n"
 
 

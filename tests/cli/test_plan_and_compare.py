@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
+from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.costs import costs_to_json
@@ -95,7 +95,14 @@ def test_zb_auto_takes_every_stages_own_costs(capsys: Capture, tmp_path: Path) -
 def test_compare_has_every_schedule_with_what_fits_first(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2")
     rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
-    assert {name for name, _ in rows} == {"1f1b", "zb-h1", "zb-h2", "zb-auto", "1f1b-interleaved-2"}
+    looped_names = {"interleaved-1f1b x2", "breadth-first x2"}
+    fitted = {f"{name} fitted" for name in ("zb-v", "v-half", "v-min")}
+    by_name = {name for name, recipe in SCHEDULES.items() if recipe.shape != "interleaved"}
+    assert {name for name, _ in rows} == {*by_name, "zb-auto", *looped_names, *fitted}
+    for name in fitted:
+        own, pattern = rows[name, "vee"], rows[name.removesuffix(" fitted"), "vee"]
+        assert own["span_ms"] <= pattern["span_ms"]
+        assert own["peak_microbatches"] <= pattern["peak_microbatches"]
     assert rows.keys() >= {("zb-auto", "linear"), ("zb-auto", "vee")}
     order = [(not row["within_limit"], row["span_ms"]) for row in table["rows"]]
     assert order == sorted(order)
@@ -105,7 +112,7 @@ def test_compare_has_every_schedule_with_what_fits_first(capsys: Capture) -> Non
     plain = simulate(build("1f1b", num_ranks=4, num_microbatches=8), PassCosts.uniform(own, 2.0, 2.0, 1.0, 0.5))
     assert rows["1f1b", "linear"]["speedup_over_1f1b"] == 1.0
     assert h1["speedup_over_1f1b"] == pytest.approx(plain.span_ms / h1["span_ms"])
-    looped = rows["1f1b-interleaved-2", "interleaved"]
+    looped = rows["interleaved-1f1b x2", "interleaved"]
     assert h1["speedup_over_interleaved"] == pytest.approx(looped["span_ms"] / h1["span_ms"])
     assert [h1["messages"], looped["messages"], rows["zb-auto", "vee"]["messages"]] == [48, 112, 96]
     assert h1["message_bytes"] is None
@@ -121,13 +128,14 @@ def test_compare_by_makespan(capsys: Capture) -> None:
 
 
 def test_compare_says_what_is_missing_and_why(capsys: Capture) -> None:
-    out = run(capsys, "compare", "--num-ranks", "4", "--num-microbatches", "6", *TIMES)
-    assert "not compared: interleaved 1F1B needs microbatches in multiples of the 4 ranks; got 6" in out
+    out = run(capsys, "compare", *SIZES, *TIMES)
     assert "no linear schedule within the limit has a span below" in out
     tight = run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", "0.2p")
     assert "not compared: the memory limit admits no schedule" in tight
     assert "no linear schedule" not in tight
-    assert tight.count("over the limit") == 6
+    assert tight.count("over the limit") == tight.count(" vee ") + tight.count(" linear ") + tight.count(
+        " interleaved "
+    )
 
 
 def test_compare_as_text_lines_up(capsys: Capture) -> None:
@@ -174,3 +182,17 @@ def test_passes_that_take_no_time_are_drawn(capsys: Capture) -> None:
 def test_a_number_of_ranks_below_one(capsys: Capture) -> None:
     assert main(["compare", "--config", str(CONFIGS / "gpt_tiny.yaml"), "--num-ranks", "-1"]) == 2
     assert "num_ranks must be 1 or more; got -1" in capsys.readouterr().err
+
+
+def test_a_v_is_fitted_to_the_costs_unless_taken_as_published(capsys: Capture) -> None:
+    costs = ["--forward-ms", "9", "--backward-ms", "9", "--wgrad-ms", "4", "--comm-ms", "0.5"]
+    own = run_json(capsys, "plan", "--schedule", "v-min", *SIZES, *costs)
+    published = run_json(capsys, "plan", "--schedule", "v-min", *SIZES, *costs, "--equal-passes")
+    assert own["schedule"] == published["schedule"] == "v-min"
+    assert own["span_ms"] < published["span_ms"]
+    assert max(own["peak_activation"]) <= max(published["peak_activation"])
+
+
+def test_chunks_are_for_interleaved_schedules(capsys: Capture) -> None:
+    plan = run_json(capsys, "plan", "--schedule", "interleaved-1f1b", *SIZES, *TIMES, "--num-chunks", "3")
+    assert plan["num_stages"] == 12

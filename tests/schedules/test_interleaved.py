@@ -1,12 +1,14 @@
-"""Interleaved 1F1B: valid, as long as theory says, and its picture."""
+"""Interleaved schedules: valid, as long as theory says, and their pictures."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, simulate, validate
+from megatron.zero_bubble import PassCosts, build, simulate, validate
 from megatron.zero_bubble.render.text import render_text
-from megatron.zero_bubble.schedules import interleaved
+from megatron.zero_bubble.schedules import breadth_first, interleaved
 
 
 @pytest.mark.parametrize(
@@ -25,12 +27,31 @@ def test_length_and_memory(p: int, m: int, v: int) -> None:
     assert max(timeline.peak_activation) == pytest.approx(chunks / v)
 
 
-def test_the_picture_in_the_docstring() -> None:
-    schedule = interleaved.build(2, 4, 2)
-    drawn = render_text(simulate(schedule, PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)))
-    assert drawn in interleaved.__doc__
+def test_the_pictures_in_the_docstrings() -> None:
+    for module in (interleaved, breadth_first):
+        schedule = module.build(2, 4, 2)
+        drawn = render_text(simulate(schedule, PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)))
+        assert drawn in (module.__doc__ or "")
 
 
-def test_microbatches_must_fill_whole_units() -> None:
-    with pytest.raises(ValueError, match="multiples of the 4 ranks; got 6"):
-        interleaved.build(4, 6, 2)
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
+def test_any_number_of_microbatches(p: int, m: int, v: int) -> None:
+    """What is left over joins the last unit, as Megatron wants it: a unit of fewer than p would deadlock."""
+    validate(interleaved.build(p, m, v))
+
+
+@given(st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
+def test_breadth_first(p: int, m: int, v: int) -> None:
+    schedule = breadth_first.build(p, m, v)
+    validate(schedule)
+    timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 3.0, 2.0, 4.0))
+    if m >= p:
+        assert timeline.span_ms == pytest.approx(m * 9.0 + (p - 1) * 9.0 / v)
+    assert max(timeline.peak_activation) == pytest.approx(m)
+
+
+def test_one_chunk_is_not_interleaved() -> None:
+    with pytest.raises(ValueError, match="needs 2 or more stages a rank; got 1; choose 1f1b"):
+        build("interleaved-1f1b", num_ranks=2, num_microbatches=2, num_chunks=1)
+    with pytest.raises(ValueError, match="'zb-v' has 2 stages a rank; got 3"):
+        build("zb-v", num_ranks=2, num_microbatches=2, num_chunks=3)

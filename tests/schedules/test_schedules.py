@@ -16,7 +16,7 @@ from megatron.zero_bubble.schedules import letters, one_f_one_b, zb_h1, zb_h2
 from tests.helpers.strategies import num_microbatches, num_ranks, schedules
 
 ROOT = Path(__file__).parents[2]
-MODULES = {module.RECIPE.name: module for module in (one_f_one_b, zb_h1, zb_h2)}
+LINEAR = {module.RECIPE.name: module for module in (one_f_one_b, zb_h1, zb_h2)}
 with (ROOT / "configs/published/zero_bubble_table5.csv").open() as file:
     TABLE = list(csv.DictReader(line for line in file if not line.startswith("#")))
 
@@ -30,7 +30,8 @@ def test_picture(name: str) -> None:
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(picture)
     assert golden.read_text() == picture
-    assert picture in (MODULES[name].__doc__ or "")
+    if name in LINEAR:
+        assert picture in (LINEAR[name].__doc__ or "")
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-m{row['m']}")
@@ -95,7 +96,7 @@ def test_letters() -> None:
 @pytest.mark.parametrize(
     ("name", "p", "m", "message"),
     [
-        ("zb-h3", 2, 2, "unknown schedule 'zb-h3'; choose one of 1f1b, zb-h1, zb-h2"),
+        ("zb-h3", 2, 2, "unknown schedule 'zb-h3'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1"),
         ("zb-h1", 0, 2, "num_ranks must be 1 or more; got 0"),
         ("zb-h1", 2, -1, "num_microbatches must be 1 or more; got -1"),
     ],

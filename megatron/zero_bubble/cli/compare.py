@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 
@@ -13,13 +13,15 @@ from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
-from megatron.zero_bubble.cli.plan import add_search, auto, bound, peak_memory
+from megatron.zero_bubble.cli.plan import add_search, auto, bound, fitted, peak_memory
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.schedules import SCHEDULES, build, interleaved
+from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PlacementChoice
 
 _PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
 _MOST_CHUNKS = 4
+FITTED = "fitted"
+"""Behind the name of a schedule for equal passes that was made anew for the costs."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         "--max-chunks",
         type=int,
         metavar="V",
-        help="of interleaved 1F1B (default: a rank's layers by --config, at most 4)",
+        help="of interleaved schedules (default: a rank's layers by --config, at most 4)",
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     verb.set_defaults(command=compare)
@@ -105,12 +107,26 @@ def _candidates(
 ) -> Iterator[Callable[[], Schedule]]:
     """How to make every schedule; making one may raise a ``ValueError`` where it does not exist."""
     p, m = costs.num_ranks, costs.num_microbatches
-    for name in SCHEDULES:
-        yield partial(build, name, num_ranks=p, num_microbatches=m)
-    for chunks in range(2, max_chunks + 1):
-        yield partial(interleaved.build, p, m, chunks)
+    for recipe in SCHEDULES.values():
+        if recipe.shape == "interleaved":
+            for chunks in range(2, max_chunks + 1):
+                yield partial(_looped, recipe.name, p, m, chunks)
+        else:
+            yield partial(build, recipe.name, num_ranks=p, num_microbatches=m)
+        if recipe.adapts:
+            yield partial(_fitted, recipe.name, costs, objective)
     for placement in placements:
         yield partial(auto, costs, limit, placement, objective)
+
+
+def _looped(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+    return replace(schedule, name=f"{name} x{num_chunks}")
+
+
+def _fitted(name: str, costs: Figures, objective: Metric) -> Schedule:
+    schedule = build(name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+    return replace(fitted(schedule, costs, objective), name=f"{name} {FITTED}")
 
 
 def _bounds(
@@ -128,7 +144,7 @@ def _bounds(
 def _rows(found: Sequence[Timeline], costs: Figures, limit: float, objective: Metric) -> tuple[Row, ...]:
     costing = [(timeline.schedule.name, _cost(timeline, objective)) for timeline in found]
     plain = min((ms for name, ms in costing if name == "1f1b"), default=None)
-    looped = min((ms for name, ms in costing if name.startswith("1f1b-interleaved")), default=None)
+    looped = min((ms for name, ms in costing if name.startswith("interleaved-1f1b")), default=None)
     rows = []
     for timeline in found:
         schedule, ms = timeline.schedule, _cost(timeline, objective)
@@ -170,7 +186,7 @@ def _name(placement: Placement) -> str:
 
 def _text(table: Table, costs: Figures) -> str:
     """Columns for people, and below them what no schedule can beat."""
-    head = f"{'':20}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
+    head = f"{'':22}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
     head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
     size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
     lines = [
@@ -180,7 +196,7 @@ def _text(table: Table, costs: Figures) -> str:
     ]
     for row in table.rows:
         line = (
-            f"{row.schedule:20}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}{row.makespan_ms:13.3f}"
+            f"{row.schedule:22}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}{row.makespan_ms:13.3f}"
         )
         line += f"{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"

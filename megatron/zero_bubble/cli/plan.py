@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import replace
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -19,6 +20,7 @@ from megatron.zero_bubble.search.loops import library
 
 _TEXT_WIDTH = 160
 AUTO = "zb-auto"
+_ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -28,6 +30,12 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     source.add_argument("--schedule-file", metavar="FILE", help="a schedule as JSON, in the form of --format json")
     add_figures(verb)
     add_search(verb)
+    verb.add_argument("--num-chunks", type=int, metavar="V", help="stages a rank of interleaved schedules (default: 2)")
+    verb.add_argument(
+        "--equal-passes",
+        action="store_true",
+        help=f"{', '.join(_ADAPTING)} as published, for passes of one length; else fitted to the costs",
+    )
     verb.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     verb.set_defaults(command=plan)
 
@@ -52,6 +60,10 @@ def plan(options: argparse.Namespace) -> str:
     """The plan in the form asked for."""
     if options.schedule != AUTO and options.placement is not None:
         raise ValueError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
+    if options.num_chunks is not None and options.schedule in (AUTO, None):
+        raise ValueError("--num-chunks belongs to interleaved schedules given by name; leave it out")
+    if options.equal_passes and options.schedule not in _ADAPTING:
+        raise ValueError(f"--equal-passes belongs to {', '.join(_ADAPTING)}; leave it out")
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     started = time.perf_counter()
@@ -96,7 +108,22 @@ def _build(options: argparse.Namespace, costs: Figures) -> Schedule:
     if options.schedule == AUTO:
         limit = costs.limit(options.memory_limit or "1p")
         return auto(costs, limit, options.placement or "auto", options.objective)
-    return build(options.schedule, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks)
+    return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
+
+
+def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:
+    """A schedule that was made for equal passes, made anew for these costs in the memory that it keeps itself; never
+    longer than it. Other schedules as they are.
+    """
+    if schedule.name not in _ADAPTING:
+        return schedule
+    on = costs.on(schedule.placement)
+    limit = peak_memory(simulate(schedule, *on), costs)
+    sizes = schedule.num_ranks, schedule.num_microbatches
+    found = zb_auto(*on, *sizes, limit, placement="vee", objective=objective, start=schedule)
+    return replace(found, name=schedule.name)
 
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:

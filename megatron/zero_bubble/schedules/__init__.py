@@ -1,23 +1,44 @@
-"""Handcrafted schedules, one file each; ``build(name, ...)`` makes one by name."""
+"""Schedules by name, one file each; ``build(name, ...)`` makes one."""
 
 from __future__ import annotations
 
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.schedules import one_f_one_b, zb_h1, zb_h2
+from megatron.zero_bubble.schedules import (
+    breadth_first,
+    dualpipe_v,
+    interleaved,
+    one_f_one_b,
+    v_half,
+    v_min,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from megatron.zero_bubble.schedules.recipe import Recipe
 
-SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in (one_f_one_b, zb_h1, zb_h2)}
+_MODULES = (one_f_one_b, interleaved, breadth_first, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)
+SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
 
 
-def build(name: str, *, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule called ``name``.
+def recipe(name: str) -> Recipe:
+    """What is known of the schedule called ``name``.
 
     Raises:
-        ValueError: for an unknown name (the message lists the known ones), or counts below 1.
+        ValueError: for an unknown name; the message lists the known ones.
     """
     if name not in SCHEDULES:
         raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    return SCHEDULES[name]
+
+
+def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
+    """The schedule called ``name``; ``num_chunks`` stages a rank where it leaves that open (default: 2).
+
+    Raises:
+        ValueError: for an unknown name, counts below 1, or a number of chunks that the schedule does not have.
+    """
+    known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise ValueError(f"{count} must be 1 or more; got {value}")
-    return SCHEDULES[name].build(num_ranks, num_microbatches)
+    return known.build(num_ranks, num_microbatches, known.num_chunks(num_chunks))

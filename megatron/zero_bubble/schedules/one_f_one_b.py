@@ -11,7 +11,7 @@ from megatron.zero_bubble.schedules.letters import forward_backward, linear
 from megatron.zero_bubble.schedules.recipe import Recipe
 
 
-def build(num_ranks: int, num_microbatches: int) -> Schedule:
+def build(num_ranks: int, num_microbatches: int, _: int = 1) -> Schedule:
     """Rank i warms up with p-1-i forwards, so that its first backward never waits behind a forward."""
 
     def row(rank: int) -> str:

@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedules.letters import delay_wgrad, forward_backward
 from megatron.zero_bubble.schedules.recipe import Recipe
 
 
-def build(num_ranks: int, num_microbatches: int) -> Schedule:
+def build(num_ranks: int, num_microbatches: int, _: int = 1) -> Schedule:
     """Rank i warms up with 2(p-1-i) forwards; its W's start 2i backwards late."""
 
     def row(rank: int) -> str:

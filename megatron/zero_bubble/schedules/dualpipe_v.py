@@ -1,0 +1,90 @@
+"""DualPipeV's order on our passes (DeepSeek-AI's DualPipe, 2025, `dualpipev.py`): a V whose F's and B's come in pairs.
+
+DualPipeV computes a pair at once, to hide the communication between experts; here one comes after the other, so what
+is left is its order: fused backwards in the steady state, a fixed number of split ones in the cool-down.
+
+rank 0 |0F0 0F1 0F2 3F0 3B0 3W0 3F1 0F3 3BW1--- 3F2 0BW0--- 3BW2--- 3F3 ....0BW1--- 3BW3--- 0B2 0W2 0B3 0W3 |
+rank 1 |....1F0 2F0 1F1 2F1 1F2 2BW0--- 2F2 1BW0--- 1F3 2BW1--- 2F3 1BW1--- 2BW2--- 1BW2--- 2B3 1B3 2W3 1W3 |
+"""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.schedules.recipe import Recipe
+
+
+def build(num_ranks: int, num_microbatches: int, _: int = 2) -> Schedule:
+    """Its eight phases; with fewer than 2p microbatches, what of them is left."""
+    order = tuple(_Row(rank, num_ranks, num_microbatches).write() for rank in range(num_ranks))
+    return Schedule(RECIPE.name, Placement.vee(num_ranks), num_microbatches, order)
+
+
+class _Row:
+    """The passes of one rank, chunk 0 on the way down and chunk 1 on the way back."""
+
+    def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
+        self._rank, self._num_ranks, self._num_microbatches = rank, num_ranks, num_microbatches
+        self._stages = (rank, 2 * num_ranks - 1 - rank)
+        self._forwards = [0, 0]
+        self._backwards = [0, 0]
+        self._waiting: list[Pass] = []
+        self._row: list[Pass] = []
+
+    def write(self) -> tuple[Pass, ...]:
+        p, m, rank = self._num_ranks, self._num_microbatches, self._rank
+        below = p - 1 - rank
+        for _ in range(2 * below):
+            self._forward(0)
+        for _ in range(rank + 1):
+            self._forward(0)
+            self._forward(1)
+        for _ in range(below):
+            self._backward(1, split=True)
+            self._weight()
+            self._forward(1)
+        for _ in range(m - 2 * p + rank + 1):
+            self._forward(0)
+            self._backward(1)
+            self._forward(1)
+            self._backward(0)
+        for _ in range(below):
+            self._backward(1)
+            self._forward(1)
+            self._backward(0)
+        for n in range(rank + 1):
+            self._backward(1, split=2 * n > rank)
+            self._backward(0, split=2 * n >= rank)
+        for _ in range(below):
+            self._weight()
+            self._backward(0, split=True)
+        while self._waiting:
+            self._weight()
+        return tuple(self._row)
+
+    def _forward(self, chunk: int) -> None:
+        if self._forwards[chunk] < self._num_microbatches:
+            self._row.append(Pass(self._stages[chunk], Kind.F, self._forwards[chunk]))
+            self._forwards[chunk] += 1
+
+    def _backward(self, chunk: int, split: bool = False) -> None:
+        if self._backwards[chunk] == self._num_microbatches:
+            return
+        microbatch = self._backwards[chunk]
+        self._backwards[chunk] += 1
+        self._row.append(Pass(self._stages[chunk], Kind.B if split else Kind.BW, microbatch))
+        if split:
+            self._waiting.append(Pass(self._stages[chunk], Kind.W, microbatch))
+
+    def _weight(self) -> None:
+        if self._waiting:
+            self._row.append(self._waiting.pop(0))
+
+
+RECIPE = Recipe(
+    name="dualpipe-v",
+    summary="a V in DualPipeV's order, F and B of a pair one after the other",
+    bubble="~(p-1)(F+B-W)/2",
+    memory="(p+1/2)M",
+    build=build,
+    shape="vee",
+)
