@@ -5,7 +5,13 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.plan_file import read_schedule_file
+from megatron.zero_bubble.schedules import recipe
+
+AUTO = "zb-auto"
 
 
 class JobError(ValueError):
@@ -30,6 +36,8 @@ class ZeroBubbleConfig:
 
     Attributes:
         schedule: a name of ``zero-bubble list``, or ``zb-auto``, which measures the run and plans for it.
+        num_chunks: stages a rank of an interleaved schedule; None is its default.
+        placement: where ``zb-auto`` has its stages; the model is built before it plans.
         schedule_file: a file that ``zero-bubble plan --format json`` wrote; exactly one of the two is given.
         memory_limit: what ``zb-auto`` may keep on a rank, as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B
             keeps at the most.
@@ -39,6 +47,8 @@ class ZeroBubbleConfig:
     """
 
     schedule: str | None = None
+    num_chunks: int | None = None
+    placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
     memory_limit: str = "1p"
     measure_memory: bool = False
@@ -53,6 +63,26 @@ class ZeroBubbleConfig:
             )
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise ValueError(f"the peer timeout must be positive; got {self.peer_timeout_s} s; give it in seconds")
+
+    def placement_on(self, num_ranks: int) -> Placement:
+        """Where the stages lie on a pipeline of ``num_ranks``.
+
+        Raises:
+            ValueError: an unknown schedule, a number of chunks that it does not have, or a bad schedule file.
+        """
+        if self.schedule_file is not None:
+            schedule = read_schedule_file(self.schedule_file)
+            if schedule.num_ranks != num_ranks:
+                raise ValueError(
+                    f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but the job runs {num_ranks} "
+                    "pipeline ranks; plan it for the job's figures"
+                )
+            return schedule.placement
+        if self.schedule == AUTO:
+            return Placement.vee(num_ranks) if self.placement == "vee" else Placement.linear(num_ranks)
+        assert self.schedule is not None, "one of the two is given"
+        known = recipe(self.schedule)
+        return known.placement(num_ranks, known.num_chunks(self.num_chunks))
 
 
 def check_model_config(config: Any) -> None:
@@ -96,5 +126,4 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
         "the transport posts its own sends and receives",
         "drop --use-ring-exchange-p2p",
     ),
-    ("overlap_p2p_comm", False, "the transport overlaps by itself", "drop --overlap-p2p-communication"),
 )

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from peers import Contestant, Emulation
 
 STOCK = "stock 1f1b"
-OURS = ("1f1b", "zb-h1", "zb-h2")
+STOCK_INTERLEAVED = "stock interleaved"
+OURS = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
 VIRTUAL_RANKS = (2, 4, 8)
 VIRTUAL_LIMIT_MS = 0.01
 HEAD_START_S = 0.1
@@ -157,9 +158,11 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
 
     return {
         STOCK: peers.stock(emulation),
+        STOCK_INTERLEAVED: peers.stock(emulation, num_chunks=2),
         **{name: ours(name) for name in OURS},
         "torch 1f1b": peers.torch_1f1b(emulation, rank),
         "torch zb1p": peers.torch_zb1p(emulation, rank),
+        "torch interleaved zb": peers.torch_interleaved_zero_bubble(emulation, rank),
         "torch zbv": peers.torch_zbv(emulation, rank),
     }
 
@@ -189,10 +192,10 @@ def _print(options: argparse.Namespace, variants: dict[str, dict[str, float]]) -
         f"\nP={options.num_ranks}, M={options.num_microbatches}, {times} ms a pass, {options.kib} KiB a message, "
         f"medians of {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
     )
-    print("  schedule     planned ms   measured ms   measured/planned    best   above stock   noise")
+    print("  schedule              planned ms   measured ms   measured/planned    best   above stock   noise")
     for name, row in variants.items():
         print(
-            f"  {name:<11}  {row['planned_ms']:10.1f}  {row['measured_ms']:12.1f}  {row['measured_over_planned']:17.3f}"
+            f"  {name:<20}  {row['planned_ms']:10.1f}  {row['measured_ms']:12.1f}  {row['measured_over_planned']:17.3f}"
             f"  {row['best']:6.3f}  {row['above_stock']:12.3f}  {row['spread']:6.1%}"
         )
 

@@ -56,35 +56,50 @@ class Contestant:
         return simulate(self.schedule, self.costs).makespan_ms
 
 
-def stock(emulation: Emulation) -> Contestant:
-    """megatron-core's own 1F1B over its own P2P; the CPU platform is in force, the parallel groups are laid out."""
+def stock(emulation: Emulation, num_chunks: int = 1) -> Contestant:
+    """megatron-core's own 1F1B, interleaved if a rank has several chunks, over its own P2P.
+
+    The CPU platform is in force and the parallel groups are laid out.
+    """
+    from megatron.core import parallel_state
     from megatron.core.enums import ModelType
-    from megatron.core.pipeline_parallel.schedules import forward_backward_pipelining_without_interleaving
+    from megatron.core.pipeline_parallel import schedules
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    interleaved = num_chunks > 1
     config = TransformerConfig(
-        num_layers=emulation.num_ranks,
+        num_layers=emulation.num_ranks * num_chunks,
         hidden_size=HIDDEN_SIZE,
         num_attention_heads=1,
         pipeline_model_parallel_size=emulation.num_ranks,
+        virtual_pipeline_model_parallel_size=num_chunks if interleaved else None,
+        microbatch_group_size_per_vp_stage=emulation.num_ranks,
         pipeline_dtype=torch.float32,
     )
-    model = _MegatronModel(emulation, config, ModelType.encoder_or_decoder)
+    chunks = [_MegatronModel(emulation, config, ModelType.encoder_or_decoder, num_chunks) for _ in range(num_chunks)]
 
     def forward_step(_batches: Any, model: _MegatronModel) -> tuple[torch.Tensor, Callable[..., Any]]:
         return model(), lambda output: (output.sum(), {})
 
     def run() -> None:
-        forward_backward_pipelining_without_interleaving(
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(num_chunks if interleaved else None)
+        forward_backward = (
+            schedules.forward_backward_pipelining_with_interleaving
+            if interleaved
+            else schedules.forward_backward_pipelining_without_interleaving
+        )
+        forward_backward(
             forward_step_func=forward_step,
-            data_iterator=None,
-            model=model,
+            data_iterator=[None] * num_chunks if interleaved else None,
+            model=chunks if interleaved else chunks[0],
             num_microbatches=emulation.num_microbatches,
             seq_length=emulation.kib,
             micro_batch_size=1,
         )
 
-    schedule = build("1f1b", num_ranks=emulation.num_ranks, num_microbatches=emulation.num_microbatches)
+    name = "interleaved-1f1b" if interleaved else "1f1b"
+    sizes = {"num_ranks": emulation.num_ranks, "num_microbatches": emulation.num_microbatches}
+    schedule = build(name, **sizes, num_chunks=num_chunks if interleaved else None)
     return Contestant(schedule, emulation.costs(schedule.placement), run)
 
 
@@ -106,6 +121,15 @@ def torch_zb1p(emulation: Emulation, rank: int) -> Contestant:
     stages = [_torch_stage(rank, emulation.num_ranks, model)]
     schedule = ScheduleInterleavedZeroBubble(stages, emulation.num_microbatches, _loss, scale_grads=False)
     return _torch_split("torch zb1p", emulation, stages, schedule, Placement.linear(emulation.num_ranks))
+
+
+def torch_interleaved_zero_bubble(emulation: Emulation, rank: int) -> Contestant:
+    """torch's ``ScheduleInterleavedZeroBubble`` with two stages a rank, each of half the cost."""
+    placement = Placement.interleaved(emulation.num_ranks, 2)
+    model = _SleepingModel(emulation.forward_ms / 2, emulation.backward_ms / 2, emulation.wgrad_ms / 2)
+    stages = [_torch_stage(s, placement.num_stages, model) for s in placement.stages_of(rank)]
+    schedule = ScheduleInterleavedZeroBubble(stages, emulation.num_microbatches, _loss, scale_grads=False)
+    return _torch_split("torch interleaved zb", emulation, stages, schedule, placement)
 
 
 def torch_zbv(emulation: Emulation, rank: int) -> Contestant:
@@ -215,19 +239,20 @@ class _SleepingModel(torch.nn.Module):
         return _Sleep.apply(_Join.apply(x, weight), forward_ms, backward_ms)
 
 
-def _fused(emulation: Emulation) -> _SleepingModel:
+def _fused(emulation: Emulation, num_chunks: int = 1) -> _SleepingModel:
     """For schedules that never split a backward: it sleeps once."""
-    return _SleepingModel(emulation.forward_ms, emulation.backward_ms + emulation.wgrad_ms, 0.0)
+    backward_ms = emulation.backward_ms + emulation.wgrad_ms
+    return _SleepingModel(emulation.forward_ms / num_chunks, backward_ms / num_chunks, 0.0)
 
 
 class _MegatronModel(torch.nn.Module):
     """The same, as megatron-core's schedules want it."""
 
-    def __init__(self, emulation: Emulation, config: Any, model_type: Any) -> None:
+    def __init__(self, emulation: Emulation, config: Any, model_type: Any, num_chunks: int) -> None:
         super().__init__()
         self.config = config
         self.model_type = model_type
-        self._model = _fused(emulation)
+        self._model = _fused(emulation, num_chunks)
         self._batch = torch.zeros(emulation.message_shape)
         self._input: torch.Tensor | None = None
 

@@ -28,9 +28,11 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, Schedule, build, simulat
 from megatron.zero_bubble.plan_file import plan_to_json
 
 STOCK = "stock 1f1b"
+STOCK_INTERLEAVED = "stock interleaved"
 SPLIT = "1f1b, split"
-OURS = ("1f1b", SPLIT, "zb-h1", "zb-h2")
+OURS = ("1f1b", SPLIT, "zb-h1", "zb-h2", "zb-v")
 NUM_RANKS = 2
+_STOCK = (STOCK, STOCK_INTERLEAVED)
 
 
 def main() -> int:
@@ -60,9 +62,9 @@ def _parse() -> argparse.Namespace:
 
 
 class _Job:
-    """A GPT of eight layers over the ranks, with 256 tokens a microbatch."""
+    """A GPT of four layers over the ranks, with 256 tokens a microbatch; ``flags`` place its stages."""
 
-    def __init__(self, hidden_size: int, num_microbatches: int) -> None:
+    def __init__(self, hidden_size: int, num_microbatches: int, flags: str = "") -> None:
         import torch
 
         from megatron.zero_bubble.platforms import select
@@ -74,11 +76,11 @@ class _Job:
         torch.set_num_threads(1)
         self.launch = Launch.from_environment()
         self.args = parse(
-            f"--num-layers 8 --hidden-size {hidden_size} --num-attention-heads 8 --seq-length 256 "
+            f"--num-layers 4 --hidden-size {hidden_size} --num-attention-heads 8 --seq-length 256 "
             "--max-position-embeddings 256 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer "
             "--vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 "
             "--train-iters 1 --untie-embeddings-and-output-weights --transformer-impl local --zero-bubble-device cpu "
-            f"--pipeline-model-parallel-size {NUM_RANKS} --global-batch-size {num_microbatches}".split()
+            f"--pipeline-model-parallel-size {NUM_RANKS} --global-batch-size {num_microbatches} {flags}".split()
         )
         check(self.args, NUM_RANKS)
         self.platform = select("cpu")
@@ -90,17 +92,28 @@ class _Job:
         import torch
         import torch.distributed as dist
 
+        from megatron.zero_bubble.patching import apply, revert
         from megatron.zero_bubble.training import distributed, model
 
         if dist.is_initialized():
             distributed.seed(self.args)
         else:
             distributed.initialize(self.args, self.launch, "gloo")
+        self.take_turn()
         config = model.build_config(self.args, self.device)
+        if self.args.zero_bubble_schedule:
+            apply(self.args.zero_bubble)
         self.chunks = model.build_model(self.args, config, 256, self.device)
+        revert()
         model.connect(self.args, self.chunks, model.build_optimizer(self.args, self.chunks))
         generator = torch.Generator().manual_seed(1)
         self.tokens = torch.randint(0, 256, (1, 257), generator=generator)
+
+    def take_turn(self) -> None:
+        """Tell Megatron how many chunks a rank has, as its initialization would: models of several kinds take turns."""
+        from megatron.core import parallel_state
+
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(self.args.virtual_pipeline_model_parallel_size)
 
     def zero_grad(self) -> None:
         """Before every iteration, and no part of it."""
@@ -113,7 +126,7 @@ class _Job:
 
         get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=None,
+            data_iterator=[None] * len(self.chunks),
             model=self.chunks,
             num_microbatches=self.args.global_batch_size,
             seq_length=256,
@@ -130,11 +143,13 @@ class _Job:
 
 def _schedule(name: str, num_microbatches: int) -> Schedule:
     """The schedule of a variant."""
-    if name not in (STOCK, SPLIT):
+    if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
     if name == STOCK:
         return plain
+    if name == STOCK_INTERLEAVED:
+        return build("interleaved-1f1b", num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
     return replace(plain, name=name, order=tuple(tuple(q for p in row for q in _halves(p)) for row in plain.order))
 
 
@@ -166,9 +181,10 @@ class _Variant:
         from megatron.zero_bubble.patching import apply, observe, revert
         from megatron.zero_bubble.runtime.measure import gather_timeline, median_costs
 
+        self._job.take_turn()
         if self._schedule.name == STOCK:
             observe(self._recorder)
-        else:
+        elif self._schedule.name != STOCK_INTERLEAVED:
             apply(ZeroBubbleConfig(schedule_file=str(self._file)), self._recorder)
         try:
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
@@ -180,7 +196,9 @@ class _Variant:
             elapsed = (time.perf_counter() - started) * 1e3
         finally:
             revert()
-        self.costs.append(median_costs([gather_timeline(self._schedule.name, self._recorder.stop(), self._group)]))
+        spans = self._recorder.stop()
+        if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
+            self.costs.append(median_costs([gather_timeline(self._schedule.name, spans, self._group)]))
         return elapsed
 
     def planned(self) -> list[float]:
@@ -194,14 +212,19 @@ class _Variant:
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
     job = _Job(options.hidden_size, num_microbatches)
+    jobs = {
+        "zb-v": _Job(options.hidden_size, num_microbatches, "--zero-bubble-schedule zb-v"),
+        STOCK_INTERLEAVED: _Job(options.hidden_size, num_microbatches, "--num-virtual-stages-per-pipeline-rank 2"),
+    }
     with TemporaryDirectory() as folder:
-        schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in (STOCK, *OURS)}
-        variants = {name: _Variant(job, schedule, Path(folder)) for name, schedule in schedules.items()}
+        schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in (*_STOCK, *OURS)}
+        variants = {name: _Variant(jobs.get(name, job), schedule, Path(folder)) for name, schedule in schedules.items()}
         if job.launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
         times = ranks.interleaved(dict(variants), options.rounds)
-    planned = {name: variant.planned()[-options.rounds :] for name, variant in variants.items()}
-    backward = {name: variant.backward()[-options.rounds :] for name, variant in variants.items()}
+    known = {name: variant for name, variant in variants.items() if variant.costs}
+    planned = {name: variant.planned()[-options.rounds :] for name, variant in known.items()}
+    backward = {name: variant.backward()[-options.rounds :] for name, variant in known.items()}
     ratios, predicted, splits = (ranks.ratio_to(values, STOCK) for values in (times, planned, backward))
     return {
         "num_microbatches": num_microbatches,
@@ -212,12 +235,18 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
                 "iteration_ms": median(times[name]),
                 "spread": ranks.spread(times[name]),
                 "time_over_stock": ratios[name],
-                "predicted_time_over_stock": predicted[name],
-                "measured_over_planned": median(t / p for t, p in zip(times[name], planned[name], strict=True)),
-                "backward_over_stock": splits[name],
-                "costs": [asdict(costs) | {"links": []} for costs in variants[name].costs[-options.rounds :]],
                 "rounds_ms": times[name],
             }
+            | (
+                {
+                    "predicted_time_over_stock": predicted[name],
+                    "measured_over_planned": median(t / p for t, p in zip(times[name], planned[name], strict=True)),
+                    "backward_over_stock": splits[name],
+                    "costs": [asdict(costs) | {"links": []} for costs in variants[name].costs[-options.rounds :]],
+                }
+                if name in known
+                else {}
+            )
             for name in variants
         },
     }
@@ -225,14 +254,20 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
 
 def _print(result: dict[str, Any]) -> None:
     print(f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, medians of {result['rounds']} rounds")
-    print("  schedule     ms/iteration   time/stock   predicted   speed/stock   measured/planned   B+W/BW   noise")
+    print(
+        "  schedule           ms/iteration   time/stock   predicted   speed/stock   measured/planned   B+W/BW   noise"
+    )
     for name, row in result["variants"].items():
         print(
-            f"  {name:<11}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
-            f"  {row['predicted_time_over_stock']:10.3f}  {1 / row['time_over_stock']:12.3f}"
-            f"  {row['measured_over_planned']:17.3f}"
-            f"  {row['backward_over_stock']:7.3f}  {row['spread']:6.1%}"
+            f"  {name:<17}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
+            f"  {_number(row, 'predicted_time_over_stock'):>10}  {1 / row['time_over_stock']:12.3f}"
+            f"  {_number(row, 'measured_over_planned'):>17}"
+            f"  {_number(row, 'backward_over_stock'):>7}  {row['spread']:6.1%}"
         )
+
+
+def _number(row: dict[str, Any], name: str) -> str:
+    return f"{row[name]:.3f}" if name in row else ""
 
 
 if __name__ == "__main__":

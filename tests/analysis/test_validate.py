@@ -73,7 +73,7 @@ def test_a_pass_on_a_foreign_rank_is_found(data: st.DataObject) -> None:
     rows[other].insert(data.draw(st.integers(0, len(rows[other]))), moved)
     error = rejected(with_rows(schedule, rows), moved)
     assert (error.rank, error.rule) == (
-        other, f"{moved} must run on rank {rank}, which holds stage {rank}; it is on rank {other}",
+        other, f"{moved} must run on rank {rank}, which holds stage {moved.stage}; it is on rank {other}",
     )  # fmt: skip
 
 
@@ -84,7 +84,8 @@ def test_swapping_a_pass_with_its_own_dependency_is_rejected(data: st.DataObject
     rank, column = data.draw(cells(schedule))
     rows = mutable(schedule)
     first = rows[rank][column]
-    after = next((p for p in rows[rank][column + 1 :] if p.microbatch == first.microbatch), None)
+    same = (p for p in rows[rank][column + 1 :] if (p.stage, p.microbatch) == (first.stage, first.microbatch))
+    after = next(same, None)
     assume(after is not None)
     assert after is not None
     other = rows[rank].index(after)

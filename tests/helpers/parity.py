@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import Dataset
 
@@ -58,7 +59,7 @@ class Outcome:
     Attributes:
         losses: the hexadecimal losses of every microbatch of every step, on the last stage, and of the evaluation.
         grad_norms: of every step, hexadecimal; "skipped" where the loss scale overflowed.
-        weights: a digest of every parameter after the last step, by name.
+        weights: a digest of every parameter after the last step, by its name in the whole model.
         unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
     """
 
@@ -85,33 +86,58 @@ class Tokens(Dataset):
         return {"tokens": text[:-1], "labels": text[1:], "position_ids": positions, "loss_mask": mask}
 
 
+def run_once(args: Any) -> None:
+    """One run with these checked flags, the schedule in force, on random samples."""
+    _train_once(args, _splits(args), None)
+
+
+def _splits(args: Any) -> Any:
+    from megatron.zero_bubble.training.data import Splits, reads_data
+
+    samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
+    read = samples if reads_data(args) else None
+    return Splits(read, read, None, has_valid=True, has_test=False)
+
+
 def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """Train under each schedule (None is stock) from the same start; call it on a rank pool."""
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    """Train under each schedule (None is stock) from the same start; call it on a rank pool.
+
+    Stages that lie on other ranks than the first schedule's start from its weights.
+    """
+    from megatron.core import parallel_state, rerun_state_machine
+
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.data import Splits, reads_data
     from megatron.zero_bubble.training.distributed import lay_out
 
-    args = parse([*BASE_FLAGS.split(), *flags.split()])
-    check(args, torch.distributed.get_world_size())
-    lay_out(args)
-    samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
-    own = samples if reads_data(args) else None
-    splits = Splits(own, own, None, has_valid=True, has_test=False)
+    placement, start = None, None
     outcomes = []
     for schedule in schedules:
-        pipeline = None if schedule is None else apply(ZeroBubbleConfig(schedule=schedule))
+        own = [] if schedule is None else ["--zero-bubble-schedule", schedule]
+        args = parse([*BASE_FLAGS.split(), *flags.split(), *own])
+        check(args, torch.distributed.get_world_size())
+        if args.placement != placement:
+            parallel_state.destroy_model_parallel()
+            rerun_state_machine.destroy_rerun_state_machine()
+            lay_out(args)
+            placement = args.placement
+        pipeline = None if schedule is None else apply(args.zero_bubble)
         try:
-            outcomes.append(_train_once(args, splits))
+            outcome, start = _train_once(args, _splits(args), start)
+            outcomes.append(outcome)
             assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
         finally:
             revert()
     return outcomes
 
 
-def _train_once(args: Any, splits: Any) -> Outcome:
+def _train_once(
+    args: Any, splits: Any, start: dict[str, torch.Tensor] | None
+) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """One run, from these weights of its pipeline if any are given; returns those it started from."""
+    from megatron.core import parallel_state
+
     from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer
     from megatron.zero_bubble.training.distributed import seed
 
@@ -121,6 +147,14 @@ def _train_once(args: Any, splits: Any) -> Outcome:
     config = model.build_config(args, device)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
     chunks = model.build_model(args, config, vocab_size, device)
+    if start is None:
+        pipeline = parallel_state.get_pipeline_model_parallel_group()
+        parts: list[Any] = [None] * pipeline.size()
+        own = {name: weight.detach().clone() for name, weight in _by_name(chunks).items()}
+        torch.distributed.all_gather_object(parts, own, group=pipeline)
+        start = {name: weight for part in parts for name, weight in part.items()}
+    for name, weight in _by_name(chunks).items():
+        weight.data.copy_(start[name])
     before = _digests(chunks)
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
@@ -136,7 +170,7 @@ def _train_once(args: Any, splits: Any) -> Outcome:
             chunk.start_param_sync(force_sync=True)
     after = _digests(chunks)
     unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
-    return Outcome(tuple(seen.losses), tuple(seen.grad_norms), after, unmoved)
+    return Outcome(tuple(seen.losses), tuple(seen.grad_norms), after, unmoved), start
 
 
 class _Seen(Progress):
@@ -166,9 +200,57 @@ class _Seen(Progress):
 def _digests(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
     return {
         name: hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        for chunk in chunks
-        for name, parameter in chunk.named_parameters()
+        for name, parameter in _by_name(chunks).items()
     }
+
+
+def _by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """The parameters of this rank under their names in the whole model: layers by their number there."""
+    from megatron.core.utils import get_attr_wrapped_model
+
+    found = {}
+    for chunk in chunks:
+        model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+        numbers = [layer.layer_number - 1 for layer in model.decoder.layers]
+        for name, parameter in model.named_parameters():
+            parts = name.split(".")
+            if parts[:2] == ["decoder", "layers"]:
+                parts[2] = str(numbers[int(parts[2])])
+            found[".".join(parts)] = parameter
+    return found
+
+
+def assert_same_model(
+    results: list[list[Outcome]], schedules: Sequence[str | None], layout: Layout, steps: int = STEPS
+) -> None:
+    """Compare schedules whose stages lie elsewhere: every loss and weight has the same bits, wherever it is.
+
+    A gradient norm adds the parts of the ranks, which are others: it is the same to rounding.
+    """
+    model_ranks = layout.tensor * layout.data
+    reference = [outcomes[0] for outcomes in results]
+    assert not any(outcome.unmoved for outcome in reference), "the reference run moves every parameter"
+    for index, schedule in enumerate(schedules[1:], 1):
+        own = [outcomes[index] for outcomes in results]
+        where = f"{schedule} against {schedules[0] or 'stock 1F1B'}"
+        assert [outcome.losses for outcome in own] == [outcome.losses for outcome in reference], where
+        for outcome, expected in zip(own, reference, strict=True):
+            assert len(outcome.grad_norms) == steps, where
+            assert _norms(outcome) == pytest.approx(_norms(expected), rel=1e-6), where
+        for first in range(model_ranks):
+            pipeline = slice(first, None, model_ranks)
+            weights, wanted = (_merged(part[pipeline]) for part in (own, reference))
+            different = [name for name in wanted if weights.get(name) != wanted[name]]
+            assert weights.keys() == wanted.keys() and not different, f"weights differ, {where}: {different}"
+
+
+def _norms(outcome: Outcome) -> list[float]:
+    return [-1.0 if norm == "skipped" else float.fromhex(norm) for norm in outcome.grad_norms]
+
+
+def _merged(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    """The weights of a whole pipeline."""
+    return {name: digest for outcome in outcomes for name, digest in outcome.weights.items()}
 
 
 def assert_same_bits(results: list[list[Outcome]], schedules: Sequence[str | None], steps: int = STEPS) -> None:

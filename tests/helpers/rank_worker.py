@@ -64,7 +64,7 @@ def reset() -> None:
     import torch.distributed
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
 
     patching = sys.modules.get("megatron.zero_bubble.patching")
     left = patching.report() if patching else []
@@ -74,6 +74,7 @@ def reset() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     initialize_rng_tracker(force_reset=True)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    get_moe_layer_wise_logging_tracker().clear()  # it is as long as the first model it saw
     gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

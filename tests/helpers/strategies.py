@@ -13,10 +13,11 @@ milliseconds = st.floats(0.1, 100.0)
 
 
 @st.composite
-def schedules(draw: st.DrawFn, min_ranks: int = 1) -> Schedule:
-    """Any schedule of the registry, also with fewer microbatches than ranks."""
+def schedules(draw: st.DrawFn, min_ranks: int = 1, linear: bool = False) -> Schedule:
+    """Any schedule of the registry, or any with one stage a rank, also with fewer microbatches than ranks."""
     ranks = draw(st.integers(min_ranks, 8))
-    return build(draw(names), num_ranks=ranks, num_microbatches=draw(num_microbatches))
+    name = draw(names.filter(lambda name: SCHEDULES[name].shape == "linear") if linear else names)
+    return build(name, num_ranks=ranks, num_microbatches=draw(num_microbatches))
 
 
 @st.composite

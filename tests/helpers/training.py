@@ -18,6 +18,7 @@ SMALL = (
 
 def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
     """One rank of ``pretrain_gpt.py`` in the process group that the pool has made."""
+    from megatron.zero_bubble.patching import revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
     from megatron.zero_bubble.training.launch import Launch
@@ -25,7 +26,10 @@ def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
 
     args = parse(flags)
     check(args, num_ranks)
-    train(args, Launch(rank, num_ranks, rank, num_ranks, under_torchrun=True))
+    try:
+        train(args, Launch(rank, num_ranks, rank, num_ranks, under_torchrun=True))
+    finally:
+        revert()
 
 
 def train(ranks: RankPool, num_ranks: int, flags: str, metrics: Path | None = None) -> list[dict[str, Any]]:

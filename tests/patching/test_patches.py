@@ -13,6 +13,7 @@ from tests.helpers.ranks import RankPool
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 LAYERS = "megatron.core.tensor_parallel.layers"
 SCHEDULE = f"{SCHEDULES}.forward_backward_pipelining_without_interleaving"
+SCHEDULE_OF_CHUNKS = f"{SCHEDULES}.forward_backward_pipelining_with_interleaving"
 LINEAR = f"{LAYERS}.linear_with_grad_accumulation_and_async_allreduce"
 
 
@@ -51,9 +52,9 @@ def applies_and_reverts() -> None:
     assert report() == []
     pipeline = apply(ZeroBubbleConfig(schedule="zb-h1"))
     try:
-        assert changed(before) == {SCHEDULE, LINEAR}
+        assert changed(before) == {SCHEDULE, SCHEDULE_OF_CHUNKS, LINEAR}
         assert schedules.get_forward_backward_func(2, None) == pipeline.forward_backward
-        assert [line.partition(":")[0] for line in report()] == [SCHEDULE, LINEAR]
+        assert [line.partition(":")[0] for line in report()] == [SCHEDULE, SCHEDULE_OF_CHUNKS, LINEAR]
     finally:
         revert()
     assert changed(before) == set()

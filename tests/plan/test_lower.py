@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import Placement, Schedule, build
-from megatron.zero_bubble.plan import Compute, Plan, Recv, Send, Settle, lower, prove
+from megatron.zero_bubble import Kind, Placement, Schedule, build
+from megatron.zero_bubble.plan import Compute, Plan, Recv, Send, Settle, lower, lower_forward_only, prove
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.strategies import schedules
 
@@ -35,7 +35,8 @@ def test_every_pass_is_computed_once_and_every_message_sent_received_and_settled
         for kind in (Send, Recv, Settle)
     ]
     assert messages[0] == messages[1] == messages[2]
-    assert len(messages[0]) == 2 * (schedule.num_ranks - 1) * schedule.num_microbatches
+    hops = sum(a != b for a, b in pairwise(schedule.placement.stage_to_rank))
+    assert len(messages[0]) == 2 * hops * schedule.num_microbatches
 
 
 @given(schedules(min_ranks=3))
@@ -48,11 +49,14 @@ def test_nothing_comes_between_a_pass_and_its_send(schedule: Schedule) -> None:
 
 @given(schedules())
 def test_handcrafted_plans_also_hold_with_a_single_hardware_queue(schedule: Schedule) -> None:
+    """Breadth-first does not: its ranks send many outputs before anybody takes them."""
+    assume(schedule.name != "breadth-first")
     prove(lower(schedule), single_queue=True)
 
 
 @given(schedules(min_ranks=2), st.integers(1, 3))
 def test_an_evaluation_keeps_few_messages_in_flight(schedule: Schedule, limit: int) -> None:
+    assume(schedule.num_stages == schedule.num_ranks)
     for row in lower(schedule.forward_only(), max_in_flight=limit).ops:
         in_flight = 0
         for op in row:
@@ -73,3 +77,10 @@ def test_any_placement_and_sliced_sequences_are_lowered(placement: Placement, nu
 def test_the_digest_tells_plans_apart(schedule: Schedule) -> None:
     more = build(schedule.name, num_ranks=schedule.num_ranks, num_microbatches=schedule.num_microbatches + 1)
     assert lower(schedule).digest == lower(schedule).digest != lower(more).digest
+
+
+@given(schedules())
+def test_an_evaluation_of_any_schedule_has_a_plan(schedule: Schedule) -> None:
+    plan = lower_forward_only(schedule)
+    computed = [op.work for row in plan.ops for op in row if isinstance(op, Compute)]
+    assert computed == [p for p in schedule.passes() if p.kind is Kind.F]

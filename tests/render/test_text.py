@@ -69,4 +69,5 @@ def test_rows_are_equally_long_and_every_wide_enough_pass_is_there(data: st.Data
     lines = render_text(unit(schedule)).splitlines()
     for line, row in zip(lines, schedule.order, strict=True):
         shown = line.replace("-", "").replace(".", " ").strip("|").split("|")[1].split()
-        assert shown == [str(p).removeprefix(str(p.stage)) for p in row]
+        linear = schedule.num_stages == schedule.num_ranks
+        assert shown == [str(p).removeprefix(str(p.stage)) if linear else str(p) for p in row]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble.runtime.auto import _Planner
-from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 
 STEPS = 14  # two to warm up, four measured, a switch, and again four measured under the plan
@@ -32,13 +32,20 @@ def train_and_wait_for_the_plan(rank: int, flags: str) -> tuple[list[Outcome], l
         _Planner.finished, _Planner.result = finished, result
 
 
+ON_A_V = "--zero-bubble-placement vee"
+
+
 @pytest.mark.parametrize(
-    "options", ["", "--bf16 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 1000"]
+    "options", ["", ON_A_V, "--bf16 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 1000"]
 )
 def test_a_switch_changes_no_bit(ranks: RankPool, options: str) -> None:
-    layout = Layout(2, data=2 if options else 1)
+    layout = Layout(2, data=2 if "--bf16" in options else 1, num_layers=4)
     flags = layout.flags(5, f"--train-iters {STEPS} {options}")
     results = ranks.run(layout.num_ranks, train_and_wait_for_the_plan, flags, timeout=120)
-    assert_same_bits([outcomes for outcomes, _ in results], SCHEDULES, STEPS)
+    outcomes = [outcomes for outcomes, _ in results]
+    if options == ON_A_V:
+        assert_same_model(outcomes, SCHEDULES, layout, STEPS)
+    else:
+        assert_same_bits(outcomes, SCHEDULES, STEPS)
     assert set(results[0][1]) == {"switched to the planned schedule: zb-auto"}  # twice, where the times have drifted
     assert all(said == [] for _, said in results[1:]), "one rank plans for all"

@@ -9,33 +9,35 @@ from megatron.zero_bubble.training.errors import UsageError
 
 # A new flag is a decision: add it here, and say in the commit why Megatron's own do not do.
 OURS = """
---config --metrics-file --zero-bubble-device --zero-bubble-memory-limit --zero-bubble-record-costs
---zero-bubble-schedule --zero-bubble-schedule-file --zero-bubble-trace
+--config --metrics-file --no-dist-ckpt-optim-fully-reshardable --zero-bubble-device --zero-bubble-memory-limit
+--zero-bubble-placement --zero-bubble-record-costs --zero-bubble-schedule --zero-bubble-schedule-file
+--zero-bubble-trace
 """
 MEGATRONS = """
---accumulate-allreduce-grads-in-fp32 --adam-beta1 --adam-beta2 --adam-eps --add-qkv-bias --attention-backend
---attention-dropout --attention-softmax-in-fp32 --bf16 --calculate-per-token-loss --ckpt-format --clip-grad
---cross-entropy-loss-fusion --data-cache-path --data-path --ddp-bucket-size --decoder-first-pipeline-num-layers
---decoder-last-pipeline-num-layers --disable-bias-linear --distributed-backend --distributed-timeout-minutes
---eod-mask-loss --eval-interval --eval-iters --exit-interval --exit-on-missing-checkpoint --exit-signal-handler
---expert-model-parallel-size --expert-tensor-parallel-size --ffn-hidden-size --finetune --fp16 --global-batch-size
---grad-reduce-in-bf16 --group-query-attention --hidden-dropout --hidden-size --hysteresis --init-method-std
---initial-loss-scale --kv-channels --load --log-interval --loss-scale --loss-scale-window --lr --lr-decay-iters
---lr-decay-style --lr-warmup-fraction --lr-warmup-init --lr-warmup-iters --make-vocab-size-divisible-by
---max-position-embeddings --micro-batch-size --min-loss-scale --min-lr --mock-data --moe-aux-loss-coeff
---moe-ffn-hidden-size --moe-grouped-gemm --moe-router-dtype --moe-router-load-balancing-type --moe-router-pre-softmax
---moe-router-topk --moe-shared-expert-intermediate-size --moe-token-dispatcher-type --moe-z-loss-coeff
---no-align-grad-reduce --no-align-param-gather --no-bias-dropout-fusion --no-bias-gelu-fusion --no-bias-swiglu-fusion
---no-check-for-nan-in-loss-and-grad --no-gradient-accumulation-fusion --no-load-optim --no-load-rng
---no-masked-softmax-fusion --no-mmap-bin-files --no-overlap-p2p-communication --no-persist-layer-norm --no-rope-fusion
---no-save-optim --no-save-rng --norm-epsilon --normalization --num-attention-heads --num-experts --num-layers
---num-query-groups --num-virtual-stages-per-pipeline-rank --num-workers --optimizer --overlap-grad-reduce
---overlap-param-gather --pipeline-model-parallel-size --position-embedding-type --qk-layernorm --rampup-batch-size
---recompute-activations --recompute-granularity --recompute-method --recompute-modules --recompute-num-layers
---reset-attention-mask --reset-position-ids --rotary-base --rotary-percent --save --save-interval --seed --seq-length
---sequence-parallel --sgd-momentum --split --squared-relu --swiglu --tensor-model-parallel-size --tensorboard-dir
---test-data-path --tokenizer-type --train-data-path --train-iters --transformer-impl
---untie-embeddings-and-output-weights --use-distributed-optimizer --valid-data-path --vocab-size --weight-decay
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32
+--adam-beta1 --adam-beta2 --adam-eps --add-qkv-bias --attention-backend --attention-dropout --attention-softmax-in-fp32
+--bf16 --calculate-per-token-loss --ckpt-format --clip-grad --cross-entropy-loss-fusion --data-cache-path --data-path
+--ddp-bucket-size --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers --disable-bias-linear
+--dist-ckpt-optim-fully-reshardable --distributed-backend --distributed-timeout-minutes --eod-mask-loss --eval-interval
+--eval-iters --exit-interval --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size
+--expert-tensor-parallel-size --ffn-hidden-size --finetune --fp16 --global-batch-size --grad-reduce-in-bf16
+--group-query-attention --hidden-dropout --hidden-size --hysteresis --init-method-std --initial-loss-scale --kv-channels
+--load --log-interval --loss-scale --loss-scale-window --lr --lr-decay-iters --lr-decay-style --lr-warmup-fraction
+--lr-warmup-init --lr-warmup-iters --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size
+--min-loss-scale --min-lr --mock-data --moe-aux-loss-coeff --moe-ffn-hidden-size --moe-grouped-gemm --moe-router-dtype
+--moe-router-load-balancing-type --moe-router-pre-softmax --moe-router-topk --moe-shared-expert-intermediate-size
+--moe-token-dispatcher-type --moe-z-loss-coeff --no-align-grad-reduce --no-align-param-gather --no-bias-dropout-fusion
+--no-bias-gelu-fusion --no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-gradient-accumulation-fusion
+--no-load-optim --no-load-rng --no-masked-softmax-fusion --no-mmap-bin-files --no-overlap-p2p-communication
+--no-persist-layer-norm --no-rope-fusion --no-save-optim --no-save-rng --norm-epsilon --normalization
+--num-attention-heads --num-experts --num-layers --num-query-groups --num-virtual-stages-per-pipeline-rank --num-workers
+--optimizer --overlap-grad-reduce --overlap-param-gather --pipeline-model-parallel-layout --pipeline-model-parallel-size
+--position-embedding-type --qk-layernorm --rampup-batch-size --recompute-activations --recompute-granularity
+--recompute-method --recompute-modules --recompute-num-layers --reset-attention-mask --reset-position-ids --rotary-base
+--rotary-percent --save --save-interval --seed --seq-length --sequence-parallel --sgd-momentum --split --squared-relu
+--swiglu --tensor-model-parallel-size --tensorboard-dir --test-data-path --tokenizer-type --train-data-path
+--train-iters --transformer-impl --untie-embeddings-and-output-weights --use-distributed-optimizer --valid-data-path
+--vocab-size --weight-decay
 """
 
 

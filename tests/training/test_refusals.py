@@ -58,7 +58,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "virtual pipeline": (
         lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],
-        "places its stages itself, got --num-virtual-stages-per-pipeline-rank 2; drop that flag or the schedule",
+        "'zb-h1' has one stage a rank; got 2; leave the number out",
     ),
 }
 
@@ -91,20 +91,23 @@ OUT_OF_ORDER = (
     "0F0 0F1 0F2 0B0 0B1 0W1 0W0 0B2 0W2",
     "1F0 1B0 1W0 1F1 1B1 1W1 1F2 1B2 1W2",
 )
-UPSIDE_DOWN = (
-    "1F0 1B0 1W0 1F1 1B1 1W1 1F2 1B2 1W2",
-    "0F0 0F1 0B0 0W0 0F2 0B1 0W1 0B2 0W2",
+IN_BLOCKS = (
+    "0F0 1F0 0F1 1F1 0F2 1F2 1BW0 0BW0 1BW1 0BW1 1BW2 0BW2",
+    "2F0 3F0 3BW0 2BW0 2F1 3F1 3BW1 2BW1 2F2 3F2 3BW2 2BW2",
 )
 
 FILES: dict[str, tuple[Callable[[], str], str]] = {
     "W's out of order": (
         plan_of(Placement.linear(2), *OUT_OF_ORDER),
-        "rank 0 of 'by hand' runs W of microbatch 1 before that of an earlier backward",
+        "stage 0 of 'by hand' runs W of microbatch 1 before that of an earlier backward",
     ),
-    "stages in another order": (plan_of(Placement((1, 0)), *UPSIDE_DOWN), "with one stage a rank, in order"),
+    "two of the first stages on a rank": (
+        plan_of(Placement((0, 0, 1, 1)), *IN_BLOCKS),
+        "with one of the first P stages on every rank",
+    ),
     "no JSON": (lambda: "{", r"schedule file .*plan\.json"),
     "a pass is missing": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),
-    "of other ranks": (plan_for(4, 3), "is for 4 ranks and 3 microbatches, but the job runs 2 pipeline ranks and 3"),
+    "of other ranks": (plan_for(4, 3), "is for 4 ranks, but the job runs 2 pipeline ranks"),
     "of other microbatches": (plan_for(2, 4), "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks"),
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 import megatron.core
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.config import ZeroBubbleConfig
+from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.patching import core_0_16
 from megatron.zero_bubble.patching.seam import Seam
@@ -21,7 +21,8 @@ from megatron.zero_bubble.runtime.executor import PassObserver
 from megatron.zero_bubble.runtime.linear import split_linear
 from megatron.zero_bubble.runtime.measure import Recorder
 from megatron.zero_bubble.runtime.pipeline import Pipeline
-from megatron.zero_bubble.schedules import SCHEDULES, build
+from megatron.zero_bubble.runtime.placement import add_tied_gradients, is_megatrons_own, last_stage_of
+from megatron.zero_bubble.schedules import build, recipe
 
 # The megatron-core minors whose seams are known, each with the module that lists them.
 _KNOWN = {"0.16": core_0_16}
@@ -70,7 +71,7 @@ _active = _Patches()
 def apply(
     config: ZeroBubbleConfig, observer: PassObserver | None = None, say: Callable[[str], None] = print
 ) -> Pipeline:
-    """Make megatron-core's non-interleaved pipeline run the schedule of ``config``.
+    """Make megatron-core's pipelines run the schedule of ``config``.
 
     Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns ours.
 
@@ -88,13 +89,17 @@ def apply(
     """
     seams = _seams()
     pipeline = _pipeline(config, observer, say)
-    _replace(
-        [
-            (seams.SCHEDULE, lambda _: pipeline.forward_backward),
-            (seams.LINEAR, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
-        ],
-        pipeline.close,
-    )
+    replacements: list[_Replacement] = [
+        (seams.SCHEDULE, lambda _: pipeline.forward_backward),
+        (seams.SCHEDULE_OF_CHUNKS, lambda _: pipeline.forward_backward),
+        (seams.LINEAR, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
+    ]
+    if not is_megatrons_own(config.placement_on(2)):
+        replacements += [
+            (seams.LAST_STAGE, lambda original: last_stage_of(config.placement_on, original)),
+            (seams.TIED_GRADIENTS, add_tied_gradients),
+        ]
+    _replace(replacements, pipeline.close)
     return pipeline
 
 
@@ -143,10 +148,11 @@ def _seams() -> ModuleType:
 
 
 def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
-    if config.schedule != "zb-auto":
+    if config.schedule != AUTO:
         return Pipeline(_schedule_maker(config), config.peer_timeout_s, observer, config.measure_memory)
     recorder = Recorder(select("auto"))
-    return AutoPipeline(AutoOptions(config.memory_limit), recorder, say, config.peer_timeout_s, observer)
+    options = AutoOptions(config.memory_limit, config.placement)
+    return AutoPipeline(options, recorder, say, config.peer_timeout_s, observer)
 
 
 def _schedule_maker(config: ZeroBubbleConfig) -> Callable[[int, int], Schedule]:
@@ -154,10 +160,12 @@ def _schedule_maker(config: ZeroBubbleConfig) -> Callable[[int, int], Schedule]:
     if config.schedule_file is not None:
         from_file = read_schedule_file(config.schedule_file)
         return lambda num_ranks, num_microbatches: from_file
-    name = config.schedule
-    if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
-    return lambda num_ranks, num_microbatches: build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    assert config.schedule is not None, "one of the two is given"
+    return functools.partial(_build, recipe(config.schedule).name, config.num_chunks)
+
+
+def _build(name: str, num_chunks: int | None, num_ranks: int, num_microbatches: int) -> Schedule:
+    return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 class _StockPasses:

@@ -1,7 +1,19 @@
 """From a schedule to what each rank executes: ops with their sends and receives, proved free of deadlock."""
 
-from megatron.zero_bubble.plan.communicate import lower
+from megatron.zero_bubble.plan.communicate import lower, lower_forward_only
 from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
 from megatron.zero_bubble.plan.prove import PlanError, prove
 
-__all__ = ["Compute", "Message", "Op", "Plan", "PlanError", "Recv", "Send", "Settle", "lower", "prove"]
+__all__ = [
+    "Compute",
+    "Message",
+    "Op",
+    "Plan",
+    "PlanError",
+    "Recv",
+    "Send",
+    "Settle",
+    "lower",
+    "lower_forward_only",
+    "prove",
+]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
-from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.plan.prove import PlanError, prove
 
 
 def lower(schedule: Schedule, max_in_flight: int | None = None) -> Plan:
@@ -37,6 +37,19 @@ def lower(schedule: Schedule, max_in_flight: int | None = None) -> Plan:
     plan = Plan(schedule, ops)
     prove(plan)
     return plan
+
+
+def lower_forward_only(schedule: Schedule) -> Plan:
+    """The plan of an evaluation, which may send one way only: nothing comes back to tell when a buffer is free, so a
+    channel gets as few of them as the proof allows.
+    """
+    forwards = schedule.forward_only()
+    for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
+        try:
+            return lower(forwards, most)
+        except PlanError:
+            continue
+    return lower(forwards)
 
 
 @dataclass(slots=True)

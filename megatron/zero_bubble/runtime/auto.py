@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ class AutoOptions:
 
     Attributes:
         memory_limit: as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B needs.
-        first: the schedule to measure under.
+        placement: of the stages; it stays what it is.
         warm_up: iterations before measuring.
         measured: iterations a measurement takes.
         check_every: iterations between looks at whether the pass times have drifted.
@@ -44,11 +44,16 @@ class AutoOptions:
     """
 
     memory_limit: str = "1p"
-    first: str = "zb-h1"
+    placement: Literal["linear", "vee"] = "linear"
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
     drift: float = 0.1
+
+    @property
+    def first(self) -> str:
+        """The schedule to measure under."""
+        return "zb-v" if self.placement == "vee" else "zb-h1"
 
 
 class AutoPipeline(Pipeline):
@@ -142,7 +147,7 @@ class AutoPipeline(Pipeline):
             plan_anew = self._costs is None or not known or self._drifted(schedule, costs)
             if plan_anew:
                 self._costs = costs
-                self._planner = _Planner(costs, memory, group.size(), num_microbatches, self._options.memory_limit)
+                self._planner = _Planner(costs, memory, group.size(), num_microbatches, self._options)
         self._waiting = bool(_from_first_rank(int(plan_anew)))
         self._next_measurement = self._iteration + self._options.check_every
 
@@ -173,15 +178,15 @@ class _Planner:
     """The planning process."""
 
     def __init__(
-        self, costs: PassCosts, memory: PassMemory, num_ranks: int, num_microbatches: int, memory_limit: str
+        self, costs: PassCosts, memory: PassMemory, num_ranks: int, num_microbatches: int, options: AutoOptions
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-")
         folder = Path(self._folder.name)
         (folder / "costs.json").write_text(costs_to_json(costs, memory), encoding="utf-8")
         command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-auto"]
         command += ["--num-ranks", str(num_ranks), "--num-microbatches", str(num_microbatches), "--format", "json"]
-        command += ["--costs", str(folder / "costs.json"), "--memory-limit", memory_limit]
-        command += ["--placement", "linear", "--objective", "makespan"]
+        command += ["--costs", str(folder / "costs.json"), "--memory-limit", options.memory_limit]
+        command += ["--placement", options.placement, "--objective", "makespan"]
         self._plan, self._errors = folder / "plan.json", folder / "errors.txt"
         with self._plan.open("w") as plan, self._errors.open("w") as errors:
             self._process = subprocess.Popen(["nice", "-n", "19", *command], stdout=plan, stderr=errors)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.runtime.gradients import GradSync
+from megatron.zero_bubble.runtime.placement import believed_rank, believing
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -46,6 +47,7 @@ class StageFacts:
     Attributes:
         is_last: whether it computes the loss.
         vp_stage: its number among the rank's chunks, None where there is one.
+        believed_rank: the pipeline rank that Megatron must take this process for; None where it is the true one.
         last_backward: the microbatch whose backward comes last, -1 where there is none.
         max_in_flight: the most microbatches whose F ran and whose backward did not.
     """
@@ -53,6 +55,7 @@ class StageFacts:
     stage: int
     is_last: bool
     vp_stage: int | None
+    believed_rank: int | None
     last_backward: int
     max_in_flight: int
 
@@ -69,7 +72,9 @@ class StageFacts:
             in_flight += 1 if p.kind is Kind.F else -1
             most = max(most, in_flight)
         vp_stage = placement.chunk_of(stage) if len(placement.stages_of(rank)) > 1 else None
-        return cls(stage, stage == schedule.num_stages - 1, vp_stage, last_backward, most)
+        believed = believed_rank(placement, rank, placement.chunk_of(stage))
+        elsewhere = None if believed == rank else believed
+        return cls(stage, stage == schedule.num_stages - 1, vp_stage, elsewhere, last_backward, most)
 
 
 class MegatronStage:
@@ -107,7 +112,7 @@ class MegatronStage:
         step = self._step
         if x is not None:
             x = x.detach().requires_grad_(not step.forward_only)
-        with self._store.defer(work) if split and not step.forward_only else contextlib.nullcontext():
+        with self._believing(), self._store.defer(work) if split and not step.forward_only else nullcontext():
             y, num_tokens = schedules.forward_step(
                 step.forward_step_func,
                 self._data_iterator,
@@ -137,13 +142,17 @@ class MegatronStage:
         x, y, split = self._saved.pop((work.microbatch, work.slice))
         if self._sync is not None and work.microbatch == self._facts.last_backward:
             self._sync.enable()
-        with self._store.defer(work) if split else contextlib.nullcontext():
+        with self._believing(), self._store.defer(work) if split else nullcontext():
             return schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
 
     def backward_weight(self, work: Pass) -> None:
         late = self._sync is not None and self._sync.enabled and work.microbatch != self._facts.last_backward
-        with self._sync.paused() if late and self._sync is not None else contextlib.nullcontext():
+        with self._sync.paused() if late and self._sync is not None else nullcontext():
             self._store.run(work)
+
+    def _believing(self) -> AbstractContextManager[None]:
+        believed = self._facts.believed_rank
+        return nullcontext() if believed is None else believing(believed)
 
     def _recomputes(self, microbatch: int) -> bool | None:
         """Megatron's ``num_microbatches_with_partial_activation_checkpoints`` (arXiv 2205.05198, appendix C)."""

@@ -23,17 +23,14 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import JobError, check_model_config
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Kind, Placement, Schedule
-from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, prove
+from megatron.zero_bubble.ir import Kind, Schedule
+from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, lower_forward_only, prove
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
-
-# An evaluation sends one way only: nothing comes back that would tell when a buffer is free.
-_MAX_IN_FLIGHT_FORWARD_ONLY = 2
 
 
 class Pipeline:
@@ -127,9 +124,11 @@ class Pipeline:
                 early = syncs if overlaps else [None] * len(chunks)
                 self._run(prepared, step, results, chunks, iterators, early, boundary)
                 _finish_grad_sync(config, chunks, syncs)
+                if self._meter is not None:
+                    self._meter.finish()
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        return results.forward_data
+        return _on_last_rank(results.forward_data, groups.pp, prepared.last_stage_rank, boundary.device)
 
     def _run(
         self,
@@ -157,6 +156,12 @@ class Pipeline:
         activation, wgrad = ({s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True))
         stages = sorted(activation)
         return PassMemory(tuple(float(activation[s]) for s in stages), tuple(float(wgrad.get(s, 0)) for s in stages))
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that microbatches kept on this rank at any time of the first iteration."""
+        assert self._meter is not None, "asked for with measure_memory"
+        return self._meter.peak
 
     def forget_plans(self) -> None:
         """Ask for the schedule again at the next iteration; every rank calls this between the same two."""
@@ -196,10 +201,7 @@ class Pipeline:
             )
         validate(schedule)
         _check_runnable(schedule)
-        if forward_only:
-            plan = lower(schedule.forward_only(), _MAX_IN_FLIGHT_FORWARD_ONLY)
-        else:
-            plan = lower(schedule)
+        plan = lower_forward_only(schedule) if forward_only else lower(schedule)
         _check_queues(group, plan)
         return plan
 
@@ -233,8 +235,12 @@ class _Prepared:
         return cls(plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own))
 
     @property
+    def last_stage_rank(self) -> int:
+        return self.plan.schedule.placement.stage_to_rank[-1]
+
+    @property
     def has_last_stage(self) -> bool:
-        return any(stage.is_last for stage in self.stages)
+        return self.last_stage_rank == self.rank
 
     def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
         """Raises JobError unless there is one model chunk a stage."""
@@ -262,25 +268,62 @@ def _finalized(
     yield
     schedules.finish_embedding_wgrad_compute(config, embedding, prepared.has_last_stage, groups.tp)
     num_tokens = results.num_tokens if config.calculate_per_token_loss else None
+    if num_tokens is not None and prepared.last_stage_rank != groups.pp.size() - 1:
+        # Megatron takes it from the last rank, we from the rank that counted.
+        dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+
+
+def _on_last_rank(reports: list[Any], group: dist.ProcessGroup, holder: int, device: torch.device) -> list[Any]:
+    """The losses where Megatron's loops look for them, on the last rank, also if ``holder`` has the last stage."""
+    last = group.size() - 1
+    if holder == last:
+        return reports
+    if group.rank() == holder:
+        dist.send_object_list([_moved(reports, torch.device("cpu"))], dist.get_global_rank(group, last), group)
+    elif group.rank() == last:
+        box: list[Any] = [None]
+        dist.recv_object_list(box, dist.get_global_rank(group, holder), group)
+        return _moved(box[0], device)
+    return []
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value`` with every tensor in it on ``device``, detached."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device)
+    if isinstance(value, dict):
+        return {key: _moved(item, device) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device) for item in value)
+    return value
 
 
 def _check_runnable(schedule: Schedule) -> None:
     """Raises ValueError for what the plan could do and a Megatron model, or exact accumulation, cannot."""
-    if schedule.num_slices > 1 or schedule.placement != Placement.linear(schedule.num_ranks):
+    placement, p = schedule.placement, schedule.num_ranks
+    ranks = [placement.stage_to_rank[first : first + p] for first in range(0, schedule.num_stages, p)]
+    if schedule.num_slices > 1 or any(sorted(row) != list(range(p)) for row in ranks):
         raise ValueError(
-            f"training needs a schedule of whole sequences with one stage a rank, in order; {schedule.name!r} has "
-            f"{schedule.num_slices} slices and stages on ranks {list(schedule.placement.stage_to_rank)}; plan it with "
-            "--placement linear"
+            "training needs a schedule of whole sequences, with one of the first P stages on every rank, one of the "
+            f"next P, and so on; {schedule.name!r} has {schedule.num_slices} slices and stages on ranks "
+            f"{list(placement.stage_to_rank)}; choose another placement"
         )
-    for rank, row in enumerate(schedule.order):
+    for stage, rank in enumerate(placement.stage_to_rank):
+        row = [p for p in schedule.order[rank] if p.stage == stage]
+        forward = [p.microbatch for p in row if p.kind is Kind.F]
+        if forward != sorted(forward):
+            raise ValueError(
+                f"forwards of a stage must come in the order of the microbatches, as its data do; {schedule.name!r} "
+                f"runs stage {stage} in the order {forward}; sort them"
+            )
         backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
         weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
         if weight != backward:
             early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
             raise ValueError(
                 f"weight gradients must be accumulated in the order of the backwards, which keeps them exact and lets "
-                f"data parallelism reduce them after the last; rank {rank} of {schedule.name!r} runs W of microbatch "
+                f"data parallelism reduce them after the last; stage {stage} of {schedule.name!r} runs W of microbatch "
                 f"{early} before that of an earlier backward; move it behind"
             )
 

@@ -21,9 +21,9 @@ class Recipe:
     """A named way to order the passes.
 
     ``build(num_ranks, num_microbatches, num_chunks)`` makes the schedule; only an interleaved one looks at the chunks.
-    ``bubble`` is the idle time of the longest rank without communication and ``memory`` the peak over ranks, formulas in
-    p ranks, v chunks a rank, the durations F, B, W of a rank and the activation M of a microbatch on a rank; both hold
-    once there are enough microbatches to fill the pipeline.
+    ``bubble`` is the idle time of the longest rank without communication and ``memory`` the peak over ranks: formulas
+    in p ranks, v chunks a rank, the durations F, B, W of a rank and the activation M of a microbatch on a rank. They
+    hold once there are enough microbatches to fill the pipeline.
 
     Attributes:
         shape: where its stages lie.
@@ -50,7 +50,8 @@ class Recipe:
         """
         own = {"linear": 1, "vee": 2, "interleaved": asked or 2}[self.shape]
         if asked is not None and asked != own:
-            raise ValueError(f"schedule {self.name!r} has {own} stages a rank; got {asked}; leave the number out")
+            has = "one stage" if own == 1 else f"{own} stages"
+            raise ValueError(f"schedule {self.name!r} has {has} a rank; got {asked}; leave the number out")
         if own < 1 or (self.shape == "interleaved" and own < 2):
             raise ValueError(f"schedule {self.name!r} needs 2 or more stages a rank; got {own}; choose 1f1b for one")
         return own

@@ -73,6 +73,7 @@ def _add_zero_bubble(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("zero bubble").add_argument
     add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
     add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
+    add("--zero-bubble-placement", default="linear", choices=("linear", "vee"), help="of the stages of zb-auto")
     add("--zero-bubble-memory-limit", metavar="LIMIT", default="1p", help="of zb-auto; 1p is what 1F1B keeps")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
     add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
@@ -87,6 +88,9 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     add("--num-virtual-stages-per-pipeline-rank", type=int, dest="virtual_pipeline_model_parallel_size")
     add("--decoder-first-pipeline-num-layers", type=int, dest="num_layers_in_first_pipeline_stage")
     add("--decoder-last-pipeline-num-layers", type=int, dest="num_layers_in_last_pipeline_stage")
+    add("--account-for-embedding-in-pipeline-split", action="store_true", help="the embedding counts as a layer")
+    add("--account-for-loss-in-pipeline-split", action="store_true", help="the loss counts as a layer")
+    add("--pipeline-model-parallel-layout", metavar="LAYOUT", help="stages one by one, for example Et*3|(tt|)*6,tL")
     add("--sequence-parallel", action="store_true")
     add("--expert-model-parallel-size", type=int, default=1)
     add("--expert-tensor-parallel-size", type=int)
@@ -252,6 +256,12 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add("--no-load-optim", action="store_false", dest="load_optim")
     add("--no-load-rng", action="store_false", dest="load_rng")
     add("--ckpt-format", default="torch_dist", choices=("torch_dist",))
+    add(
+        "--dist-ckpt-optim-fully-reshardable",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="save the distributed optimizer's state so that any other layout can load it",
+    )
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:

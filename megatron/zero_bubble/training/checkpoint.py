@@ -9,6 +9,7 @@ run repeats the uninterrupted one bit for bit. ``files.json`` lists what must be
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pickle
@@ -31,6 +32,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zero_bubble.runtime.p2p import lost_connection
+from megatron.zero_bubble.runtime.placement import believed_rank, believing
 from megatron.zero_bubble.training.distributed import agree
 from megatron.zero_bubble.training.errors import UsageError
 
@@ -151,8 +153,9 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
     agree(incompleteness(path))
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-        metadata = {**(common.get("content_metadata") or {}), **_metadata(args)}
+        metadata = {**_metadata(args), **(common.get("content_metadata") or {})}
         same_layout = common.get("layout") == _layout(args)
+        _check_layout(args, metadata, same_layout)
         _allocate_optimizer_state(trained.optimizer)
         request = _contents(args, trained, metadata, loading=True, random_states=same_layout)
         _restore(trained, request.keys(), dist_checkpointing.load(request, str(path)))
@@ -166,6 +169,15 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
             f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}",
             everywhere=False,
         ) from error
+
+
+def _check_layout(args: argparse.Namespace, metadata: dict[str, Any], same_layout: bool) -> None:
+    fixed = args.use_distributed_optimizer and metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
+    if fixed and not same_layout and args.load_optim and not args.finetune:
+        raise ValueError(
+            "the state of its distributed optimizer was saved for another layout of ranks and stages only; use that "
+            "one, save with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
+        )
 
 
 def _agreed_iteration(directory: str) -> int | None:
@@ -201,7 +213,9 @@ def _contents(
     random_states &= args.load_rng and not args.finetune if loading else args.save_rng
     contents: dict[str, Any] = {}
     for index, chunk in enumerate(trained.model):
-        contents[_model_key(trained, index)] = chunk.module.sharded_state_dict(metadata=metadata)
+        rank = parallel_state.get_pipeline_model_parallel_rank()
+        with believing(believed_rank(args.placement, rank, index)):
+            contents[_model_key(trained, index)] = chunk.module.sharded_state_dict(metadata=metadata)
     if optimizer:
         contents["optimizer"] = trained.optimizer.sharded_state_dict(contents, is_loading=loading, metadata=metadata)
         contents["opt_param_scheduler"] = trained.scheduler.state_dict()
@@ -214,7 +228,8 @@ def _restore(trained: Trained, wanted: Collection[str], loaded: dict[str, Any]) 
     for index, chunk in enumerate(trained.model):
         chunk.module.load_state_dict(loaded[_model_key(trained, index)], strict=True)
     if "optimizer" in wanted:
-        trained.optimizer.load_state_dict(loaded["optimizer"])
+        with _steps_apart(trained.optimizer, loaded["optimizer"]):
+            trained.optimizer.load_state_dict(loaded["optimizer"])
         _restore_steps(trained.optimizer)
         trained.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     else:
@@ -242,6 +257,21 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
                 }
 
 
+@contextlib.contextmanager
+def _steps_apart(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> Iterator[None]:
+    """Fully reshardable state comes without torch Adam's step, which core 0.16 then misses: take it out before."""
+
+    def forget_steps(adam: torch.optim.Optimizer) -> None:
+        for state in adam.state.values():
+            state.pop("step", None)
+
+    reshardable = loaded.get("param_state_sharding_type") == "fully_reshardable"
+    hooks = [adam.register_load_state_dict_post_hook(forget_steps) for adam in _torch_adams(optimizer) if reshardable]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
 def _restore_steps(optimizer: MegatronOptimizer) -> None:
     """It also leaves the loaded step in the parameter group, where torch's Adam does not look: bring it home."""
     for adam in _torch_adams(optimizer):
@@ -261,13 +291,15 @@ def _metadata(args: argparse.Namespace) -> dict[str, Any]:
     """How megatron-core is to lay out optimizer shards."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
-        metadata["distrib_optim_sharding_type"] = "dp_reshardable"
+        reshardable = args.dist_ckpt_optim_fully_reshardable
+        metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return metadata
 
 
-def _layout(args: argparse.Namespace) -> dict[str, int]:
-    return {name: getattr(args, name) for name in _LAYOUT}
+def _layout(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = {name: getattr(args, name) for name in _LAYOUT}
+    return {**sizes, "stage_to_rank": list(args.placement.stage_to_rank)}
 
 
 def _random_states() -> ShardedObject:

@@ -9,10 +9,13 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.zero_bubble.config import ZeroBubbleConfig
+from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.blends import Blend, parse_blend
 from megatron.zero_bubble.training.errors import UsageError
 from megatron.zero_bubble.training.indexed import check_indexed
+from megatron.zero_bubble.training.layers import balanced_layout
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -25,6 +28,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     """
     _check_required(args)
     _check_parallel_sizes(args, world_size)
+    _check_schedule(args)
     _check_layers(args)
     _check_widths(args)
     _check_batch_sizes(args)
@@ -37,7 +41,6 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_data(args)
     _check_packages(args)
     _check_checkpoint(args)
-    _check_schedule(args)
 
 
 def _check_required(args: argparse.Namespace) -> None:
@@ -95,21 +98,35 @@ def _check_layers(args: argparse.Namespace) -> None:
             "--num-virtual-stages-per-pipeline-rank must be positive and needs 2 or more pipeline ranks, got "
             f"{chunks} and {args.pipeline_model_parallel_size}; drop it or raise --pipeline-model-parallel-size"
         )
-    stages, layers = args.pipeline_model_parallel_size * (chunks or 1), args.num_layers
     of_ends = (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage)
     given = [count for count in of_ends if count is not None]
-    if given and (chunks is not None or args.pipeline_model_parallel_size < 2 or min(given) < 1):
+    if given and (args.pipeline_model_parallel_size < 2 or min(given) < 1):
         raise UsageError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must be positive and need 2 or "
-            f"more pipeline ranks of one stage each, got {given}; drop them or change the pipeline"
+            f"more pipeline ranks, got {given}; drop them or change the pipeline"
         )
-    layers, stages = layers - sum(given), stages - len(given)
-    if layers < stages or (layers % stages if stages else layers):
-        raise UsageError(
-            f"--num-layers must be divisible by the number of pipeline stages, got {layers} layers for {stages} stages"
-            f"{' beside the first or last' if given else ''}; "
-            f"use {args.num_layers + (-layers % stages if stages else -layers)} layers or change the pipeline"
-        )
+    if args.pipeline_model_parallel_layout is not None:
+        return  # megatron-core checks it
+    counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    ranks, each = args.pipeline_model_parallel_size - len(given), chunks or 1
+    layers = args.num_layers + counted - sum(given)
+    even = all(count % each == 0 for count in given) and (layers % (ranks * each) == 0 if ranks else layers == 0)
+    if even and layers >= ranks * each:
+        return
+    if not given and not counted and _has_schedule(args):
+        try:
+            args.pipeline_model_parallel_layout = balanced_layout(args.placement, args.num_layers)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        return
+    stages = ranks * each
+    what = f"{layers} layers{', embedding or loss counted,' if counted else ''}"
+    raise UsageError(
+        f"--num-layers must be divisible by the number of pipeline stages, got {what} for {stages} "
+        f"stages{' beside the first or last rank' if given else ''}; use "
+        f"{args.num_layers + (-layers % stages if stages else -layers)} layers, change the pipeline, or give "
+        "--pipeline-model-parallel-layout"
+    )
 
 
 def _check_widths(args: argparse.Namespace) -> None:
@@ -143,7 +160,7 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     args.global_batch_size = args.batch_sizes.final
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     per_microbatch = args.micro_batch_size * args.data_parallel_size
-    if chunks and args.zero_bubble_schedule is None:
+    if chunks and not _has_schedule(args):
         for size in args.batch_sizes.steps:
             if size // per_microbatch % ranks:
                 raise UsageError(
@@ -292,8 +309,6 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
-    if args.zero_bubble_schedule or args.zero_bubble_schedule_file:
-        _check_pipeline(args)
     if (
         args.zero_bubble_record_costs
         and args.zero_bubble_schedule in (None, "1f1b")
@@ -306,20 +321,39 @@ def _check_schedule(args: argparse.Namespace) -> None:
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
+    if _has_schedule(args):
+        _place_stages(args)
+    else:
+        chunks = args.virtual_pipeline_model_parallel_size or 1
+        args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks))
 
 
-def _check_pipeline(args: argparse.Namespace) -> None:
-    """Where Megatron would not call the function that runs the schedule."""
+def _has_schedule(args: argparse.Namespace) -> bool:
+    return bool(args.zero_bubble_schedule or args.zero_bubble_schedule_file)
+
+
+def _place_stages(args: argparse.Namespace) -> None:
+    """Where the schedule has its stages; Megatron is told how many a rank holds."""
     if args.pipeline_model_parallel_size < 2:
         raise UsageError(
             "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
             f"{args.pipeline_model_parallel_size}; raise it or drop the schedule"
         )
-    if args.virtual_pipeline_model_parallel_size is not None:
-        raise UsageError(
-            "a zero-bubble schedule places its stages itself, got --num-virtual-stages-per-pipeline-rank "
-            f"{args.virtual_pipeline_model_parallel_size}; drop that flag or the schedule"
+    try:
+        args.zero_bubble = ZeroBubbleConfig(
+            schedule=args.zero_bubble_schedule,
+            schedule_file=args.zero_bubble_schedule_file,
+            num_chunks=args.virtual_pipeline_model_parallel_size,
+            placement=args.zero_bubble_placement,
+            memory_limit=args.zero_bubble_memory_limit,
+            measure_memory=args.zero_bubble_record_costs is not None,
+            peer_timeout_s=args.distributed_timeout_minutes * 60,
         )
+        args.placement = args.zero_bubble.placement_on(args.pipeline_model_parallel_size)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    chunks = args.placement.num_stages // args.pipeline_model_parallel_size
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
 
 
 _FLAGS = {"virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank"}

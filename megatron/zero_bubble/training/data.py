@@ -79,8 +79,9 @@ def check_length(args: argparse.Namespace, splits: Splits, iteration: int, consu
 
 def reads_data(args: argparse.Namespace) -> bool:
     """Whether this rank reads: it holds the first or the last stage, or every stage needs the attention mask."""
-    ends = parallel_state.is_pipeline_first_stage() or parallel_state.is_pipeline_last_stage()
-    return ends or args.reset_attention_mask
+    rank_of = args.placement.stage_to_rank
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    return rank in (rank_of[0], rank_of[-1]) or args.reset_attention_mask
 
 
 def microbatches(

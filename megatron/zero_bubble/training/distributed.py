@@ -52,6 +52,8 @@ def lay_out(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
+    from megatron.zero_bubble.runtime.placement import embedding_ranks
+
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
@@ -59,6 +61,7 @@ def lay_out(args: argparse.Namespace) -> None:
         expert_model_parallel_size=args.expert_model_parallel_size,
         expert_tensor_parallel_size=args.expert_tensor_parallel_size,
         distributed_timeout_minutes=args.distributed_timeout_minutes,
+        get_embedding_ranks=embedding_ranks(args.placement),
         create_gloo_process_groups=False,
     )
     # DDP reports NaN gradients through it; re-running iterations to tell faulty hardware is left to Megatron's loop.

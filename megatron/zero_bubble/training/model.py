@@ -18,11 +18,13 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.runtime.placement import believed_rank, believing, copy_tied_embedding, groups_believing
 from megatron.zero_bubble.training.errors import UsageError
 
 # Megatron's rule for when gradients of one bucket are large enough to be worth reducing while others are computed.
@@ -74,9 +76,15 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
 
         fields.update(activation_func=squared_relu, bias_activation_fusion=False)
     try:
-        return TransformerConfig(**fields)
+        config = TransformerConfig(**fields)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
+    if config.virtual_pipeline_model_parallel_size != args.virtual_pipeline_model_parallel_size:
+        raise UsageError(
+            f"--pipeline-model-parallel-layout has {config.virtual_pipeline_model_parallel_size} stages a rank, got "
+            f"--num-virtual-stages-per-pipeline-rank {args.virtual_pipeline_model_parallel_size}; make them equal"
+        )
+    return config
 
 
 def _ffn_hidden_size(args: argparse.Namespace) -> int:
@@ -107,15 +115,20 @@ def build_model(
     Args:
         vocab_size: of the embedding, padding included.
     """
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    rank = parallel_state.get_pipeline_model_parallel_rank()
+    stages = args.placement.stages_of(rank)
     chunks: list[torch.nn.Module] = []
-    for chunk in range(num_chunks):
-        vp_stage = chunk if num_chunks > 1 else None
-        module: torch.nn.Module = build_chunk(args, config, vocab_size, vp_stage)
+    for chunk in range(len(stages)):
+        believed = believed_rank(args.placement, rank, chunk)
+        with believing(believed):
+            module: torch.nn.Module = build_chunk(
+                args, config, vocab_size, chunk if len(stages) > 1 else None, groups_believing(believed)
+            )
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         module = module.to(device)
         chunks.append(Float16Module(config, module) if args.bf16 or args.fp16 else module)
+    copy_tied_embedding(chunks)
     ddp_config = build_ddp_config(args)
     return [
         # Later chunks reduce while earlier ones still compute, so only the first gains from several buckets.
@@ -124,7 +137,13 @@ def build_model(
     ]
 
 
-def build_chunk(args: argparse.Namespace, config: TransformerConfig, vocab_size: int, vp_stage: int | None) -> GPTModel:
+def build_chunk(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    vocab_size: int,
+    vp_stage: int | None,
+    groups: ProcessGroupCollection,
+) -> GPTModel:
     """One contiguous run of layers, with the embedding on the first stage and the output layer on the last."""
     model = GPTModel(
         config=config,
@@ -133,6 +152,7 @@ def build_chunk(args: argparse.Namespace, config: TransformerConfig, vocab_size:
         max_sequence_length=args.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+        pg_collection=groups,
         share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
         rotary_percent=args.rotary_percent,

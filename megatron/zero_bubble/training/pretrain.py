@@ -113,6 +113,8 @@ def _train_rank(
             f"{applied.phrase}",
             flush=True,
         )
+        if args.pipeline_model_parallel_layout:
+            print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
     for flag, directory in (
         ("--save", args.save),
         ("--zero-bubble-trace", args.zero_bubble_trace),

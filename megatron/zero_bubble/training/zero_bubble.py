@@ -27,7 +27,6 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
     Raises:
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
-    from megatron.zero_bubble.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import PatchError, SeamError, apply, observe
     from megatron.zero_bubble.training.distributed import agree
 
@@ -37,16 +36,7 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
         return Applied("Megatron's own schedule", None)
     problem = pipeline = None
     try:
-        pipeline = apply(
-            ZeroBubbleConfig(
-                schedule=args.zero_bubble_schedule,
-                schedule_file=args.zero_bubble_schedule_file,
-                memory_limit=args.zero_bubble_memory_limit,
-                measure_memory=args.zero_bubble_record_costs is not None,
-                peer_timeout_s=args.distributed_timeout_minutes * 60,
-            ),
-            observer,
-        )
+        pipeline = apply(args.zero_bubble, observer)
     except (ValueError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)

@@ -1,0 +1,130 @@
+"""Stages elsewhere than 1F1B has them: the same losses and weights as stock megatron-core, bit for bit.
+
+A V is compared with stock 1F1B, which has the same layers on other ranks; interleaved schedules with Megatron's own.
+Dropout draws from the random state of a rank, in the order of its F's: with several chunks only the same order has the
+same masks. A gradient norm adds the parts of the ranks in another order; clipping to it is compared among schedules of
+one placement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, build, simulate
+from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, run_once, train
+from tests.helpers.ranks import RankPool
+from tests.runtime.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
+
+ON_A_V = [None, "zb-v", "v-half", "v-min", "dualpipe-v"]
+FEW = ON_A_V[:3]
+INTERLEAVED = [None, "interleaved-1f1b", "breadth-first"]
+TWO = "--num-virtual-stages-per-pipeline-rank 2"
+
+ROWS = {
+    "m=1, tied": (Layout(2, num_layers=4), 1, ""),
+    "m=p+1=3, llama, bf16, untied": (Layout(2, num_layers=4), 3, f"--bf16 {LLAMA} {ROPE} {UNTIED}"),
+    "m=7, fp16 with loss scale, selective recompute": (
+        Layout(2, num_layers=4),
+        7,
+        f"{FP16} --recompute-granularity selective",
+    ),
+    "full recompute, two layers a stage, per-token loss": (
+        Layout(2, num_layers=8),
+        3,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --calculate-per-token-loss",
+    ),
+    "experts": (Layout(2, num_layers=4), 3, f"{EXPERTS} {UNTIED}"),
+    "p=4, bf16": (Layout(4, num_layers=8), 5, "--bf16"),
+    "tp=2 and sequence parallel": (Layout(2, tensor=2, num_layers=4), 3, "--sequence-parallel"),
+    "dp=2, distributed optimizer, both overlaps, bf16": (
+        Layout(2, data=2, num_layers=4),
+        3,
+        f"--bf16 --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {BUCKETS}",
+    ),
+    "dp=2, tied, overlap_grad_reduce, not aligned, m grows from 1": (
+        Layout(2, data=2, num_layers=4),
+        3,
+        f"--overlap-grad-reduce --no-align-grad-reduce {BUCKETS} --rampup-batch-size 4 4 12",
+    ),
+}
+
+ALL_SCHEDULES = {"m=p+1=3, llama, bf16, untied", "p=4, bf16"}
+"""Rows that run every schedule; the others leave out two whose runtime is the same."""
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_v_trains_the_same_model_as_stock(ranks: RankPool, name: str) -> None:
+    layout, num_microbatches, options = ROWS[name]
+    schedules = ON_A_V if name in ALL_SCHEDULES else FEW
+    results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), schedules, timeout=180)
+    assert_same_model(results, schedules, layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches", "options"),
+    [
+        (Layout(2, num_layers=4), 4, f"{TWO} --clip-grad 0.1"),
+        (Layout(4, num_layers=8), 8, f"{TWO} --bf16 {LLAMA}"),
+        (Layout(2, data=2, num_layers=4), 2, f"{TWO} --overlap-grad-reduce {BUCKETS} --calculate-per-token-loss"),
+    ],
+)
+def test_interleaved_schedules_have_the_bits_of_megatrons_own(
+    ranks: RankPool, layout: Layout, num_microbatches: int, options: str
+) -> None:
+    results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), INTERLEAVED, timeout=180)
+    assert_same_bits(results, INTERLEAVED)
+
+
+def test_dropout_in_megatrons_order(ranks: RankPool) -> None:
+    flags = Layout(2, num_layers=4).flags(4, f"{TWO} {DROPOUT}")
+    assert_same_bits(ranks.run(2, train, flags, INTERLEAVED[:2], timeout=180), INTERLEAVED[:2])
+
+
+def test_schedules_of_one_placement_have_the_same_bits_with_clipping(ranks: RankPool) -> None:
+    """DualPipeV's has fused backwards in its steady state, the others split all."""
+    flags, schedules = Layout(2, num_layers=4).flags(5, "--clip-grad 0.1"), ON_A_V[1:]
+    assert_same_bits(ranks.run(2, train, flags, schedules, timeout=180), schedules)
+
+
+@pytest.mark.parametrize("num_layers", [5, 7])
+def test_layers_that_do_not_divide_evenly(ranks: RankPool, num_layers: int) -> None:
+    """A schedule's stages get a balanced layout by themselves."""
+    layout, schedules = Layout(2, num_layers=num_layers), ["zb-h1", "zb-v"]
+    assert_same_model(ranks.run(2, train, layout.flags(3, UNTIED), schedules, timeout=180), schedules, layout)
+
+
+def peaks(_rank: int, flags: str) -> tuple[float, float]:
+    """Bytes that this rank kept at most, measured and planned."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.training.distributed import lay_out
+
+    args = parse([*BASE_FLAGS.split(), *flags.split()])
+    check(args, 2)
+    lay_out(args)
+    pipeline = apply(dataclasses.replace(args.zero_bubble, measure_memory=True))
+    try:
+        run_once(args)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        memory = pipeline.gather_memory(group)
+        measured = pipeline.peak_bytes
+    finally:
+        revert()
+    placement, rank = args.placement, group.rank()
+    schedule = build(args.zero_bubble_schedule, num_ranks=2, num_microbatches=6)
+    timeline = simulate(schedule, PassCosts.uniform(placement, 1.0, 1.0, 1.0), memory)
+    whole = sum(memory.activation[stage] for stage in placement.stages_of(rank))
+    return float(measured), timeline.peak_activation[rank] * whole
+
+
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v", "v-min", "interleaved-1f1b", "dualpipe-v"])
+def test_the_measured_peak_is_the_planned_one(ranks: RankPool, schedule: str) -> None:
+    """What the saved and deferred tensors of all microbatches keep at most, within 5 % of M_B and M_W in the plan."""
+    flags = Layout(2, num_layers=4).flags(6, f"--zero-bubble-schedule {schedule} --train-iters 1 --eval-iters 0")
+    for measured, planned in ranks.run(2, peaks, flags, timeout=60):
+        assert measured == pytest.approx(planned, rel=0.05)
