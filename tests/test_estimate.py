@@ -99,8 +99,11 @@ def test_gated_and_grouped_layers() -> None:
     model = replace(published("6.2B", 8), gated=True, groups=8, ffn=11_008)
     h = model.hidden
     assert model.layer_weights == 2 * h * h + 2 * h * h // 4 + 3 * h * 11_008
-    middle = model.weights[3]
-    assert (model.weights[0], middle) == (3 * model.layer_weights + 51_200 * h, 4 * model.layer_weights)
+    linear, vee = model.weights(Placement.linear(8)), model.weights(Placement.vee(8))
+    assert (linear[0], linear[3]) == (3 * model.layer_weights + 51_200 * h, 4 * model.layer_weights)
+    # Both ends of the model on the first rank of a V, with half of each end's layers.
+    assert vee[0] == 3 * model.layer_weights + 2 * 51_200 * h
+    assert sum(vee) == sum(linear)
 
 
 def test_a_rank_without_layers_keeps_what_it_received() -> None:

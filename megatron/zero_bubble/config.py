@@ -61,28 +61,56 @@ class ZeroBubbleConfig:
                 "exactly one of a schedule's name and a schedule file must be given; got "
                 f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; drop one"
             )
+        if self.placement != "linear" and self.schedule != AUTO:
+            raise ValueError(
+                f"the placement {self.placement!r} is for {AUTO}; other schedules have one of their own; leave it out"
+            )
+        if self.num_chunks is not None and self.schedule in (None, AUTO):
+            raise ValueError(
+                f"a number of stages a rank is for interleaved schedules by name; got {self.num_chunks} with "
+                f"{self.schedule or self.schedule_file}; leave it out"
+            )
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise ValueError(f"the peer timeout must be positive; got {self.peer_timeout_s} s; give it in seconds")
 
     def placement_on(self, num_ranks: int) -> Placement:
-        """Where the stages lie on a pipeline of ``num_ranks``.
+        """Where the stages lie on a pipeline of ``num_ranks``; a schedule file has its own number of ranks.
 
         Raises:
             ValueError: an unknown schedule, a number of chunks that it does not have, or a bad schedule file.
         """
         if self.schedule_file is not None:
-            schedule = read_schedule_file(self.schedule_file)
-            if schedule.num_ranks != num_ranks:
-                raise ValueError(
-                    f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks, but the job runs {num_ranks} "
-                    "pipeline ranks; plan it for the job's figures"
-                )
-            return schedule.placement
+            return read_schedule_file(self.schedule_file).placement
         if self.schedule == AUTO:
             return Placement.vee(num_ranks) if self.placement == "vee" else Placement.linear(num_ranks)
         assert self.schedule is not None, "one of the two is given"
         known = recipe(self.schedule)
         return known.placement(num_ranks, known.num_chunks(self.num_chunks))
+
+
+def check_placement(placement: Placement, num_ranks: int) -> None:
+    """Refuse stages where Megatron cannot be made to have them.
+
+    Raises:
+        ValueError: a rank without one of the first P stages, one of the next P, and so on; or a tied embedding that
+            Megatron would look for elsewhere.
+    """
+    if placement.num_ranks != num_ranks:
+        raise ValueError(
+            f"the schedule is for {placement.num_ranks} ranks, but the job runs {num_ranks} pipeline ranks; plan it "
+            "for the job's figures"
+        )
+    rank_of = placement.stage_to_rank
+    rounds = [rank_of[first : first + num_ranks] for first in range(0, placement.num_stages, num_ranks)]
+    ends = rank_of[0], rank_of[-1]
+    if any(sorted(row) != list(range(num_ranks)) for row in rounds) or not (
+        ends[0] == ends[1] or ends == (0, num_ranks - 1)
+    ):
+        raise ValueError(
+            "training needs one of the first P stages on every rank, one of the next P, and so on, and the first and "
+            f"the last stage on one rank or on the first and the last; got stages on ranks {list(rank_of)}; choose "
+            "another placement"
+        )
 
 
 def check_model_config(config: Any) -> None:

@@ -90,13 +90,18 @@ class Model:
         queries, keys = self.heads * self.head_size, self.groups * self.head_size
         return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
 
-    @property
-    def weights(self) -> tuple[int, ...]:
-        """Weights on every rank at one stage a rank, embedding first and output layer last (a rank's part)."""
-        per_rank = [count * self.layer_weights for count in self.layers]
-        per_rank[0] += self.vocabulary * self.hidden
-        per_rank[-1] += self.vocabulary * self.hidden
-        return tuple(count // self.tensor_parallel for count in per_rank)
+    def weights(self, placement: Placement) -> tuple[float, ...]:
+        """Weights on every rank (a tensor-parallel rank's part): its layers, the embedding where the first stage is,
+        and the output layer where the last one is.
+        """
+        parts = placement.num_stages // len(self.layers)
+        per_stage = [self.layers[stage // parts] / parts * self.layer_weights for stage in range(placement.num_stages)]
+        per_stage[0] += self.vocabulary * self.hidden
+        per_stage[-1] += self.vocabulary * self.hidden
+        return tuple(
+            sum(per_stage[stage] for stage in placement.stages_of(rank)) / self.tensor_parallel
+            for rank in range(placement.num_ranks)
+        )
 
     @property
     def message_bytes(self) -> float:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
+from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.plan_file import plan_to_json
 from tests.helpers.ranks import RankPool
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -147,6 +151,24 @@ def refuses_unknown_schedule() -> None:
 
 def test_an_unknown_schedule(ranks: RankPool) -> None:
     run(ranks, refuses_unknown_schedule)
+
+
+def takes_a_file_for_any_number_of_ranks(file: str) -> None:
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import apply, report, revert
+
+    apply(ZeroBubbleConfig(schedule_file=file))
+    try:
+        assert any("is_pipeline_last_stage" in line for line in report()), "a V has its last stage elsewhere"
+    finally:
+        revert()
+
+
+def test_a_schedule_file_of_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
+    schedule = build("zb-v", num_ranks=4, num_microbatches=4)
+    file = tmp_path / "plan.json"
+    file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
+    run(ranks, partial(takes_a_file_for_any_number_of_ranks, str(file)))
 
 
 def accepts_more_parameters() -> None:

@@ -79,6 +79,21 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             "divisible by the pipeline ranks, got 1 and 2; change --global-batch-size or --rampup-batch-size",
         ),
         ("--recompute-granularity selective --recompute-modules mlp layernorm", 1, "layernorm needs TransformerEngine"),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-placement vee",
+            2,
+            "the placement 'vee' is for zb-auto",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 4",
+            2,
+            "a number of stages a rank is for interleaved schedules by name; got 4 with zb-auto",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule breadth-first --zero-bubble-record-costs x.json",
+            2,
+            "needs a schedule that runs every B and W apart, got breadth-first",
+        ),
         ("--recompute-granularity selective --recompute-modules mlp", 1, "mlp needs --disable-bias-linear"),
         ("--group-query-attention --num-query-groups 0", 1, "--num-query-groups must be positive, got 0"),
         ("--expert-model-parallel-size 2", 2, "needs experts"),
@@ -107,11 +122,11 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             2,
             "the schedule file /no/such/file does not exist",
         ),
-        ("--zero-bubble-record-costs file", 1, "needs a schedule that runs B and W apart, got none"),
+        ("--zero-bubble-record-costs file", 1, "needs a schedule that runs every B and W apart, got none"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule 1f1b --zero-bubble-record-costs file",
             2,
-            "needs a schedule that runs B and W apart, got 1f1b",
+            "needs a schedule that runs every B and W apart, got 1f1b",
         ),
     ],
 )

@@ -103,7 +103,7 @@ FILES: dict[str, tuple[Callable[[], str], str]] = {
     ),
     "two of the first stages on a rank": (
         plan_of(Placement((0, 0, 1, 1)), *IN_BLOCKS),
-        "with one of the first P stages on every rank",
+        "needs one of the first P stages on every rank",
     ),
     "no JSON": (lambda: "{", r"schedule file .*plan\.json"),
     "a pass is missing": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),

@@ -14,6 +14,8 @@ from megatron.zero_bubble.ir import Placement
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")
+_BYTES_A_PARAMETER = 18
+"""bf16 with fp32 gradients and Adam: 2 + 4 + 12."""
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -22,7 +24,8 @@ class Figures:
     """What a pipeline costs: ``on(placement)`` are its figures cut into the stages of any placement on its ranks.
 
     ``memory_given`` says that its memory is somebody's figure, not just counted in microbatches. ``message_bytes`` goes
-    between two stages and ``most_layers`` are on one rank, None where nobody knows. ``notes`` tell what was assumed.
+    between two stages, ``most_layers`` are on one rank, and ``weight_bytes`` are every rank's weights, gradients and
+    optimizer state on a placement; None where nobody knows. ``notes`` tell what was assumed.
     """
 
     num_ranks: int
@@ -31,6 +34,7 @@ class Figures:
     memory_given: bool = False
     message_bytes: float | None = None
     most_layers: int | None = None
+    weight_bytes: Callable[[Placement], tuple[float, ...]] | None = None
     notes: tuple[str, ...] = ()
 
     @property
@@ -137,7 +141,6 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     _refuse(options, (*_TIMES, *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
     model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention)
-    weights = 18 * max(model.weights) / 2**30
     attention = "by flash kernels" if model.flash else "keeps its scores"
     layers = ", ".join(map(str, model.layers))
     notes = [
@@ -145,7 +148,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
         f"Layers by rank: {layers}.",
-        f"Weights and optimizer at 18 bytes a parameter, {weights:.3g} GiB on the fullest rank, are not in the limit.",
+        f"Weights and optimizer at {_BYTES_A_PARAMETER} bytes a parameter are not in the limit.",
     ]
     return Figures(
         len(model.layers),
@@ -154,6 +157,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         memory_given=True,
         message_bytes=model.message_bytes,
         most_layers=max(model.layers),
+        weight_bytes=lambda placement: tuple(_BYTES_A_PARAMETER * count for count in model.weights(placement)),
         notes=(*notes, *assumed),
     )
 

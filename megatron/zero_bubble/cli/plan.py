@@ -143,8 +143,22 @@ def _text(timeline: Timeline, costs: Figures) -> str:
         "a rank's first pass to its last, the longest rank: the optimizer does not wait for other ranks\n"
         f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}   "
         "the first pass of all to the last of all: the optimizer waits for every rank\n\n"
-        f"peak activation {max(peaks):.4g} microbatches on a rank; by rank: {listed}\n"
+        f"peak activation {max(peaks):.4g} microbatches on a rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
     )
+
+
+def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
+    """What every rank needs in all, where that is known: on a V the first rank has both ends of the model."""
+    if not costs.in_bytes:
+        return ""
+    placement = timeline.schedule.placement
+    activations = rank_memory(timeline, costs)
+    weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
+    lines = [("activations", activations)]
+    if costs.weight_bytes:
+        lines += [("weights and optimizer", weights)]
+        lines += [("together", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
+    return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
 
 
 def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
@@ -164,7 +178,12 @@ def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) ->
 
 def peak_memory(timeline: Timeline, costs: Figures) -> float:
     """The most that any rank keeps, in the unit of memory."""
+    return max(rank_memory(timeline, costs))
+
+
+def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
+    """The most that every rank keeps, in the unit of memory."""
     placement = timeline.schedule.placement
     memory = costs.on(placement)[1]
     whole = (sum(memory.activation[s] for s in placement.stages_of(rank)) for rank in range(placement.num_ranks))
-    return max(peak * one for peak, one in zip(timeline.peak_activation, whole, strict=True))
+    return tuple(peak * one for peak, one in zip(timeline.peak_activation, whole, strict=True))

@@ -94,9 +94,10 @@ def apply(
         (seams.SCHEDULE_OF_CHUNKS, lambda _: pipeline.forward_backward),
         (seams.LINEAR, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
-    if not is_megatrons_own(config.placement_on(2)):
+    placement_on = functools.cache(config.placement_on)
+    if not is_megatrons_own(placement_on(2)):
         replacements += [
-            (seams.LAST_STAGE, lambda original: last_stage_of(config.placement_on, original)),
+            (seams.LAST_STAGE, lambda original: last_stage_of(placement_on, original)),
             (seams.TIED_GRADIENTS, add_tied_gradients),
         ]
     _replace(replacements, pipeline.close)

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.config import JobError, check_model_config
+from megatron.zero_bubble.config import JobError, check_model_config, check_placement
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Kind, Schedule
 from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, lower_forward_only, prove
@@ -249,6 +249,15 @@ class _Prepared:
                 f"schedule {self.plan.schedule.name!r} places {len(self.stages)} stages on this rank, so the model "
                 f"must come in as many chunks; got {len(chunks)}; check the virtual pipeline options"
             )
+        last = self.plan.schedule.num_stages - 1
+        for facts, chunk in zip(self.stages, chunks, strict=True):
+            model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+            if (model.pre_process, model.post_process) != (facts.stage == 0, facts.stage == last):
+                raise JobError(
+                    f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
+                    f"{model.pre_process}, output layer {model.post_process}; build the chunks where the schedule has "
+                    "their stages, as megatron.zero_bubble.training.model.build_model does"
+                )
 
 
 @contextlib.contextmanager
@@ -301,14 +310,13 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 def _check_runnable(schedule: Schedule) -> None:
     """Raises ValueError for what the plan could do and a Megatron model, or exact accumulation, cannot."""
-    placement, p = schedule.placement, schedule.num_ranks
-    ranks = [placement.stage_to_rank[first : first + p] for first in range(0, schedule.num_stages, p)]
-    if schedule.num_slices > 1 or any(sorted(row) != list(range(p)) for row in ranks):
+    if schedule.num_slices > 1:
         raise ValueError(
-            "training needs a schedule of whole sequences, with one of the first P stages on every rank, one of the "
-            f"next P, and so on; {schedule.name!r} has {schedule.num_slices} slices and stages on ranks "
-            f"{list(placement.stage_to_rank)}; choose another placement"
+            f"training needs a schedule of whole sequences; {schedule.name!r} has {schedule.num_slices} slices; plan "
+            "one without"
         )
+    placement = schedule.placement
+    check_placement(placement, schedule.num_ranks)
     for stage, rank in enumerate(placement.stage_to_rank):
         row = [p for p in schedule.order[rank] if p.stage == stage]
         forward = [p.microbatch for p in row if p.kind is Kind.F]

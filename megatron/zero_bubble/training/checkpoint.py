@@ -154,7 +154,7 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
         metadata = {**_metadata(args), **(common.get("content_metadata") or {})}
-        same_layout = common.get("layout") == _layout(args)
+        same_layout = _saved_layout(common) == _layout(args)
         _check_layout(args, metadata, same_layout)
         _allocate_optimizer_state(trained.optimizer)
         request = _contents(args, trained, metadata, loading=True, random_states=same_layout)
@@ -169,6 +169,13 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
             f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}",
             everywhere=False,
         ) from error
+
+
+def _saved_layout(common: dict[str, Any]) -> dict[str, Any]:
+    """Checkpoints of version 0.1 do not name the placement: one stage a rank."""
+    layout = dict(common.get("layout") or {})
+    layout.setdefault("stage_to_rank", list(range(layout.get("pipeline_model_parallel_size", 0))))
+    return layout
 
 
 def _check_layout(args: argparse.Namespace, metadata: dict[str, Any], same_layout: bool) -> None:

@@ -9,7 +9,7 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.zero_bubble.config import ZeroBubbleConfig
+from megatron.zero_bubble.config import ZeroBubbleConfig, check_placement
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.blends import Blend, parse_blend
@@ -309,13 +309,10 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
-    if (
-        args.zero_bubble_record_costs
-        and args.zero_bubble_schedule in (None, "1f1b")
-        and not args.zero_bubble_schedule_file
-    ):
+    fused = ("1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v")
+    if args.zero_bubble_record_costs and (not _has_schedule(args) or args.zero_bubble_schedule in fused):
         raise UsageError(
-            "--zero-bubble-record-costs needs a schedule that runs B and W apart, got "
+            "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
             f"{args.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
         )
     file = args.zero_bubble_schedule_file
@@ -350,6 +347,7 @@ def _place_stages(args: argparse.Namespace) -> None:
             peer_timeout_s=args.distributed_timeout_minutes * 60,
         )
         args.placement = args.zero_bubble.placement_on(args.pipeline_model_parallel_size)
+        check_placement(args.placement, args.pipeline_model_parallel_size)
     except ValueError as error:
         raise UsageError(str(error)) from error
     chunks = args.placement.num_stages // args.pipeline_model_parallel_size

@@ -24,9 +24,13 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
         own_ends = sum(stage in ends for stage in stages)
         items = share + (rank < more)
         if items < max(len(stages), own_ends):
+            least = max(
+                max(len(placement.stages_of(r)), sum(stage in ends for stage in placement.stages_of(r)))
+                for r in range(p)
+            )
             raise ValueError(
                 f"{num_layers} layers do not fill {placement.num_stages} pipeline stages with embedding and loss; use "
-                f"at least {p * max(len(stages), 2) - len(ends)} layers or fewer stages"
+                f"at least {p * least - len(ends)} layers or fewer stages"
             )
         each, rest = divmod(items, len(stages))
         # Which of a rank's stages is larger alternates, so that neighbouring stages are of about the same size.

@@ -77,7 +77,7 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         fields.update(activation_func=squared_relu, bias_activation_fusion=False)
     try:
         config = TransformerConfig(**fields)
-    except (ValueError, AssertionError) as error:
+    except (ValueError, AssertionError, IndexError) as error:  # IndexError: a layout without a layer
         raise UsageError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
     if config.virtual_pipeline_model_parallel_size != args.virtual_pipeline_model_parallel_size:
         raise UsageError(
