@@ -22,8 +22,10 @@ from megatron.zero_bubble.search.seeds import Seed, classics, seeds, serial
 
 _BUDGET, _BUDGET_A_PASS = (1_500_000, 60_000_000), (20, 300)
 """The budget in passes placed, without and with the compiled loops: one part, and one for the problem's size."""
-_MOST_RANKS = 16
-"""Above this many ranks a miniature has fewer of them, and a smaller budget does for it."""
+_MOST_RANKS, _BUDGET_ABOVE = 16, (0.6, 0.4)
+"""Above this many ranks a miniature has fewer of them, and this part of the budget does: for one stage a rank, for two,
+whose plans also take twice as long to lower.
+"""
 _SCREENED, _VARIED, _RANKED, _COOKED, _REFILLED, _SETTLED = 0.42, 0.48, 0.56, 0.66, 0.84, 0.92
 """Parts of the budget after which each of these stops; what is left is for polishing."""
 _COMPACTING = 8
@@ -163,8 +165,8 @@ class Draft:
         self.problem = problem
         compiled = library() is not None
         passes = 3 * problem.num_stages * problem.num_microbatches
-        whole = problem.num_ranks <= _MOST_RANKS
-        budget = effort * (_BUDGET[compiled] * (1.0 if whole else 0.6) + _BUDGET_A_PASS[compiled] * passes)
+        part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
+        budget = effort * (_BUDGET[compiled] * part + _BUDGET_A_PASS[compiled] * passes)
         small = _miniature(problem, _SCREENED * budget)
         kitchen = Kitchen(small, budget)
         pool = list(_varied(kitchen, (1 - _VARIED) * budget, list(_screened(kitchen, (1 - _SCREENED) * budget))))
