@@ -5,7 +5,7 @@ each schedule; a ratio is the median over rounds, so it compares neighbours in t
 the one that the simulator predicts from the passes of the same round. What the split costs is seen where everything
 else is the same: in "1f1b, split", which runs each B with its W right behind it in the order of 1F1B.
 
-    python scripts/bench/real_compute.py [--rounds 15] [--hidden-size 512] [--num-microbatches 4 8 16]
+    python scripts/bench/real_compute.py [--rounds 15] [--hidden-size 512] [--num-layers 8] [--num-microbatches 4 8 16]
 """
 
 from __future__ import annotations
@@ -33,6 +33,12 @@ SPLIT = "1f1b, split"
 OURS = ("1f1b", SPLIT, "zb-h1", "zb-h2", "zb-v")
 NUM_RANKS = 2
 _STOCK = (STOCK, STOCK_INTERLEAVED)
+_FLAGS = {
+    STOCK: "",
+    STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
+    "zb-v": "--zero-bubble-schedule zb-v",
+}
+"""The models that are needed, by the first variant that runs on them; the others run on stock's."""
 
 
 def main() -> int:
@@ -56,15 +62,21 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=8, help="of both ranks together, a multiple of four")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these beside stock 1f1b; default: all")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
-    return parser.parse_args()
+    options = parser.parse_args()
+    unknown = sorted({*options.only} - {*_STOCK, *OURS})
+    if unknown:
+        parser.error(f"--only takes names of {', '.join((*_STOCK, *OURS))}; got {', '.join(unknown)}; quote each name")
+    return options
 
 
 class _Job:
-    """A GPT of four layers over the ranks, with 256 tokens a microbatch; ``flags`` place its stages."""
+    """A GPT over the ranks, with 256 tokens a microbatch; ``flags`` place its stages."""
 
-    def __init__(self, hidden_size: int, num_microbatches: int, flags: str = "") -> None:
+    def __init__(self, options: argparse.Namespace, num_microbatches: int, flags: str = "") -> None:
         import torch
 
         from megatron.zero_bubble.platforms import select
@@ -76,11 +88,12 @@ class _Job:
         torch.set_num_threads(1)
         self.launch = Launch.from_environment()
         self.args = parse(
-            f"--num-layers 4 --hidden-size {hidden_size} --num-attention-heads 8 --seq-length 256 "
-            "--max-position-embeddings 256 --micro-batch-size 1 --mock-data --tokenizer-type NullTokenizer "
-            "--vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --lr 1e-4 "
-            "--train-iters 1 --untie-embeddings-and-output-weights --transformer-impl local --zero-bubble-device cpu "
-            f"--pipeline-model-parallel-size {NUM_RANKS} --global-batch-size {num_microbatches} {flags}".split()
+            f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --num-attention-heads 8 "
+            "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --mock-data "
+            "--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 "
+            "--hidden-dropout 0 --lr 1e-4 --train-iters 1 --untie-embeddings-and-output-weights "
+            f"--transformer-impl local --zero-bubble-device cpu --pipeline-model-parallel-size {NUM_RANKS} "
+            f"--global-batch-size {num_microbatches} {flags}".split()
         )
         check(self.args, NUM_RANKS)
         self.platform = select("cpu")
@@ -211,15 +224,14 @@ class _Variant:
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
-    job = _Job(options.hidden_size, num_microbatches)
-    jobs = {
-        "zb-v": _Job(options.hidden_size, num_microbatches, "--zero-bubble-schedule zb-v"),
-        STOCK_INTERLEAVED: _Job(options.hidden_size, num_microbatches, "--num-virtual-stages-per-pipeline-rank 2"),
-    }
+    names = [name for name in (*_STOCK, *OURS) if name == STOCK or not options.only or name in options.only]
+    jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in names}
     with TemporaryDirectory() as folder:
-        schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in (*_STOCK, *OURS)}
-        variants = {name: _Variant(jobs.get(name, job), schedule, Path(folder)) for name, schedule in schedules.items()}
-        if job.launch.rank == 0:
+        schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in names}
+        variants = {
+            name: _Variant(jobs.get(name, jobs[STOCK]), schedule, Path(folder)) for name, schedule in schedules.items()
+        }
+        if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
         times = ranks.interleaved(dict(variants), options.rounds)
     known = {name: variant for name, variant in variants.items() if variant.costs}
@@ -229,6 +241,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
     return {
         "num_microbatches": num_microbatches,
         "hidden_size": options.hidden_size,
+        "num_layers": options.num_layers,
         "rounds": options.rounds,
         "variants": {
             name: {
@@ -253,7 +266,10 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
 
 
 def _print(result: dict[str, Any]) -> None:
-    print(f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, medians of {result['rounds']} rounds")
+    print(
+        f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, {result['num_layers']} layers, "
+        f"medians of {result['rounds']} rounds"
+    )
     print(
         "  schedule           ms/iteration   time/stock   predicted   speed/stock   measured/planned   B+W/BW   noise"
     )

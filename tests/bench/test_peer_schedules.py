@@ -9,7 +9,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 
-from peer_schedules import METRICS, PEERS, Case, answer, lost, read
+from peer_schedules import METRICS, PEERS, Case, answer, is_zb_v, lost, lost_by_zb_v, read, zb_v_bubble
 
 CASES = read(PEERS)
 SOME = [case for case in CASES if (case.p, case.m) == (4, 12)][::3] + [c for c in CASES if (c.p, c.m) == (8, 16)][::9]
@@ -23,3 +23,9 @@ def test_the_table_has_every_peer() -> None:
 def test_no_public_schedule_is_better(case: Case) -> None:
     answers = {(case, metric): answer(case, metric, effort=1.0) for metric in METRICS}
     assert not list(lost(CASES, answers))
+
+
+@pytest.mark.parametrize("case", [c for c in SOME if any(map(is_zb_v, CASES[c]))], ids=lambda case: f"{case.p}")
+def test_no_public_zb_v_is_better(case: Case) -> None:
+    bubbles = {(case, metric): zb_v_bubble(case, metric) for metric in METRICS}
+    assert not list(lost_by_zb_v(CASES, bubbles))

@@ -7,7 +7,7 @@ otherwise, and evaluates after every third.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,11 @@ class Layout:
     @property
     def num_ranks(self) -> int:
         return self.pipeline * self.tensor * self.data
+
+    @property
+    def words(self) -> str:
+        """For the name of a case."""
+        return f"p={self.pipeline} t={self.tensor} d={self.data}"
 
     def flags(self, num_microbatches: int, options: str = "") -> str:
         """The layout, its batch sizes (a microbatch has two samples), then ``options``."""
@@ -104,6 +109,48 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
 
     Stages that lie on other ranks than the first schedule's start from its weights.
     """
+    start = None
+    outcomes = []
+    for args in _under_each(flags, schedules):
+        outcome, start = _train_once(args, _splits(args), start)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list[str]]:
+    """What an evaluation of the same model collects beside the loss, under each schedule; call it on a rank pool."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    start = None
+    collected = []
+    for args in _under_each(flags, schedules):
+        chunks, start = _build(args, start)
+
+        def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
+            sample = next(batches)
+            output = model(sample["tokens"][None], sample["position_ids"][None], None)
+            return output, lambda logits, non_loss_data: logits.double().sum().item().hex() if non_loss_data else None
+
+        num_microbatches = args.global_batch_size // args.micro_batch_size
+        samples = Tokens(num_microbatches, args.seq_length, args.vocab_size)
+        with torch.no_grad():
+            collected.append(
+                get_forward_backward_func()(
+                    forward_step_func=forward_step,
+                    data_iterator=[iter(samples) for _ in chunks] if len(chunks) > 1 else iter(samples),
+                    model=chunks if len(chunks) > 1 else chunks[0],
+                    num_microbatches=num_microbatches,
+                    seq_length=args.seq_length,
+                    micro_batch_size=1,
+                    forward_only=True,
+                    collect_non_loss_data=True,
+                )
+            )
+    return collected
+
+
+def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[Any]:
+    """The checked flags with each schedule, while it is in force."""
     from megatron.core import parallel_state, rerun_state_machine
 
     from megatron.zero_bubble.patching import apply, revert
@@ -111,8 +158,7 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
     from megatron.zero_bubble.training.checks import check
     from megatron.zero_bubble.training.distributed import lay_out
 
-    placement, start = None, None
-    outcomes = []
+    placement = None
     for schedule in schedules:
         own = [] if schedule is None else ["--zero-bubble-schedule", schedule]
         args = parse([*BASE_FLAGS.split(), *flags.split(), *own])
@@ -124,26 +170,21 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
             placement = args.placement
         pipeline = None if schedule is None else apply(args.zero_bubble)
         try:
-            outcome, start = _train_once(args, _splits(args), start)
-            outcomes.append(outcome)
+            yield args
             assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
         finally:
             revert()
-    return outcomes
 
 
-def _train_once(
-    args: Any, splits: Any, start: dict[str, torch.Tensor] | None
-) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """One run, from these weights of its pipeline if any are given; returns those it started from."""
+def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[str, torch.Tensor]]:
+    """The chunks of the model, with these weights of its pipeline if any are given, and the weights."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer
+    from megatron.zero_bubble.training import model, tokenizer
     from megatron.zero_bubble.training.distributed import seed
 
     seed(args)
-    platform = select("cpu")
-    device = platform.device(0)
+    device = select("cpu").device(0)
     config = model.build_config(args, device)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
     chunks = model.build_model(args, config, vocab_size, device)
@@ -155,6 +196,19 @@ def _train_once(
         start = {name: weight for part in parts for name, weight in part.items()}
     for name, weight in _by_name(chunks).items():
         weight.data.copy_(start[name])
+    return chunks, start
+
+
+def _train_once(
+    args: Any, splits: Any, start: dict[str, torch.Tensor] | None
+) -> tuple[Outcome, dict[str, torch.Tensor]]:
+    """One run, from these weights of its pipeline if any are given; returns those it started from."""
+    from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer
+
+    platform = select("cpu")
+    device = platform.device(0)
+    vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
+    chunks, start = _build(args, start)
     before = _digests(chunks)
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)

@@ -111,12 +111,16 @@ def _others() -> Iterator[Row]:
     yield Layout(2, tensor=2, data=2), 3, f"--bf16 {EXPERT_PARALLEL} {WHOLE_EXPERTS} {GATHER}"
 
 
-def _rows() -> Iterator[object]:
+def matrix() -> Iterator[tuple[str, Layout, int, str]]:
+    """Every row: the group it belongs to, then what it runs."""
     for rows in (_pipelines, _tensor_parallel, _data_parallel, _layers, _experts, _others):
         for layout, count, options in rows():
-            place = f"p={layout.pipeline} t={layout.tensor} d={layout.data} m={count}"
-            words = " ".join(options.split())
-            yield pytest.param(layout, count, words, id=f"{rows.__name__[1:]}: {place} {words}")
+            yield rows.__name__[1:], layout, count, " ".join(options.split())
+
+
+def _rows() -> Iterator[object]:
+    for group, layout, count, options in matrix():
+        yield pytest.param(layout, count, options, id=f"{group}: {layout.words} m={count} {options}")
 
 
 @pytest.mark.full

@@ -13,7 +13,8 @@ import dataclasses
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, run_once, train
+from megatron.zero_bubble.schedules import SCHEDULES
+from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, collect, run_once, train
 from tests.helpers.ranks import RankPool
 from tests.runtime.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 
@@ -88,6 +89,15 @@ def test_schedules_of_one_placement_have_the_same_bits_with_clipping(ranks: Rank
     assert_same_bits(ranks.run(2, train, flags, schedules, timeout=180), schedules)
 
 
+def test_an_evaluation_collects_other_data_under_every_schedule(ranks: RankPool) -> None:
+    """On the last rank and in the order of the microbatches, as stock has it."""
+    schedules = [None, *SCHEDULES]
+    first, last = ranks.run(2, collect, Layout(2, num_layers=4).flags(3), schedules, timeout=60)
+    assert len(set(last[0])) == 6, "a figure of its own for every microbatch"
+    assert dict(zip(schedules, last, strict=True)) == dict.fromkeys(schedules, last[0])
+    assert not any(first)
+
+
 @pytest.mark.parametrize("num_layers", [5, 7])
 def test_layers_that_do_not_divide_evenly(ranks: RankPool, num_layers: int) -> None:
     """A schedule's stages get a balanced layout by themselves."""
@@ -122,7 +132,7 @@ def peaks(_rank: int, flags: str) -> tuple[float, float]:
     return float(measured), timeline.peak_activation[rank] * whole
 
 
-@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v", "v-min", "interleaved-1f1b", "dualpipe-v"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_measured_peak_is_the_planned_one(ranks: RankPool, schedule: str) -> None:
     """What the saved and deferred tensors of all microbatches keep at most, within 5 % of M_B and M_W in the plan."""
     flags = Layout(2, num_layers=4).flags(6, f"--zero-bubble-schedule {schedule} --train-iters 1 --eval-iters 0")
