@@ -41,6 +41,9 @@ class ZeroBubbleConfig:
         schedule_file: a file that ``zero-bubble plan --format json`` wrote; exactly one of the two is given.
         memory_limit: what ``zb-auto`` may keep on a rank, as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B
             keeps at the most.
+        post_validation: step the optimizer before the norm of all gradients is known; validate in the next iteration.
+        rollback: how a step is taken back that turns out wrong: ``exact`` keeps what it overwrites until it is
+            validated, ``inverse`` computes Adam backwards, which costs no memory and is right to rounding only.
         measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.gather_memory``).
         peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
             torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
@@ -51,6 +54,8 @@ class ZeroBubbleConfig:
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
     memory_limit: str = "1p"
+    post_validation: bool = False
+    rollback: Literal["exact", "inverse"] = "exact"
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 

@@ -65,12 +65,16 @@ class Outcome:
         losses: the hexadecimal losses of every microbatch of every step, on the last stage, and of the evaluation.
         grad_norms: of every step, hexadecimal; "skipped" where the loss scale overflowed.
         weights: a digest of every parameter after the last step, by its name in the whole model.
+        states: a digest of what the optimizer keeps of each of its parameters, those included.
+        loss_scales: after every step.
         unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
     """
 
     losses: tuple[str, ...]
     grad_norms: tuple[str, ...]
     weights: dict[str, str]
+    states: tuple[str, ...]
+    loss_scales: tuple[float, ...]
     unmoved: tuple[str, ...]
 
 
@@ -111,8 +115,8 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
     """
     start = None
     outcomes = []
-    for args in _under_each(flags, schedules):
-        outcome, start = _train_once(args, _splits(args), start)
+    for args, pipeline in _under_each(flags, schedules):
+        outcome, start = _train_once(args, _splits(args), start, pipeline)
         outcomes.append(outcome)
     return outcomes
 
@@ -123,7 +127,7 @@ def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list
 
     start = None
     collected = []
-    for args in _under_each(flags, schedules):
+    for args, _ in _under_each(flags, schedules):
         chunks, start = _build(args, start)
 
         def forward_step(batches: Any, model: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
@@ -149,8 +153,8 @@ def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list
     return collected
 
 
-def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[Any]:
-    """The checked flags with each schedule, while it is in force."""
+def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
+    """The checked flags with each schedule and its pipeline, while it is in force."""
     from megatron.core import parallel_state, rerun_state_machine
 
     from megatron.zero_bubble.patching import apply, revert
@@ -170,7 +174,7 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[Any]:
             placement = args.placement
         pipeline = None if schedule is None else apply(args.zero_bubble)
         try:
-            yield args
+            yield args, pipeline
             assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
         finally:
             revert()
@@ -200,10 +204,17 @@ def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[
 
 
 def _train_once(
-    args: Any, splits: Any, start: dict[str, torch.Tensor] | None
+    args: Any,
+    splits: Any,
+    start: dict[str, torch.Tensor] | None,
+    pipeline: Any = None,
+    meddle: Callable[[Any, Any], None] = lambda _chunks, _seen: None,
 ) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """One run, from these weights of its pipeline if any are given; returns those it started from."""
-    from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer
+    """One run, from these weights of its pipeline if any are given; returns those it started from.
+
+    ``meddle`` gets the model and the progress before the first iteration.
+    """
+    from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer, zero_bubble
 
     platform = select("cpu")
     device = platform.device(0)
@@ -212,8 +223,10 @@ def _train_once(
     before = _digests(chunks)
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
+    optimizer = zero_bubble.step_ahead(args, pipeline, optimizer, chunks)
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
     seen = _Seen(args.train_iters)
+    meddle(chunks, seen)
     trainer = loop.Trainer(
         args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen, seen.around_passes
     )
@@ -224,7 +237,10 @@ def _train_once(
             chunk.start_param_sync(force_sync=True)
     after = _digests(chunks)
     unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
-    return Outcome(tuple(seen.losses), tuple(seen.grad_norms), after, unmoved), start
+    outcome = Outcome(
+        tuple(seen.losses), tuple(seen.grad_norms), after, _states(optimizer), tuple(seen.loss_scales), unmoved
+    )
+    return outcome, start
 
 
 class _Seen(Progress):
@@ -234,14 +250,18 @@ class _Seen(Progress):
         super().__init__(reporting=False, train_iters=train_iters)
         self.losses: list[str] = []
         self.grad_norms: list[str] = []
+        self.loss_scales: list[float] = []
+        self.iteration = 0
 
-    def around_passes(self, _iteration: int, passes: Callable[[], Any]) -> Any:
+    def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
+        self.iteration = iteration
         reports = passes()
         self.losses += [value.hex() for report in reports for value in report["lm loss"].tolist()]
         return reports
 
     def iterations(self, done: Sequence[Any]) -> None:
         norms = [metrics.grad_norm for metrics in done]
+        self.loss_scales += [metrics.loss_scale for metrics in done]
         self.grad_norms += ["skipped" if norm is None else float(norm).hex() for norm in norms]
 
     def evaluation(self, _iteration: int, split: str, loss: float | None) -> None:
@@ -252,10 +272,23 @@ class _Seen(Progress):
 
 
 def _digests(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
-    return {
-        name: hashlib.sha256(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-        for name, parameter in _by_name(chunks).items()
-    }
+    return {name: _digest(parameter) for name, parameter in _by_name(chunks).items()}
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    whole = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
+
+
+def _states(optimizer: Any) -> tuple[str, ...]:
+    """What the torch optimizers below keep: their parameters and their states."""
+    found = []
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
+            for parameter in group["params"]:
+                kept = sorted(part.optimizer.state.get(parameter, {}).items())
+                found.append(" ".join([_digest(parameter), *(f"{name} {_digest(t)}" for name, t in kept)]))
+    return tuple(found)
 
 
 def _by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
@@ -317,5 +350,7 @@ def assert_same_bits(results: list[list[Outcome]], schedules: Sequence[str | Non
             where = f"rank {rank}, {schedule} against {schedules[0] or 'stock 1F1B'}"
             assert outcome.losses == reference.losses, f"losses differ on {where}"
             assert outcome.grad_norms == reference.grad_norms, f"gradient norms differ on {where}"
+            assert outcome.loss_scales == reference.loss_scales, f"loss scales differ on {where}"
             different = [name for name, digest in outcome.weights.items() if digest != reference.weights[name]]
             assert not different, f"weights differ on {where}: {different}"
+            assert outcome.states == reference.states, f"optimizer states differ on {where}"

@@ -1,8 +1,9 @@
 """From a schedule to what each rank executes: ops with their sends and receives, proved free of deadlock."""
 
 from megatron.zero_bubble.plan.communicate import lower, lower_forward_only
-from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
+from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle, Validate
 from megatron.zero_bubble.plan.prove import PlanError, prove
+from megatron.zero_bubble.plan.validation import with_validation
 
 __all__ = [
     "Compute",
@@ -13,7 +14,9 @@ __all__ = [
     "Recv",
     "Send",
     "Settle",
+    "Validate",
     "lower",
     "lower_forward_only",
     "prove",
+    "with_validation",
 ]

@@ -6,6 +6,7 @@ Every op prints in a short form that names the pass it belongs to:
     2F0>3    hand the output of pass 2F0 to the sender; it travels to rank 3 while the rank goes on
     1F0<1    expect the output of pass 1F0 from rank 1; the rank goes on, the pass that needs it waits
     2F0=3    the output of 2F0 has reached rank 3: its buffer may be reused
+    valid?   the optimizer step before this iteration was right, or everything until here is done again
 """
 
 from __future__ import annotations
@@ -76,15 +77,28 @@ class Settle:
         return f"{self.message.producer}={self.message.target}"
 
 
-Op = Compute | Send | Recv | Settle
+@dataclass(frozen=True, slots=True)
+class Validate:
+    """Learn whether the last optimizer step was right; it depends on nothing of this iteration."""
+
+    def __str__(self) -> str:
+        return "valid?"
+
+
+Op = Compute | Send | Recv | Settle | Validate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The ops of every rank for one run of ``schedule``."""
+    """The ops of every rank for one run of ``schedule``.
+
+    Attributes:
+        drain: of every rank, what empties the channels when it stops at its ``Validate``; none without.
+    """
 
     schedule: Schedule
     ops: tuple[tuple[Op, ...], ...]
+    drain: tuple[tuple[Op, ...], ...] = ()
 
     @cached_property
     def channels(self) -> frozenset[tuple[int, int]]:

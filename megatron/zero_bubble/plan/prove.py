@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.plan.ops import Compute, Message, Plan, Recv, Send, Settle
+from megatron.zero_bubble.plan.ops import Compute, Message, Plan, Recv, Send, Settle, Validate
 
 
 class PlanError(ValueError):
@@ -23,19 +24,31 @@ class PlanError(ValueError):
 
 
 def prove(plan: Plan, single_queue: bool = False) -> None:
-    """Run ``plan`` without time until every rank is through.
+    """Run ``plan`` without time until every rank is through; then, if it validates, from the start until every rank has
+    stopped and drained.
 
     Raises:
         PlanError: a pass without its inputs, a send and a receive that do not match, a buffer never released, or ranks
             that wait for each other; with the op of each rank marked.
     """
     _Proof(plan, single_queue).run()
+    if plan.drain:
+        begun = (ops[: ops.index(Validate())] for ops in plan.ops)
+        stopped = tuple((*ops, *drain) for ops, drain in zip(begun, plan.drain, strict=True))
+        _Proof(replace(plan, ops=stopped), single_queue, stopped=True).run()
 
 
 class _Proof:
-    def __init__(self, plan: Plan, single_queue: bool) -> None:
+    """One run.
+
+    Args:
+        stopped: the ranks end before their last pass, and send what they have not computed, for nothing.
+    """
+
+    def __init__(self, plan: Plan, single_queue: bool, stopped: bool = False) -> None:
         self.plan = plan
         self.single_queue = single_queue
+        self.stopped = stopped
         self.position = [0] * len(plan.ops)
         self.stage_to_rank = plan.schedule.placement.stage_to_rank
         self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
@@ -56,6 +69,7 @@ class _Proof:
             Send: self._send,
             Recv: self._recv,
             Settle: self._settle,
+            Validate: lambda _rank, _op: True,  # the iteration before has ended by itself
         }
         ready = deque(range(len(self.plan.ops)))
         while ready:
@@ -94,7 +108,7 @@ class _Proof:
         mine, other = self.sent[message.channel], self.posted[message.channel]
         if self.single_queue and len(other) < len(mine):
             return False
-        if message.source != rank or message.producer not in self.done:
+        if message.source != rank or not (message.producer in self.done or self.stopped):
             raise self._error(f"{op} sends what rank {rank} has not computed", rank)
         self.open.add(message)
         self._match(rank, message, mine, other)
@@ -133,7 +147,7 @@ class _Proof:
 
     def _check_ends(self) -> None:
         missing = set(self.plan.schedule.passes()) - self.done
-        if missing:
+        if missing and not self.stopped:
             raise self._error(f"{len(missing)} passes are never computed, {min(map(str, missing))} among them")
         if self.open:
             raise self._error(f"the send of {next(iter(self.open)).producer} is never settled")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.plan import Compute, Message, Plan, Recv, Send, Settle
+from megatron.zero_bubble.plan import Compute, Message, Op, Plan, Recv, Send, Settle, Validate
 from megatron.zero_bubble.runtime.p2p import Receive, Transport
 
 
@@ -69,6 +69,7 @@ class Executor:
         transport: the channels to the other ranks.
         new_buffer: an empty tensor, on the compute device, of the shape and dtype of a message.
         observer: told of every pass; None costs nothing.
+        validate: whether the last optimizer step was right; where it was not, it is when this returns.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Executor:
         transport: Transport,
         new_buffer: Callable[[Message], torch.Tensor],
         observer: PassObserver | None = None,
+        validate: Callable[[], bool] = lambda: True,
     ) -> None:
         self._plan = plan
         self._rank = rank
@@ -86,6 +88,7 @@ class Executor:
         self._transport = transport
         self._new_buffer = new_buffer
         self._observer = observer
+        self._validate = validate
         self._ready: dict[Pass, torch.Tensor | Receive] = {}
         self._outgoing: dict[Pass, torch.Tensor] = {}
         self._ops: dict[type, Callable[[Any], None]] = {
@@ -101,15 +104,36 @@ class Executor:
             Kind.W: self._backward_weight,
         }
 
-    def run(self) -> None:
+    def run(self) -> bool:
         """Execute every op, in order.
+
+        Returns:
+            False when the last optimizer step was wrong: nothing of this iteration counts, no message is left behind,
+            and it is to be run again.
 
         Raises:
             PeerError: another rank died or hangs; the text names it, the pass and the channel.
         """
         for op in self._plan.ops[self._rank]:
-            self._ops[type(op)](op)
+            if not isinstance(op, Validate):
+                self._ops[type(op)](op)
+            elif not self._validate():
+                self._drain(self._plan.drain[self._rank])
+                return False
         assert not self._ready and not self._outgoing, "a proved plan leaves no tensor behind"
+        return True
+
+    def _drain(self, ops: tuple[Op, ...]) -> None:
+        """Stop here, with all other ranks: take and give what is under way, for nothing."""
+        self._outgoing.clear()
+        for op in ops:
+            if isinstance(op, Send):
+                self._outgoing[op.message.producer] = self._new_buffer(op.message)
+            self._ops[type(op)](op)
+        for held in self._ready.values():
+            if isinstance(held, Receive):
+                held.wait("stop")
+        self._ready.clear()
 
     def _compute(self, op: Compute) -> None:
         self._passes[op.work.kind](op.work)

@@ -37,6 +37,8 @@ class Recorder:
 
     def begin(self, work: Pass) -> None:
         if self._origin is not None:
+            if self._marks and work == self._marks[0][0]:
+                self._marks = []  # the iteration began anew, after an optimizer step that was wrong
             self._begun = self._platform.mark()
 
     def end(self, work: Pass) -> None:

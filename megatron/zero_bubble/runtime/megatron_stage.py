@@ -39,6 +39,11 @@ class StepResults:
     num_tokens: torch.Tensor
     forward_data: list[Any] = field(default_factory=list)
 
+    def clear(self) -> None:
+        """Count from the beginning."""
+        self.num_tokens.zero_()
+        self.forward_data.clear()
+
 
 @dataclass(frozen=True)
 class StageFacts:

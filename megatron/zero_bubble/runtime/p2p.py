@@ -160,20 +160,21 @@ class Transport:
 
 
 def _directions(ranks: list[int], backend: str, timeout: timedelta | None) -> dict[bool, dist.ProcessGroup]:
-    """A new group over ``ranks`` for what travels to higher ranks (True) and one for the rest.
+    """A new group over ``ranks`` for what travels to higher ranks (True) and one for the rest."""
+    return {ascending: new_group(ranks, backend, timeout) for ascending in (True, False)}
 
-    torch.distributed makes groups collectively, so every rank makes those of every pipeline, in one order. (Its
+
+def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new group over ``ranks``, in which every rank of the job takes part at the same time with its own ranks.
+
+    torch.distributed makes groups collectively, so every rank makes all of them, in one order. (Its
     ``use_local_synchronization`` names a group by a count that may differ between ranks, and then hangs.)
     """
-    pipelines: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, tuple(ranks))
-    own: dict[bool, dist.ProcessGroup] = {}
-    for pipeline in sorted(set(pipelines)):
-        for ascending in (True, False):
-            group = dist.new_group(list(pipeline), timeout=timeout, backend=backend)
-            if pipeline == tuple(ranks):
-                own[ascending] = group
-    return own
+    own = tuple(ranks)
+    wanted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wanted, own)
+    made = {members: dist.new_group(list(members), timeout=timeout, backend=backend) for members in sorted(set(wanted))}
+    return made[own]
 
 
 def _not_received(message: Message, purpose: str, error: RuntimeError) -> PeerError:

@@ -24,12 +24,14 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import JobError, check_model_config, check_placement
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Kind, Schedule
-from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, lower_forward_only, prove
+from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, lower_forward_only, prove, with_validation
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.replay import Replay
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -41,6 +43,9 @@ class Pipeline:
         peer_timeout_s: see ``ZeroBubbleConfig``.
         observer: told of every pass.
         measure_memory: count, in the first microbatch, what it keeps on each stage.
+
+    Attributes:
+        optimizer: whose steps the passes validate, where they are taken ahead.
     """
 
     def __init__(
@@ -50,6 +55,7 @@ class Pipeline:
         observer: PassObserver | None = None,
         measure_memory: bool = False,
     ) -> None:
+        self.optimizer: PostValidatedOptimizer | None = None
         self.store = WgradStore()
         self.accumulate = GradAccumulator()
         self._make_schedule = make_schedule
@@ -114,6 +120,8 @@ class Pipeline:
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         if forward_only:
+            if self.optimizer is not None:
+                self.optimizer.settle()
             self._run(prepared, step, results, chunks, iterators, [None] * len(chunks), boundary)
         else:
             with _finalized(config, groups, prepared, chunks, results, force_all_reduce):
@@ -122,13 +130,36 @@ class Pipeline:
                 # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
                 overlaps = config.grad_sync_func is None or prepared.rank == 0
                 early = syncs if overlaps else [None] * len(chunks)
-                self._run(prepared, step, results, chunks, iterators, early, boundary)
+                self._train(prepared, step, results, chunks, iterators, early, boundary)
                 _finish_grad_sync(config, chunks, syncs)
                 if self._meter is not None:
                     self._meter.finish()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return _on_last_rank(results.forward_data, groups.pp, prepared.last_stage_rank, boundary.device)
+
+    def _train(
+        self,
+        prepared: _Prepared,
+        step: StepArguments,
+        results: StepResults,
+        chunks: list[torch.nn.Module],
+        iterators: list[Any],
+        syncs: Sequence[GradSync | None],
+        boundary: _Boundary,
+    ) -> None:
+        """Execute the plan, twice if its first forwards ran on weights that were taken back."""
+        if self.optimizer is None or not self.optimizer.is_pending:
+            self._run(prepared, step, results, chunks, iterators, syncs, boundary)
+            return
+        replay = Replay(chunks, iterators)
+        self.optimizer.before_forwards()
+        if not self._run(prepared, step, results, chunks, replay.iterators, syncs, boundary, replay):
+            replay.rewind()
+            results.clear()
+            self.store.clear()
+            again = self._run(prepared, step, results, chunks, replay.iterators, syncs, boundary)
+            assert again, "a step is validated once"
 
     def _run(
         self,
@@ -139,14 +170,32 @@ class Pipeline:
         iterators: list[Any],
         syncs: Sequence[GradSync | None],
         boundary: _Boundary,
-    ) -> None:
-        """Make the stages of this rank and execute the plan."""
+        replay: Replay | None = None,
+    ) -> bool:
+        """Make the stages of this rank and execute the plan; False when it stopped, to be run again."""
         stages = {
             facts.stage: MegatronStage(step, results, facts, chunk, iterator, self.store, sync)
             for facts, chunk, iterator, sync in zip(prepared.stages, chunks, iterators, syncs, strict=True)
         }
         assert self._transport is not None
-        Executor(prepared.plan, prepared.rank, stages, self._transport, boundary.new_buffer, self._observer).run()
+        return Executor(
+            prepared.plan,
+            prepared.rank,
+            stages,
+            self._transport,
+            boundary.new_buffer,
+            self._observer,
+            lambda: self._validate(replay),
+        ).run()
+
+    def _validate(self, replay: Replay | None) -> bool:
+        """Whether the forwards until here were right."""
+        if self.optimizer is None or replay is None:
+            return True
+        right = self.optimizer.validate()
+        if right:
+            replay.confirm()
+        return right
 
     def gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
         """What a microbatch keeps on each stage, in bytes; every rank of the pipeline calls this after an iteration."""
@@ -202,6 +251,8 @@ class Pipeline:
         validate(schedule)
         _check_runnable(schedule)
         plan = lower_forward_only(schedule) if forward_only else lower(schedule)
+        if self.optimizer is not None and not forward_only:
+            plan = with_validation(plan)
         _check_queues(group, plan)
         return plan
 

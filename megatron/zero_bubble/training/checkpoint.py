@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import pickle
-import random
 import shutil
 import tempfile
 from collections.abc import Collection, Iterator
@@ -21,18 +20,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.zero_bubble.runtime import random_state
 from megatron.zero_bubble.runtime.p2p import lost_connection
 from megatron.zero_bubble.runtime.placement import believed_rank, believing
+from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.training.distributed import agree
 from megatron.zero_bubble.training.errors import UsageError
 
@@ -73,7 +73,7 @@ class Trained:
     """What a checkpoint saves and restores beside :class:`TrainState`."""
 
     model: list[Any]
-    optimizer: MegatronOptimizer
+    optimizer: MegatronOptimizer | PostValidatedOptimizer
     scheduler: OptimizerParamScheduler
 
 
@@ -242,7 +242,7 @@ def _restore(trained: Trained, wanted: Collection[str], loaded: dict[str, Any]) 
     else:
         trained.optimizer.reload_model_params()
     if "rng_state" in wanted:
-        _restore_random_states(loaded["rng_state"])
+        random_state.restore(loaded["rng_state"])
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
@@ -311,13 +311,6 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
 
 def _random_states() -> ShardedObject:
     """Every random state of this rank, kept under its place in the layout."""
-    states = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": numpy.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "rng_tracker_states": tensor_parallel.get_cuda_rng_tracker().get_states(),
-        "device_rng_state": tensor_parallel.random._get_cuda_rng_state(),
-    }
     sizes = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -328,15 +321,7 @@ def _random_states() -> ShardedObject:
         parallel_state.get_tensor_model_parallel_rank(),
         parallel_state.get_data_parallel_rank(),
     )
-    return ShardedObject("rng_state", states, sizes, place, replica_id=0)
-
-
-def _restore_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["random_rng_state"])
-    numpy.random.set_state(states["np_rng_state"])
-    torch.set_rng_state(states["torch_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(states["rng_tracker_states"])
-    tensor_parallel.random._set_cuda_rng_state(states["device_rng_state"])
+    return ShardedObject("rng_state", random_state.capture(), sizes, place, replica_id=0)
 
 
 def _publish(writing: Path, final: Path, iteration: int) -> None:

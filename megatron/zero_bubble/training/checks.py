@@ -320,6 +320,11 @@ def _check_schedule(args: argparse.Namespace) -> None:
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
     if _has_schedule(args):
         _place_stages(args)
+    elif args.zero_bubble_post_validation:
+        raise UsageError(
+            "--zero-bubble-post-validation needs a zero-bubble schedule, whose passes validate a step, got none; give "
+            "--zero-bubble-schedule zb-h2"
+        )
     else:
         chunks = args.virtual_pipeline_model_parallel_size or 1
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks))
@@ -343,6 +348,8 @@ def _place_stages(args: argparse.Namespace) -> None:
             num_chunks=args.virtual_pipeline_model_parallel_size,
             placement=args.zero_bubble_placement,
             memory_limit=args.zero_bubble_memory_limit,
+            post_validation=args.zero_bubble_post_validation,
+            rollback=args.zero_bubble_rollback,
             measure_memory=args.zero_bubble_record_costs is not None,
             peer_timeout_s=args.distributed_timeout_minutes * 60,
         )

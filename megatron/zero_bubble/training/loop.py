@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
 from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
 from megatron.zero_bubble.training.failure import during
@@ -25,6 +27,19 @@ from megatron.zero_bubble.training.progress import IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
 
 Reports = list[dict[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class _Iteration:
+    """One whose optimizer step is taken, and perhaps not final."""
+
+    number: int
+    consumed_samples: int
+    num_microbatches: int
+    samples: int
+    loss: torch.Tensor | None
+    learning_rate: float
+    seconds: float
 
 
 @dataclass
@@ -47,7 +62,8 @@ class Trainer:
     state: TrainState
     progress: Progress
     around_passes: Callable[[int, Callable[[], Reports]], Reports] = lambda _iteration, passes: passes()
-    _unreported: list[dict[str, Any]] = field(default_factory=list)
+    _unfinished: deque[_Iteration] = field(default_factory=deque)
+    _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
     _saved: int | None = None
     _stop: StopRequest | None = None
 
@@ -63,6 +79,7 @@ class Trainer:
             if self._due(args.log_interval):
                 self._report()
             if self._due(args.eval_interval):
+                self._settle()
                 self._report()
                 self.evaluate("valid", self.splits.valid, self.splits.has_valid)
             if self._due(args.save_interval):
@@ -72,6 +89,7 @@ class Trainer:
             stop.vote(seconds)
         stop.decided()
         stop.ended()
+        self._settle()
         self._report()
         self._save()
         if state.iteration == args.train_iters:
@@ -102,36 +120,71 @@ class Trainer:
         state, optimizer, sizes = self.state, self.trained.optimizer, self.args.batch_sizes
         num_microbatches = sizes.microbatches(state.consumed_samples)
         samples = num_microbatches * sizes.granule
-        for chunk in self.trained.model:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        self._zero_gradients()
         with during("passes"):
             reports = self.around_passes(state.iteration + 1, partial(self._passes, batches, num_microbatches))
+        self._finish()  # the learning rate depends on whether the step before was skipped
         learning_rate = optimizer.param_groups[0]["lr"]
         with during("optimizer step"):
             updated, grad_norm, _ = optimizer.step()
-        if updated:
-            self.trained.scheduler.step(increment=samples)
         state.iteration += 1
         state.consumed_samples += samples
-        state.skipped_iterations += not updated
         loss = _mean_loss(reports)
         seconds = time.perf_counter() - started
-        self._unreported.append(
-            {
-                "iteration": state.iteration,
-                "consumed_samples": state.consumed_samples,
-                "num_microbatches": num_microbatches,
-                "lm_loss": loss,
-                "grad_norm": grad_norm,
-                "learning_rate": learning_rate,
-                "loss_scale": optimizer.get_loss_scale().item(),
-                "skipped": not updated,
-                "iteration_ms": seconds * 1000.0,
-                "tokens_per_second": samples * self.args.seq_length / seconds,
-            }
+        self._unfinished.append(
+            _Iteration(state.iteration, state.consumed_samples, num_microbatches, samples, loss, learning_rate, seconds)
         )
+        if self._ahead is None:
+            self._finish_one(updated, grad_norm, optimizer.get_loss_scale().item())
+        self._finish()
         return seconds
+
+    @property
+    def _ahead(self) -> PostValidatedOptimizer | None:
+        """The optimizer, if it takes steps ahead."""
+        optimizer = self.trained.optimizer
+        return optimizer if isinstance(optimizer, PostValidatedOptimizer) else None
+
+    def _zero_gradients(self) -> None:
+        if self._ahead is None:  # it zeroes the model's, too, when none is needed any more
+            for chunk in self.trained.model:
+                chunk.zero_grad_buffer()
+        self.trained.optimizer.zero_grad()
+
+    def _finish(self) -> None:
+        """Count the iterations whose steps taken ahead have become final."""
+        for outcome in () if self._ahead is None else self._ahead.take_outcomes():
+            self._finish_one(outcome.updated, outcome.grad_norm, outcome.loss_scale)
+
+    def _finish_one(self, updated: bool, grad_norm: float | None, loss_scale: float) -> None:
+        done = self._unfinished.popleft()
+        if updated:
+            self.trained.scheduler.step(increment=done.samples)
+        self.state.skipped_iterations += not updated
+        self._unreported.append(
+            (
+                IterationMetrics(
+                    iteration=done.number,
+                    consumed_samples=done.consumed_samples,
+                    num_microbatches=done.num_microbatches,
+                    lm_loss=None,
+                    grad_norm=grad_norm,
+                    learning_rate=done.learning_rate,
+                    loss_scale=loss_scale,
+                    skipped=not updated,
+                    iteration_ms=done.seconds * 1000.0,
+                    tokens_per_second=done.samples * self.args.seq_length / done.seconds,
+                ),
+                done.loss,
+            )
+        )
+
+    def _settle(self) -> None:
+        """Make the last step final: what follows looks at weights, counters or both."""
+        if self._ahead is not None:
+            with during("validating the last optimizer step"):
+                self._ahead.settle()
+        self._finish()
 
     def _passes(self, batches: list[Iterator[Batch]], num_microbatches: int, forward_only: bool = False) -> Reports:
         """All passes of one global batch, by the schedule in force; one report a microbatch on the last stage."""
@@ -167,16 +220,15 @@ class Trainer:
         return interval is not None and self.state.iteration % interval == 0
 
     def _report(self) -> None:
-        done = [
-            IterationMetrics(**{**values, "lm_loss": None if values["lm_loss"] is None else values["lm_loss"].item()})
-            for values in self._unreported
-        ]
-        self._unreported.clear()
-        self.progress.iterations(done)
+        done, self._unreported = self._unreported, []
+        self.progress.iterations(
+            [metrics if loss is None else replace(metrics, lm_loss=loss.item()) for metrics, loss in done]
+        )
 
     def _save(self) -> None:
         if not self.args.save or self._saved == self.state.iteration:
             return
+        self._settle()
         patience = contextlib.nullcontext() if self._stop is None else self._stop.patience()
         with during(f"saving iteration {self.state.iteration}"), self._whole_parameters(), patience:
             path = save(self.args, self.trained, self.state)

@@ -98,7 +98,7 @@ def _train_rank(
     with quiet():
         from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer, trace
         from megatron.zero_bubble.training.distributed import describe_rank
-        from megatron.zero_bubble.training.zero_bubble import apply_schedule
+        from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead
 
     tracer = None
     if args.zero_bubble_trace or args.zero_bubble_record_costs:
@@ -129,6 +129,7 @@ def _train_rank(
     chunks = model.build_model(args, config, vocab_size, device)
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
+    optimizer = step_ahead(args, applied.pipeline, optimizer, chunks)
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
     # The last rank holds the last stage, which knows the loss.
     reporting = launch.rank == launch.world_size - 1

@@ -6,8 +6,12 @@ import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer import MegatronOptimizer
+
     from megatron.zero_bubble.runtime.executor import PassObserver
     from megatron.zero_bubble.runtime.pipeline import Pipeline
+    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 
 
 class Applied(NamedTuple):
@@ -41,3 +45,26 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
         problem = str(error)
     agree(problem)
     return Applied(f"schedule {args.zero_bubble_schedule or args.zero_bubble_schedule_file}", pipeline)
+
+
+def step_ahead(
+    args: argparse.Namespace,
+    pipeline: Pipeline | None,
+    optimizer: MegatronOptimizer,
+    chunks: list[DistributedDataParallel],
+) -> MegatronOptimizer | PostValidatedOptimizer:
+    """The optimizer with its steps validated by the passes of ``pipeline``, if the flags ask for it."""
+    from datetime import timedelta
+
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.runtime.rollback import ROLLBACKS
+
+    if pipeline is None or not args.zero_bubble.post_validation:
+        return optimizer
+    group = parallel_state.get_pipeline_model_parallel_group()
+    timeout = timedelta(seconds=args.zero_bubble.peer_timeout_s)
+    rollback = ROLLBACKS[args.zero_bubble.rollback]
+    pipeline.optimizer = PostValidatedOptimizer(optimizer, chunks, group, rollback, timeout)
+    return pipeline.optimizer

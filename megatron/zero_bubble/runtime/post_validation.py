@@ -1,0 +1,354 @@
+"""Step first, validate later: the optimizer without the barrier of a synchronous pipeline.
+
+Megatron's optimizer reduces the gradients' norm over the whole pipeline before it clips and steps, so every rank waits
+for the slowest. Here (arXiv 2401.10241, section 4) a rank steps on what it knows: its own figures and those of the
+ranks before it, which for nearly every step say that it is neither skipped nor clipped. In the next iteration, before
+its first backward, the figures of all ranks are there. A step that they do not confirm is taken back and repeated as a
+synchronous optimizer would have done it, and the forwards that ran on the wrong weights are run again.
+
+What makes the repetition exact: gradients are zeroed after the validation only, a step that would clip is never taken
+ahead (clipping changes gradients in place), and what the step overwrites is kept until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.runtime.global_state import Chain, GlobalState, Reduction
+from megatron.zero_bubble.runtime.p2p import new_group
+from megatron.zero_bubble.runtime.rollback import Rollback, Snapshot
+
+_NEAR = 0.8
+"""The part of the clip from which on a recent norm makes the next step synchronous."""
+
+_RECENT = 4
+"""So many norms count as recent."""
+
+
+class How(enum.Enum):
+    """How a rank did one step; the values are the words of the log."""
+
+    AHEAD = "ahead"
+    SYNCHRONOUS = "synchronous"
+    WAITED = "waited"
+    SKIPPED = "skipped"
+    REPEATED = "repeated"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What ``MegatronOptimizer.step`` returns, and the loss scale after it; final."""
+
+    updated: bool
+    grad_norm: float | None
+    num_zeros: float | None
+    loss_scale: float
+
+
+@dataclass
+class _Step:
+    """A step whose global state is on its way.
+
+    Attributes:
+        how: as decided so far.
+        someone_ahead: whether any rank of the pipeline stepped ahead; then the first one did.
+        rollback: takes this rank's step back; None where it did not step.
+    """
+
+    found_inf: list[Reduction]
+    squares: list[Reduction]
+    zeros: list[Reduction]
+    how: How
+    someone_ahead: bool = False
+    rollback: Rollback | None = None
+
+
+class PostValidatedOptimizer:
+    """Any megatron-core optimizer, with its ``step`` taken ahead; everything else is the optimizer's own.
+
+    All ranks of the job make theirs at the same time.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` returns.
+        chunks: the model chunks of this rank.
+        pipeline: the pipeline-parallel group.
+        rollback: how a step is taken back, made before each.
+        timeout: how long a figure of another rank may take.
+
+    Raises:
+        JobError: an optimizer whose step cannot be taken back.
+    """
+
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        chunks: Sequence[DistributedDataParallel],
+        pipeline: dist.ProcessGroup,
+        rollback: Callable[[Sequence[torch.optim.Optimizer]], Rollback] = Snapshot,
+        timeout: timedelta | None = None,
+    ) -> None:
+        self._optimizer = optimizer
+        self._chunks = list(chunks)
+        self._parts = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
+        self._check()
+        groups = [part.get_grad_stats_parallel_group() for part in self._parts]
+        self._one_norm = len(groups) == 1 or optimizer.grads_states_parallel_group_is_shared()
+        device = next(chunks[0].parameters()).device
+        self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
+        self._state = GlobalState(pipeline, groups, device, timeout)
+        self._chain = Chain(pipeline, timeout)
+        self._is_first = pipeline.rank() == 0
+        self._rollback = rollback
+        self._pending: _Step | None = None
+        self._wrong = False
+        self._zero_later = False
+        self._norms: deque[float] = deque(maxlen=_RECENT)
+        self._outcomes: list[Outcome] = []
+        self._last: Outcome | None = None
+        self.counts: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._optimizer, name)
+
+    def _check(self) -> None:
+        for part in self._parts:
+            if getattr(part.config, "overlap_param_gather_with_optimizer_step", False):
+                raise JobError(
+                    "--overlap-param-gather-with-optimizer-step gathers weights that post-validation may take back; "
+                    "drop one of the two"
+                )
+
+    # What a training loop calls.
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients of optimizer and model, once no step may need them any more."""
+        assert set_to_none, "the default"
+        if self._pending is not None:
+            self._zero_later = True
+            return
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    @torch.no_grad()
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """Step on what is known.
+
+        Returns:
+            as ``MegatronOptimizer.step``, of the last step that is final; ``take_outcomes`` has each of them.
+        """
+        self.settle()
+        step, partial, found_inf = self._begin()
+        self._decide(step, partial, found_inf)
+        if step.how is How.SYNCHRONOUS:
+            self._complete(step)
+        else:
+            self._pending = step
+        last = self._last
+        return (True, None, None) if last is None else (last.updated, last.grad_norm, last.num_zeros)
+
+    def take_outcomes(self) -> list[Outcome]:
+        """The outcomes that have become final since the last call, in order."""
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def settle(self) -> None:
+        """Make the last step final: before weights or states are saved, evaluated or left."""
+        if self._pending is not None:
+            self._complete(self._pending)
+        self._wrong = False
+        self._chain.settle()
+
+    # What the pipeline calls.
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step may still turn out wrong."""
+        return self._pending is not None
+
+    def before_forwards(self) -> None:
+        """Step now where this rank has waited: its forwards need the weights."""
+        if self._pending is not None and self._pending.how is How.WAITED:
+            self._complete(self._pending)
+
+    def validate(self) -> bool:
+        """Wait for the global state and make the last step final; False when forwards ran on wrong weights."""
+        if self._pending is not None:
+            self._complete(self._pending)
+        wrong, self._wrong = self._wrong, False
+        return not wrong
+
+    # The step itself.
+
+    def _begin(self) -> tuple[_Step, float, bool]:
+        """Bring the gradients into the optimizer's form and send their figures off.
+
+        Returns:
+            the step, the sum of squares of this stage, and whether this stage found an infinite gradient.
+        """
+        with self._reducing_alone():
+            found = [_prepare(part) for part in self._parts]
+            norms = self._own_norms()
+            zeros = self._own_zeros()
+        squares = [float(norm) ** 2 for norm in norms]
+        scaled = [i for i, part in enumerate(self._parts) if getattr(part, "grad_scaler", None)]
+        step = _Step(
+            [self._state.reduce(i, float(found[i]), dist.ReduceOp.MAX) for i in scaled],
+            [self._state.reduce(i, square, dist.ReduceOp.SUM) for i, square in enumerate(squares)],
+            [self._state.reduce(i, count, dist.ReduceOp.SUM) for i, count in enumerate(zeros)],
+            How.AHEAD,
+        )
+        partial = sum(self._state.of_stage(i, square) for i, square in enumerate(squares))
+        infinite = [self._state.of_stage(i, float(found[i])) > 0 for i in scaled]
+        return step, partial, any(infinite)
+
+    @contextlib.contextmanager
+    def _reducing_alone(self) -> Iterator[None]:
+        """Within, the optimizer's own reductions are over this rank only."""
+        missing = object()
+        before = [part.__dict__.get("grad_stats_parallel_group", missing) for part in self._parts]
+        for part in self._parts:
+            part.grad_stats_parallel_group = self._alone
+        try:
+            yield
+        finally:
+            for part, group in zip(self._parts, before, strict=True):
+                if group is missing:
+                    del part.grad_stats_parallel_group
+                else:
+                    part.grad_stats_parallel_group = group
+
+    def _own_norms(self) -> list[float]:
+        """One norm, or one of each part where megatron-core reduces them over different ranks."""
+        if self._one_norm:
+            return [self._optimizer.get_grad_norm()]
+        return [part.get_grad_norm() or 0.0 for part in self._parts]
+
+    def _own_zeros(self) -> list[float]:
+        if not self._optimizer.config.log_num_zeros_in_grad:
+            return []
+        return [self._optimizer.count_zeros()] if self._one_norm else [part.count_zeros() for part in self._parts]
+
+    def _decide(self, step: _Step, partial: float, found_inf: bool) -> None:
+        """Step now, or find that this would be blind."""
+        before = self._chain.receive(3)
+        if before is not None:
+            found_inf |= bool(before[0])
+            partial += float(before[1])
+        clip = self._optimizer.config.clip_grad
+        if self._near_the_clip(clip):
+            step.how = How.SYNCHRONOUS
+        elif found_inf:
+            step.how = How.SKIPPED
+        elif clip > 0 and not _within(clip, math.sqrt(partial) if partial >= 0 else partial):
+            step.how = How.WAITED
+        step.someone_ahead = step.how is How.AHEAD if before is None else bool(before[2])
+        self._chain.send(torch.tensor([float(found_inf), partial, float(step.someone_ahead)], dtype=torch.float64))
+        if step.how is How.AHEAD:
+            if clip > 0 or step.found_inf:
+                step.rollback = self._rollback([p.optimizer for p in self._parts if not p.is_stub_optimizer])
+            self._optimizer.step_with_ready_grads()
+
+    def _near_the_clip(self, clip: float) -> bool:
+        """Whether the recent norms, the same on all ranks, make it likely that this step is clipped."""
+        if clip <= 0:
+            return False
+        return not self._norms or not all(norm < _NEAR * clip for norm in self._norms)
+
+    @torch.no_grad()
+    def _complete(self, step: _Step) -> None:
+        """Make a step final, when the state of all ranks is there."""
+        found = [reduction.wait() > 0 for reduction in step.found_inf]
+        norm = self._norm([reduction.wait() for reduction in step.squares])
+        zeros = sum(reduction.wait() for reduction in step.zeros) if step.zeros else None
+        clip = self._optimizer.config.clip_grad
+        updated = not any(found)
+        wrong = not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0)
+        if step.how is How.AHEAD and wrong:
+            step.how = How.REPEATED
+            self._take_back(step, norm, repeat=updated)
+        elif step.how is not How.AHEAD and updated:
+            self._clip_and_step(norm, clip)
+        if updated:
+            self._norms.append(norm)
+        for part, infinite in zip(self._scaled(), found, strict=True):
+            part.grad_scaler.update(infinite)
+        self._pending = None
+        self._wrong = step.someone_ahead and wrong
+        self.counts[step.how.value] += 1
+        if self._zero_later:
+            self._zero_later = False
+            self.zero_grad()
+        reported = (norm if self._reports_norm else None, zeros) if updated else (None, None)
+        self._last = Outcome(updated, *reported, self.get_loss_scale().item())
+        self._outcomes.append(self._last)
+
+    def _scaled(self) -> list[Any]:
+        """The parts with a loss scale."""
+        return [part for part in self._parts if getattr(part, "grad_scaler", None)]
+
+    def _norm(self, squares: list[float]) -> float:
+        """The norm of all gradients, as megatron-core rounds it."""
+        norms = [square ** (1.0 / 2.0) for square in squares]
+        return norms[0] if self._one_norm else math.sqrt(sum([norm**2 for norm in norms]))
+
+    @property
+    def _reports_norm(self) -> bool:
+        return isinstance(self._optimizer, ChainedOptimizer) or self._optimizer.config.clip_grad > 0
+
+    def _clip_and_step(self, norm: float, clip: float) -> None:
+        for part in self._parts:
+            parameters = [] if part.is_stub_optimizer else part.get_parameters()
+            if parameters and clip > 0:
+                clip_grad_by_total_norm_fp32(
+                    parameters, clip, norm, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                )
+        self._optimizer.step_with_ready_grads()
+
+    def _take_back(self, step: _Step, norm: float, repeat: bool) -> None:
+        """Bring the optimizer to where it was, and the weights to where a synchronous step would have them."""
+        assert step.rollback is not None, "a step that can be wrong can be taken back"
+        clip = self._optimizer.config.clip_grad
+        gathered = [chunk for chunk in self._chunks if chunk.ddp_config.use_distributed_optimizer]
+        for chunk in gathered:
+            if chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync(force_sync=True)  # waits for those under way
+        step.rollback.undo()
+        if repeat:
+            self._clip_and_step(norm, clip)
+        else:
+            for part in self._parts:
+                if not part.is_stub_optimizer and hasattr(part, "_copy_main_params_to_model_params"):
+                    part._copy_main_params_to_model_params()
+        for chunk in gathered:
+            if chunk.ddp_config.overlap_param_gather or not repeat:
+                chunk.start_param_sync(force_sync=True)
+
+
+def _prepare(part: MegatronOptimizer) -> bool:
+    """``prepare_grads`` of one optimizer, its loss scale as it was; True when it found an infinite gradient."""
+    scaler = getattr(part, "grad_scaler", None)
+    before = scaler.state_dict() if scaler else None
+    found_inf = part.prepare_grads()
+    if scaler:
+        scaler.load_state_dict(before)
+    return found_inf
+
+
+def _within(clip: float, norm: float) -> bool:
+    """Whether gradients of this norm are surely not clipped; False for NaN."""
+    return clip / (norm + 1.0e-6) >= 1.0

@@ -1,0 +1,75 @@
+"""An iteration's first forwards, done again: the same samples, the same random numbers, the same counters."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+
+from megatron.zero_bubble.runtime import random_state
+
+
+class Rewindable(Iterator[Any]):
+    """A data iterator that gives again, after ``rewind``, what it gave since it was made."""
+
+    def __init__(self, source: Any) -> None:
+        self._source = source
+        self._given: list[Any] | None = []
+        self._again: deque[Any] = deque()
+
+    def __next__(self) -> Any:
+        item = self._again.popleft() if self._again else next(self._source)
+        if self._given is not None:
+            self._given.append(item)
+        return item
+
+    def rewind(self) -> None:
+        """Start again, for the last time."""
+        assert self._given is not None, "one iteration is done again once"
+        self._again, self._given = deque(self._given), None
+
+    def keep_nothing(self) -> None:
+        """It will not be rewound."""
+        self._given = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+class Replay:
+    """What the forwards of an iteration change outside their own results.
+
+    Args:
+        chunks: the model, whose buffers a forward may count in.
+        iterators: the data iterator of each chunk; the same one may serve several.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], iterators: Sequence[Any]) -> None:
+        own = {id(source): None if source is None else Rewindable(source) for source in iterators}
+        self.iterators = [own[id(source)] for source in iterators]
+        self._rewindable = [iterator for iterator in own.values() if iterator is not None]
+        self._random = random_state.capture()
+        modules = (module for chunk in chunks for module in chunk.modules())  # DDP's own ``buffers`` are others
+        self._buffers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
+        tracker = get_moe_layer_wise_logging_tracker()
+        self._auxiliary_losses = {name: entry | {"values": entry["values"].clone()} for name, entry in tracker.items()}
+
+    def rewind(self) -> None:
+        """Set everything back to where it was."""
+        for iterator in self._rewindable:
+            iterator.rewind()
+        random_state.restore(self._random)
+        for buffer, before in self._buffers:
+            buffer.copy_(before)
+        tracker = get_moe_layer_wise_logging_tracker()
+        tracker.clear()
+        tracker.update(self._auxiliary_losses)
+
+    def confirm(self) -> None:
+        """Nothing will be done again."""
+        for iterator in self._rewindable:
+            iterator.keep_nothing()
+        self._buffers.clear()

@@ -1,0 +1,74 @@
+"""Training with gradients that are wrong at a chosen place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.ir import Kind, Pass
+from tests.helpers.parity import BASE_FLAGS, Outcome, _splits, _train_once
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In one microbatch of one iteration, a gradient of ``rank`` is multiplied by ``factor``, which may be NaN."""
+
+    iteration: int
+    rank: int
+    microbatch: int
+    factor: float
+
+
+class _Injector:
+    """A ``PassObserver`` that arms the fault of the backward that runs, whatever the schedule, and however often."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = faults
+        self._seen: Any = None
+        self._factor = 1.0
+
+    def meddle(self, chunks: Any, seen: Any) -> None:
+        """Put the faults into the model's first layer norm."""
+        self._seen = seen
+        norm = next(weight for name, weight in chunks[0].named_parameters() if name.endswith("layernorm.weight"))
+        norm.register_hook(self._spoil)
+
+    def begin(self, work: Pass) -> None:
+        if work.kind in (Kind.B, Kind.BW):
+            now = self._seen.iteration, work.microbatch
+            self._factor = next((f.factor for f in self._faults if (f.iteration, f.microbatch) == now), 1.0)
+
+    def end(self, work: Pass) -> None:
+        self._factor = 1.0
+
+    def _spoil(self, grad: torch.Tensor) -> torch.Tensor | None:
+        return None if self._factor == 1.0 else grad * self._factor
+
+
+def train_with_faults(rank: int, flags: str, faults: Sequence[Fault]) -> tuple[Outcome, Counter[str]]:
+    """One run; returns its outcome and how its steps were taken."""
+    from megatron.core import parallel_state, rerun_state_machine
+
+    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.training.distributed import lay_out
+
+    args = parse([*BASE_FLAGS.split(), *flags.split()])
+    check(args, torch.distributed.get_world_size())
+    parallel_state.destroy_model_parallel()
+    rerun_state_machine.destroy_rerun_state_machine()
+    lay_out(args)
+    own = parallel_state.get_pipeline_model_parallel_rank()
+    injector = _Injector([fault for fault in faults if fault.rank == own])
+    pipeline = apply(args.zero_bubble, injector)
+    try:
+        outcome, _ = _train_once(args, _splits(args), None, pipeline, injector.meddle)
+        assert pipeline.num_pending == 0
+    finally:
+        revert()
+    return outcome, Counter() if pipeline.optimizer is None else pipeline.optimizer.counts
