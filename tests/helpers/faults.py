@@ -49,8 +49,25 @@ class _Injector:
         return None if self._factor == 1.0 else grad * self._factor
 
 
-def train_with_faults(rank: int, flags: str, faults: Sequence[Fault]) -> tuple[Outcome, Counter[str]]:
-    """One run; returns its outcome and how its steps were taken."""
+def train_with_faults(
+    rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fault], near: float | None = None
+) -> list[tuple[Outcome, Counter[str]]]:
+    """A run from the same start with each of ``modes``, more flags; its outcome and how its steps were taken.
+
+    Args:
+        near: from which part of the clip on a norm makes the next steps synchronous; None leaves the default.
+    """
+    from megatron.zero_bubble.runtime import post_validation
+
+    usual = post_validation._NEAR
+    post_validation._NEAR = usual if near is None else near
+    try:
+        return [_train(f"{flags} {mode}", faults) for mode in modes]
+    finally:
+        post_validation._NEAR = usual
+
+
+def _train(flags: str, faults: Sequence[Fault]) -> tuple[Outcome, Counter[str]]:
     from megatron.core import parallel_state, rerun_state_machine
 
     from megatron.zero_bubble.patching import apply, revert

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron.zero_bubble import PassCosts, Placement, Schedule
-from megatron.zero_bubble.runtime.emulate import virtual_cases, virtual_deviation_ms
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
+from megatron.zero_bubble.analysis.period import iterations, period_ms
+from megatron.zero_bubble.runtime.emulate import virtual_cases, virtual_deviation_ms, virtual_iterations
 from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.search import zb_auto
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.ranks import RankPool
 
@@ -44,3 +47,38 @@ def test_several_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Pl
         tuple(3.0 + s for s in stages), tuple(5.0 - s / 2 for s in stages), tuple(2.0 for _ in stages), 0.5
     )
     assert_executed_as_planned(ranks, [(schedule, costs)])
+
+
+def ends_of_iterations(_rank: int, cases: list[Case], step_ms: float, ahead: bool) -> list[list[float]]:
+    assert dist.group.WORLD is not None
+    transport = Transport(dist.group.WORLD, [])
+    return [virtual_iterations(schedule, costs, step_ms, ahead, 4, transport) for schedule, costs in cases]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_iterations_follow_each_other_as_simulated(ranks: RankPool, num_ranks: int, ahead: bool) -> None:
+    """With steps taken ahead, and with a synchronous optimizer."""
+    cases = []
+    for name in SCHEDULES:
+        for num_microbatches in (1, 3 * num_ranks):
+            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+            cases += [(schedule, PassCosts.uniform(schedule.placement, *ms)) for ms in ((10, 10, 10), (5, 9, 3, 4))]
+    measured = ranks.run(num_ranks, ends_of_iterations, cases, 5.0, ahead)
+    for index, (schedule, costs) in enumerate(cases):
+        planned = list(iterations(schedule, costs, 5.0, ahead, 4))
+        for rank in range(num_ranks):
+            assert measured[rank][index] == pytest.approx([ends[rank] for ends in planned], abs=0.01), schedule.name
+
+
+def test_an_iteration_takes_the_span_and_a_step(ranks: RankPool) -> None:
+    """8 ranks, 24 microbatches, twice the memory of 1F1B; a synchronous optimizer takes the makespan."""
+    placement = Placement.linear(8)
+    costs = PassCosts.uniform(placement, 50, 50, 50)
+    schedule = zb_auto(costs, PassMemory.uniform(placement), 8, 24, 16.0, placement="linear", objective="span")
+    timeline = simulate(schedule, costs)
+    for ahead, whole in ((True, timeline.span_ms), (False, timeline.makespan_ms)):
+        assert period_ms(schedule, costs, 25.0, ahead) == pytest.approx(whole + 25.0)
+        for ends in ranks.run(8, ends_of_iterations, [(schedule, costs)], 25.0, ahead):
+            assert ends[0][-1] - ends[0][-2] == pytest.approx(whole + 25.0, abs=0.01)
+    assert timeline.makespan_ms > 1.05 * timeline.span_ms

@@ -3,7 +3,8 @@
 ``VirtualStage`` never sleeps: each rank keeps a logical clock, a pass advances it by its planned duration, and the
 first element of every tensor carries the sender's clock through the real transport. A receiver takes the later of the
 two, plus the link's latency. The clocks then tell what the runtime executed, exactly, on a machine under any load;
-they are blind to overhead. ``SleepingStage`` spends the time for real, and shows the overhead.
+they are blind to overhead. ``SleepingStage`` spends the time for real, and shows the overhead. Optimizer steps between
+iterations, synchronous or taken ahead, are emulated the same way, over the channels of the real ones.
 """
 
 from __future__ import annotations
@@ -11,16 +12,18 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.plan import Plan, lower
+from megatron.zero_bubble.plan import Plan, lower, with_validation
 from megatron.zero_bubble.runtime.executor import Executor, Stage
+from megatron.zero_bubble.runtime.global_state import Chain, Reduction
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
@@ -99,10 +102,85 @@ class SleepingStage:
         sleep_until(time.perf_counter() + self._costs.duration(work, self._schedule.num_slices) / 1e3)
 
 
-def execute(plan: Plan, stage: Stage, transport: Transport, like: torch.Tensor) -> None:
+class VirtualOptimizer:
+    """An optimizer whose step takes ``step_ms`` on a rank's clock, and knows the time when it knows the gradients.
+
+    Args:
+        ahead: whether it steps before all ranks have ended their passes.
+    """
+
+    def __init__(self, clock: VirtualClock, step_ms: float, ahead: bool, group: dist.ProcessGroup) -> None:
+        self._clock, self._step_ms, self._ahead, self._group = clock, step_ms, ahead, group
+        self._chain = Chain(group)
+        self._all: Reduction | None = None
+
+    def step(self) -> None:
+        """After the passes of an iteration."""
+        now = torch.tensor([self._clock.now_ms], dtype=torch.float64)
+        self._all = Reduction(now.clone(), dist.ReduceOp.MAX, self._group)
+        if self._ahead:
+            before = self._chain.receive(1)
+            now = now if before is None else torch.maximum(now, before)
+            self._chain.send(now)
+            self._clock.now_ms = now.item()
+        else:
+            self.validate()
+        self._clock.now_ms += self._step_ms
+
+    def validate(self) -> bool:
+        """Wait for the figures of all ranks; they are always right here."""
+        if self._all is not None:
+            self._clock.now_ms = max(self._clock.now_ms, self._all.wait())
+            self._all = None
+        return True
+
+    def settle(self) -> None:
+        """After the last iteration."""
+        self.validate()
+        self._chain.settle()
+
+
+class SleepingOptimizer:
+    """The same on the wall clock."""
+
+    def __init__(self, step_ms: float, ahead: bool, group: dist.ProcessGroup) -> None:
+        self._clock = VirtualClock()
+        self._step_ms = step_ms
+        self._figures = VirtualOptimizer(self._clock, 0.0, ahead, group)
+        self.validate, self.settle = self._figures.validate, self._figures.settle
+
+    def step(self) -> None:
+        """After the passes of an iteration."""
+        self._figures.step()
+        sleep_until(time.perf_counter() + self._step_ms / 1e3)
+
+
+def execute(
+    plan: Plan, stage: Stage, transport: Transport, like: torch.Tensor, validate: Callable[[], bool] = lambda: True
+) -> None:
     """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``."""
     stages = dict.fromkeys(plan.schedule.placement.stages_of(transport.rank), stage)
-    Executor(plan, transport.rank, stages, transport, lambda _message: torch.empty_like(like)).run()
+    rank = transport.rank
+    Executor(plan, rank, stages, transport, lambda _message: torch.empty_like(like), validate=validate).run()
+
+
+def virtual_iterations(
+    schedule: Schedule, costs: PassCosts, step_ms: float, ahead: bool, count: int, transport: Transport
+) -> list[float]:
+    """When this rank ends the optimizer step of each of ``count`` iterations in a row, in ms of its virtual clock."""
+    plan = with_validation(lower(schedule))
+    transport.open(plan.channels)
+    clock = VirtualClock()
+    assert dist.group.WORLD is not None
+    optimizer = VirtualOptimizer(clock, step_ms, ahead, dist.group.WORLD)
+    stage, like = VirtualStage(schedule, costs, clock), torch.empty(1, dtype=torch.float64)
+    ends = []
+    for _ in range(count):
+        execute(plan, stage, transport, like, optimizer.validate)
+        optimizer.step()
+        ends.append(clock.now_ms)
+    optimizer.settle()
+    return ends
 
 
 def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:

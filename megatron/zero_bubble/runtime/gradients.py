@@ -83,8 +83,8 @@ class GradSync:
 
     def __init__(self, no_sync: Callable[[], AbstractContextManager[Any]] | None) -> None:
         self._no_sync = no_sync or contextlib.nullcontext
-        self._off: AbstractContextManager[Any] | None = self._no_sync()
-        self._off.__enter__()
+        self._off: AbstractContextManager[Any] | None = None
+        self.hold()
 
     @property
     def enabled(self) -> bool:
@@ -95,6 +95,12 @@ class GradSync:
         if self._off is not None:
             self._off.__exit__(None, None, None)
             self._off = None
+
+    def hold(self) -> None:
+        """Off again, as at the beginning: zeroing gradients has turned it on."""
+        self.enable()
+        self._off = self._no_sync()
+        self._off.__enter__()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

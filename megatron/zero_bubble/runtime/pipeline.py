@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -24,14 +24,14 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.config import JobError, check_model_config, check_placement
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Kind, Schedule
-from megatron.zero_bubble.plan import Message, Plan, PlanError, lower, lower_forward_only, prove, with_validation
-from megatron.zero_bubble.runtime.executor import Executor, PassObserver, together
+from megatron.zero_bubble.plan import Plan, PlanError, lower, lower_forward_only, prove, with_validation
+from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
-from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
+from megatron.zero_bubble.runtime.iteration import Boundary, Iteration
+from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.runtime.replay import Replay
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -110,7 +110,7 @@ class Pipeline:
             collect_non_loss_data,
             first_val_step,
         )
-        boundary = _Boundary.of(
+        boundary = Boundary.of(
             config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn, chunks[0]
         )
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
@@ -119,83 +119,35 @@ class Pipeline:
             self._meter.ignore(chunks)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
+        assert self._transport is not None
+        iteration = Iteration(
+            prepared.plan,
+            prepared.stages,
+            chunks,
+            iterators,
+            step,
+            results,
+            boundary,
+            self._transport,
+            self.store,
+            self._observer,
+        )
         if forward_only:
             if self.optimizer is not None:
                 self.optimizer.settle()
-            self._run(prepared, step, results, chunks, iterators, [None] * len(chunks), boundary)
+            iteration.evaluate()
         else:
             with _finalized(config, groups, prepared, chunks, results, force_all_reduce):
                 self.accumulate.watch(chunks)
                 syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
                 # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
-                overlaps = config.grad_sync_func is None or prepared.rank == 0
-                early = syncs if overlaps else [None] * len(chunks)
-                self._train(prepared, step, results, chunks, iterators, early, boundary)
+                iteration.train(syncs, config.grad_sync_func is None or prepared.rank == 0, self.optimizer)
                 _finish_grad_sync(config, chunks, syncs)
                 if self._meter is not None:
                     self._meter.finish()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         return _on_last_rank(results.forward_data, groups.pp, prepared.last_stage_rank, boundary.device)
-
-    def _train(
-        self,
-        prepared: _Prepared,
-        step: StepArguments,
-        results: StepResults,
-        chunks: list[torch.nn.Module],
-        iterators: list[Any],
-        syncs: Sequence[GradSync | None],
-        boundary: _Boundary,
-    ) -> None:
-        """Execute the plan, twice if its first forwards ran on weights that were taken back."""
-        if self.optimizer is None or not self.optimizer.is_pending:
-            self._run(prepared, step, results, chunks, iterators, syncs, boundary)
-            return
-        replay = Replay(chunks, iterators)
-        self.optimizer.before_forwards()
-        if not self._run(prepared, step, results, chunks, replay.iterators, syncs, boundary, replay):
-            replay.rewind()
-            results.clear()
-            self.store.clear()
-            again = self._run(prepared, step, results, chunks, replay.iterators, syncs, boundary)
-            assert again, "a step is validated once"
-
-    def _run(
-        self,
-        prepared: _Prepared,
-        step: StepArguments,
-        results: StepResults,
-        chunks: list[torch.nn.Module],
-        iterators: list[Any],
-        syncs: Sequence[GradSync | None],
-        boundary: _Boundary,
-        replay: Replay | None = None,
-    ) -> bool:
-        """Make the stages of this rank and execute the plan; False when it stopped, to be run again."""
-        stages = {
-            facts.stage: MegatronStage(step, results, facts, chunk, iterator, self.store, sync)
-            for facts, chunk, iterator, sync in zip(prepared.stages, chunks, iterators, syncs, strict=True)
-        }
-        assert self._transport is not None
-        return Executor(
-            prepared.plan,
-            prepared.rank,
-            stages,
-            self._transport,
-            boundary.new_buffer,
-            self._observer,
-            lambda: self._validate(replay),
-        ).run()
-
-    def _validate(self, replay: Replay | None) -> bool:
-        """Whether the forwards until here were right."""
-        if self.optimizer is None or replay is None:
-            return True
-        right = self.optimizer.validate()
-        if right:
-            replay.confirm()
-        return right
 
     def gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
         """What a microbatch keeps on each stage, in bytes; every rank of the pipeline calls this after an iteration."""
@@ -412,46 +364,6 @@ def process_groups(pg_collection: Any) -> Any:
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
-
-
-@dataclass(frozen=True)
-class _Boundary:
-    """The tensors that cross stage boundaries: shape (sequence shard, microbatch, hidden) of each direction."""
-
-    activation: tuple[int, ...]
-    gradient: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls,
-        config: Any,
-        groups: Any,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None,
-        adjust: Callable[..., Any] | None,
-        chunk: torch.nn.Module,
-    ) -> _Boundary:
-        received, sent = (
-            schedules.get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=config,
-                tp_group=groups.tp,
-                cp_group=groups.cp,
-            )
-            for _ in range(2)
-        )
-        if adjust is not None:
-            received, sent = adjust(received, sent)
-        return cls(received[0], sent[0], config.pipeline_dtype, next(chunk.parameters()).device)
-
-    def new_buffer(self, message: Message) -> torch.Tensor:
-        shape = self.activation if message.is_activation else self.gradient
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:

@@ -1,0 +1,122 @@
+"""One iteration of one rank: its stages, made for it, and the plan they run; twice where a step must be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.zero_bubble.plan import Message, Plan
+from megatron.zero_bubble.runtime.executor import Executor, PassObserver
+from megatron.zero_bubble.runtime.gradients import GradSync
+from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
+from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.replay import Replay
+from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """The tensors that cross stage boundaries: shape (sequence shard, microbatch, hidden) of each direction."""
+
+    activation: tuple[int, ...]
+    gradient: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        groups: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None,
+        adjust: Callable[..., Any] | None,
+        chunk: torch.nn.Module,
+    ) -> Boundary:
+        received, sent = (
+            schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                tp_group=groups.tp,
+                cp_group=groups.cp,
+            )
+            for _ in range(2)
+        )
+        if adjust is not None:
+            received, sent = adjust(received, sent)
+        return cls(received[0], sent[0], config.pipeline_dtype, next(chunk.parameters()).device)
+
+    def new_buffer(self, message: Message) -> torch.Tensor:
+        shape = self.activation if message.is_activation else self.gradient
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """Everything that the passes of one iteration work on.
+
+    Attributes:
+        stages: what the schedule says of this rank's stages, one for each chunk.
+        results: gathered while it runs.
+    """
+
+    plan: Plan
+    stages: Sequence[StageFacts]
+    chunks: Sequence[torch.nn.Module]
+    iterators: Sequence[Any]
+    step: StepArguments
+    results: StepResults
+    boundary: Boundary
+    transport: Transport
+    store: WgradStore
+    observer: PassObserver | None
+
+    def evaluate(self) -> None:
+        """Forwards only."""
+        self._run(self.iterators, [None] * len(self.chunks), lambda: True)
+
+    def train(self, syncs: Sequence[GradSync], overlap: bool, optimizer: PostValidatedOptimizer | None) -> None:
+        """All passes, those before the validation of the last step twice if it was wrong.
+
+        Args:
+            syncs: of every chunk.
+            overlap: whether the passes tell data parallelism which gradients are ready.
+            optimizer: takes steps ahead; None where every step is final.
+        """
+        told = syncs if overlap else [None] * len(self.chunks)
+        if optimizer is None or not optimizer.is_pending:
+            self._run(self.iterators, told, lambda: True)
+            return
+        replay = Replay(self.chunks, self.iterators)
+        optimizer.before_forwards()
+
+        def validate() -> bool:
+            right = optimizer.validate()
+            for sync in syncs:
+                sync.hold()
+            if right:
+                replay.confirm()
+            return right
+
+        if not self._run(replay.iterators, told, validate):
+            replay.rewind()
+            self.results.clear()
+            self.store.clear()
+            self._run(replay.iterators, told, lambda: True)
+
+    def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
+        """Make the stages and execute the plan; False when it stopped, to be run again."""
+        stages = {
+            facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
+            for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)
+        }
+        transport, new_buffer = self.transport, self.boundary.new_buffer
+        return Executor(self.plan, transport.rank, stages, transport, new_buffer, self.observer, validate).run()

@@ -1,0 +1,65 @@
+"""Where an iteration stops when the optimizer step before it was wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+
+from megatron.zero_bubble import Kind, Schedule, build
+from megatron.zero_bubble.analysis.period import repeatable
+from megatron.zero_bubble.plan import Compute, PlanError, Recv, Send, Settle, Validate, lower, prove, with_validation
+from tests.helpers.strategies import schedules
+
+
+@given(schedules(min_ranks=2))
+def test_forwards_only_and_nothing_that_another_rank_has_not_begun(schedule: Schedule) -> None:
+    stage_to_rank, before = schedule.placement.stage_to_rank, repeatable(schedule)
+    for row in before:
+        for p in row:
+            assert p.kind is Kind.F
+            assert all(d in before[stage_to_rank[d.stage]] for d in schedule.dependencies(p))
+
+
+@given(schedules(min_ranks=2))
+def test_what_is_begun_is_exchanged_when_the_ranks_stop(schedule: Schedule) -> None:
+    plan = with_validation(lower(schedule))
+    stopped = [(*ops[: ops.index(Validate())], *drain) for ops, drain in zip(plan.ops, plan.drain, strict=True)]
+    for kinds in ((Send, Recv), (Send, Settle)):
+        per_channel = [
+            {
+                channel: [
+                    op.message for row in stopped for op in row if type(op) is kind and op.message.channel == channel
+                ]
+                for channel in plan.channels
+            }
+            for kind in kinds
+        ]
+        assert per_channel[0] == per_channel[1]
+
+
+@given(schedules(min_ranks=2))
+def test_everything_else_stays(schedule: Schedule) -> None:
+    plan = lower(schedule)
+    validated = with_validation(plan)
+    assert tuple(tuple(op for op in row if op != Validate()) for row in validated.ops) == plan.ops
+    assert all(row.count(Validate()) == 1 for row in validated.ops)
+    assert validated.digest != plan.digest
+
+
+@given(schedules(min_ranks=2))
+def test_a_drain_that_forgets_a_message_is_refused(schedule: Schedule) -> None:
+    plan = with_validation(lower(schedule))
+    rank = next((rank for rank, ops in enumerate(plan.drain) if ops), None)
+    assume(rank is not None)
+    drain = tuple(ops[1:] if row == rank else ops for row, ops in enumerate(plan.drain))
+    with pytest.raises(PlanError):
+        prove(replace(plan, drain=drain))
+
+
+def test_the_warm_up_of_zb_h2_may_be_done_again() -> None:
+    plan = with_validation(lower(build("zb-h2", num_ranks=2, num_microbatches=4)))
+    computed = [[op for op in ops[: ops.index(Validate())] if isinstance(op, Compute)] for ops in plan.ops]
+    assert [" ".join(map(str, row)) for row in computed] == ["0F0 0F1 0F2", "1F0"]
+    assert " ".join(map(str, plan.drain[1])) == "0F2<0 1B0>0 1B0=0"
