@@ -193,6 +193,19 @@ def test_a_v_is_fitted_to_the_costs_unless_taken_as_published(capsys: Capture) -
     assert max(own["peak_activation"]) <= max(published["peak_activation"])
 
 
+def test_an_iteration_with_its_optimizer_step(capsys: Capture) -> None:
+    """A synchronous optimizer takes the makespan and a step, post-validation the span and a step."""
+    arguments = ["plan", "--schedule", "zb-h2", *SIZES, *TIMES]
+    plan = run_json(capsys, *arguments)
+    text = run(capsys, *arguments, "--step-ms", "0.25")
+    synchronous, ahead = plan["makespan_ms"] + 0.25, plan["span_ms"] + 0.25
+    assert ahead < synchronous
+    expected = f"step of 0.25 ms: {synchronous:.3f} ms synchronous, {ahead:.3f} ms with post-validation"
+    assert expected in text
+    assert main([*arguments, "--step-ms", "-1"]) == 2
+    assert "--step-ms takes a time of 0 ms or more; got -1.0" in capsys.readouterr().err
+
+
 def test_chunks_are_for_interleaved_schedules(capsys: Capture) -> None:
     plan = run_json(capsys, "plan", "--schedule", "interleaved-1f1b", *SIZES, *TIMES, "--num-chunks", "3")
     assert plan["num_stages"] == 12

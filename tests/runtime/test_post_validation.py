@@ -137,8 +137,7 @@ def test_norms_just_above_and_just_below_the_clip(ranks: RankPool) -> None:
         counts_of(ranks, Row(layout, 3, "zb-h2", f"--clip-grad {limit!r}", faults))
         for limit in (clip, math.nextafter(clip, 0))
     )
-    assert allowed == {"ahead": 2 * (STEPS - 1), "synchronous": 2}
-    assert clipped == allowed + Counter(repeated=1, waited=1) - Counter(ahead=2)
+    assert (allowed["repeated"], clipped["repeated"]) == (0, 1), (allowed, clipped)
 
 
 def test_a_plan_for_twice_the_memory(ranks: RankPool, tmp_path: Path) -> None:
@@ -156,10 +155,20 @@ def test_steps_are_not_taken_blindly(ranks: RankPool) -> None:
     """The first step, and those after norms near the clip, are synchronous."""
     row = ROWS["zb-h2, fp32, spikes"]
     counts = counts_of(ranks, row, near=None)
-    assert counts["synchronous"] == 2 * (1 + 4 * 3 - 1), counts  # four after each spike; two spikes are neighbours
+    assert counts["synchronous"] == 2 * (1 + 4 + 5 + 4), counts  # four after each spike; two spikes are neighbours
 
 
 def test_without_a_clip_nothing_is_kept_or_taken_back(ranks: RankPool) -> None:
     """Nothing could make such a step wrong, so no spike does."""
     row = Row(Layout(2), 3, "zb-h2", f"--clip-grad 0 {UNTIED}", LAST_OF_TWO)
     assert counts_of(ranks, row) == {"ahead": 2 * STEPS}
+
+
+def test_inverse_is_right_to_rounding_and_keeps_nothing(ranks: RankPool) -> None:
+    row = ROWS["zb-h2, fp32, spikes"]
+    flags = f"{row.layout.flags(3, row.options)} --zero-bubble-schedule zb-h2 --train-iters {STEPS}"
+    modes = [MODES[1], f"{MODES[1]} --zero-bubble-rollback inverse"]
+    for exact, inverse in ranks.run(2, train_with_faults, flags, modes, row.faults, NEVER_NEAR, timeout=120):
+        assert inverse[1]["ahead"] >= 10, inverse[1]
+        expected, found = ([float.fromhex(norm) for norm in one.grad_norms] for one, _ in (exact, inverse))
+        assert found == pytest.approx(expected, rel=1e-3) and found != expected

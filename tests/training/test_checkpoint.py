@@ -27,6 +27,7 @@ PIPELINE = f"{DROPOUT} --pipeline-model-parallel-size 2"
     "flags",
     [
         "--pipeline-model-parallel-size 2",
+        "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h2 --zero-bubble-post-validation --bf16",
         "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
         pytest.param(f"{EXPERTS} --expert-model-parallel-size 2", marks=pytest.mark.full),
         pytest.param(

@@ -29,6 +29,7 @@ LIMIT_S = 60.0
 
 BACKWARD = "megatron.zero_bubble.runtime.megatron_stage:MegatronStage.backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
+VALIDATE = "megatron.zero_bubble.runtime.post_validation:PostValidatedOptimizer.validate"
 SAVE = "megatron.core.dist_checkpointing:save"
 RANK = r"rank {0} \(pipeline rank \d, tensor rank \d, data rank \d\), "
 IN_PASSES = r"iteration \d+, passes: pipeline rank \d could not .* channel \d>\d \(.+\); rank \d has died or hangs"
@@ -75,6 +76,27 @@ class TestKilledRank:
         ended = run_training(2, words, tmp_path, Death(1, lay_out))
         assert ended[0].exit_code == 1
         assert "error: rank 0, joining the others: another rank has died or hangs" in ended[0].output
+
+
+def test_killed_between_a_step_and_its_validation(tmp_path: Path) -> None:
+    """What was saved is final: the resumed run repeats the one that nobody killed, bit for bit."""
+
+    def metrics_of(name: str, *more: str, death: Death | None = None) -> tuple[list[Ended], list[str]]:
+        file = tmp_path / f"{name}.jsonl"
+        words = flags(Layout(2), 4, "--zero-bubble-post-validation", "--clip-grad", "100", schedule="zb-h2")
+        every = ["--train-iters", "7", "--eval-iters", "0", "--metrics-file", str(file), *more]
+        (tmp_path / name).mkdir()
+        ended = run_training(2, [*words, *every], tmp_path / name, death)
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        return ended, [f"{line['iteration']} {line['lm_loss']!r} {line['grad_norm']!r}" for line in lines]
+
+    saving = ("--save", str(tmp_path / "saved"), "--save-interval", "4")
+    _, whole = metrics_of("whole")
+    ended, cut = metrics_of("cut", *saving, death=Death(1, VALIDATE, call=3))
+    check_survivors(ended, 1, "iteration 6, passes: another rank has died or hangs|" + ANYWHERE)
+    _, resumed = metrics_of("resumed", "--load", str(tmp_path / "saved"))
+    assert len(whole) == 7 and cut == whole[: len(cut)] and len(cut) >= 4
+    assert resumed == whole[4:]
 
 
 def real_script(*arguments: str, environment: dict[str, str] | None = None, log: Path) -> subprocess.Popen[bytes]:

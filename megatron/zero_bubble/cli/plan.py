@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from dataclasses import replace
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
+from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
@@ -36,6 +38,9 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help=f"{', '.join(_ADAPTING)} as published, for passes of one length; else fitted to the costs",
     )
+    verb.add_argument(
+        "--step-ms", type=float, metavar="MS", help="of the optimizer step: show what an iteration takes with it"
+    )
     verb.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
     verb.set_defaults(command=plan)
 
@@ -64,6 +69,8 @@ def plan(options: argparse.Namespace) -> str:
         raise ValueError("--num-chunks belongs to interleaved schedules given by name; leave it out")
     if options.equal_passes and options.schedule not in _ADAPTING:
         raise ValueError(f"--equal-passes belongs to {', '.join(_ADAPTING)}; leave it out")
+    if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
+        raise ValueError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     started = time.perf_counter()
@@ -77,7 +84,8 @@ def plan(options: argparse.Namespace) -> str:
         return render_svg(timeline)
     if options.format == "json":
         return plan_to_json(timeline, certificate)
-    return _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")
+    text = _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")
+    return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
 
 
 def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Metric) -> Schedule:
@@ -159,6 +167,16 @@ def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
         lines += [("weights and optimizer", weights)]
         lines += [("together", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
     return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
+
+
+def _period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
+    """What training takes from one iteration to the next, by the kind of optimizer."""
+    schedule = timeline.schedule
+    on = costs.on(schedule.placement)[0]
+    kinds = (("synchronous", False), ("with post-validation", True))
+    periods = ((kind, period_ms(schedule, on, step_ms, ahead)) for kind, ahead in kinds)
+    listed = ", ".join(f"{period:.3f} ms {kind}" for kind, period in periods)
+    return f"iteration with an optimizer step of {step_ms:g} ms: {listed}\n"
 
 
 def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:

@@ -102,8 +102,8 @@ class GlobalState:
         """Start reducing an fp32 figure over the ranks of the group ``index``."""
         return Reduction(torch.tensor([figure], dtype=torch.float32, device=self._device), op, self._whole[index])
 
-    def of_stage(self, index: int, figure: float) -> float:
-        """The sum over the ranks of the group ``index`` that hold the same stages, equal on all of them."""
-        total = torch.tensor([figure], dtype=torch.float64)
+    def of_stage(self, index: int, figures: Sequence[float]) -> list[float]:
+        """The sums over the ranks of the group ``index`` that hold the same stages, equal on all of them."""
+        total = torch.tensor(figures, dtype=torch.float64)
         dist.all_reduce(total, group=self._stage[index])
-        return total.item()
+        return total.tolist()

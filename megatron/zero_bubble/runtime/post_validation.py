@@ -30,7 +30,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.runtime.global_state import Chain, GlobalState, Reduction
 from megatron.zero_bubble.runtime.p2p import new_group
-from megatron.zero_bubble.runtime.rollback import Rollback, Snapshot
+from megatron.zero_bubble.runtime.rollback import Exact, Optimizers, Rollback
 
 _NEAR = 0.8
 """The part of the clip from which on a recent norm makes the next step synchronous."""
@@ -66,7 +66,6 @@ class _Step:
     Attributes:
         how: as decided so far.
         someone_ahead: whether any rank of the pipeline stepped ahead; then the first one did.
-        rollback: takes this rank's step back; None where it did not step.
     """
 
     found_inf: list[Reduction]
@@ -74,7 +73,26 @@ class _Step:
     zeros: list[Reduction]
     how: How
     someone_ahead: bool = False
-    rollback: Rollback | None = None
+
+
+@dataclass
+class _Known:
+    """What is known when a rank must decide: of its stage and of those before it.
+
+    Attributes:
+        square: the sum of the squares of all gradients.
+        waits: whether one of these ranks does not step ahead because it could not take the step back.
+    """
+
+    square: float = 0.0
+    found_inf: bool = False
+    waits: bool = False
+
+    def add(self, square: float, found_inf: bool, waits: bool) -> None:
+        """Those of other ranks."""
+        self.square += square
+        self.found_inf |= found_inf
+        self.waits |= waits
 
 
 class PostValidatedOptimizer:
@@ -86,7 +104,7 @@ class PostValidatedOptimizer:
         optimizer: what ``get_megatron_optimizer`` returns.
         chunks: the model chunks of this rank.
         pipeline: the pipeline-parallel group.
-        rollback: how a step is taken back, made before each.
+        rollback: how a step is taken back.
         timeout: how long a figure of another rank may take.
 
     Raises:
@@ -98,7 +116,7 @@ class PostValidatedOptimizer:
         optimizer: MegatronOptimizer,
         chunks: Sequence[DistributedDataParallel],
         pipeline: dist.ProcessGroup,
-        rollback: Callable[[Sequence[torch.optim.Optimizer]], Rollback] = Snapshot,
+        rollback: Callable[[Optimizers], Rollback] = Exact,
         timeout: timedelta | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -111,8 +129,7 @@ class PostValidatedOptimizer:
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
         self._state = GlobalState(pipeline, groups, device, timeout)
         self._chain = Chain(pipeline, timeout)
-        self._is_first = pipeline.rank() == 0
-        self._rollback = rollback
+        self._rollback = rollback([part.optimizer for part in self._parts if not part.is_stub_optimizer])
         self._pending: _Step | None = None
         self._wrong = False
         self._zero_later = False
@@ -152,8 +169,8 @@ class PostValidatedOptimizer:
             as ``MegatronOptimizer.step``, of the last step that is final; ``take_outcomes`` has each of them.
         """
         self.settle()
-        step, partial, found_inf = self._begin()
-        self._decide(step, partial, found_inf)
+        step, known = self._begin()
+        self._decide(step, known)
         if step.how is How.SYNCHRONOUS:
             self._complete(step)
         else:
@@ -172,6 +189,17 @@ class PostValidatedOptimizer:
             self._complete(self._pending)
         self._wrong = False
         self._chain.settle()
+
+    def summary(self) -> str:
+        """How often each kind of step happened; a collective call of all ranks."""
+        counts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(counts, self.counts)
+        words = [f"{number} {how}" for how, number in counts[0].most_common()]
+        repeated, waited = (sum(of_rank[how.value] for of_rank in counts) for how in (How.REPEATED, How.WAITED))
+        return (
+            f"{counts[0].total()} optimizer steps, on the first rank {', '.join(words) or 'none'}; {repeated} repeated "
+            f"and {waited} waited for on all {len(counts)} ranks"
+        )
 
     # What the pipeline calls.
 
@@ -194,27 +222,30 @@ class PostValidatedOptimizer:
 
     # The step itself.
 
-    def _begin(self) -> tuple[_Step, float, bool]:
-        """Bring the gradients into the optimizer's form and send their figures off.
-
-        Returns:
-            the step, the sum of squares of this stage, and whether this stage found an infinite gradient.
-        """
+    def _begin(self) -> tuple[_Step, _Known]:
+        """Bring the gradients into the optimizer's form and send their figures off; the second is of this stage."""
         with self._reducing_alone():
             found = [_prepare(part) for part in self._parts]
             norms = self._own_norms()
             zeros = self._own_zeros()
         squares = [float(norm) ** 2 for norm in norms]
-        scaled = [i for i, part in enumerate(self._parts) if getattr(part, "grad_scaler", None)]
+        scaled = self._scaled()
         step = _Step(
-            [self._state.reduce(i, float(found[i]), dist.ReduceOp.MAX) for i in scaled],
+            [
+                self._state.reduce(i, float(found[i]), dist.ReduceOp.MAX)
+                for i, part in enumerate(self._parts)
+                if part in scaled
+            ],
             [self._state.reduce(i, square, dist.ReduceOp.SUM) for i, square in enumerate(squares)],
             [self._state.reduce(i, count, dist.ReduceOp.SUM) for i, count in enumerate(zeros)],
             How.AHEAD,
         )
-        partial = sum(self._state.of_stage(i, square) for i, square in enumerate(squares))
-        infinite = [self._state.of_stage(i, float(found[i])) > 0 for i in scaled]
-        return step, partial, any(infinite)
+        known, unsafe = _Known(), not self._rollback.is_safe()
+        for i, infinite in enumerate(found):
+            square = squares[i] if i < len(squares) else 0.0
+            figures = self._state.of_stage(i, [square, infinite, unsafe])
+            known.add(figures[0], found_inf=figures[1] > 0, waits=figures[2] > 0)
+        return step, known
 
     @contextlib.contextmanager
     def _reducing_alone(self) -> Iterator[None]:
@@ -243,24 +274,26 @@ class PostValidatedOptimizer:
             return []
         return [self._optimizer.count_zeros()] if self._one_norm else [part.count_zeros() for part in self._parts]
 
-    def _decide(self, step: _Step, partial: float, found_inf: bool) -> None:
+    def _decide(self, step: _Step, known: _Known) -> None:
         """Step now, or find that this would be blind."""
-        before = self._chain.receive(3)
+        before = self._chain.receive(4)
         if before is not None:
-            found_inf |= bool(before[0])
-            partial += float(before[1])
+            known.add(float(before[0]), found_inf=bool(before[1]), waits=bool(before[2]))
         clip = self._optimizer.config.clip_grad
         if self._near_the_clip(clip):
             step.how = How.SYNCHRONOUS
-        elif found_inf:
+        elif known.found_inf:
             step.how = How.SKIPPED
-        elif clip > 0 and not _within(clip, math.sqrt(partial) if partial >= 0 else partial):
+        elif known.waits or (clip > 0 and not clip / (math.sqrt(known.square) + 1.0e-6) >= 1.0):  # NaN waits
             step.how = How.WAITED
-        step.someone_ahead = step.how is How.AHEAD if before is None else bool(before[2])
-        self._chain.send(torch.tensor([float(found_inf), partial, float(step.someone_ahead)], dtype=torch.float64))
+        # Who is behind a rank that waits, waits: the first rank tells for all whether one is ahead.
+        known.waits = step.how is How.WAITED
+        step.someone_ahead = step.how is How.AHEAD if before is None else bool(before[3])
+        figures = [known.square, known.found_inf, known.waits, step.someone_ahead]
+        self._chain.send(torch.tensor(figures, dtype=torch.float64))
         if step.how is How.AHEAD:
             if clip > 0 or step.found_inf:
-                step.rollback = self._rollback([p.optimizer for p in self._parts if not p.is_stub_optimizer])
+                self._rollback.keep()
             self._optimizer.step_with_ready_grads()
 
     def _near_the_clip(self, clip: float) -> bool:
@@ -280,9 +313,10 @@ class PostValidatedOptimizer:
         wrong = not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0)
         if step.how is How.AHEAD and wrong:
             step.how = How.REPEATED
-            self._take_back(step, norm, repeat=updated)
+            self._take_back(norm, repeat=updated)
         elif step.how is not How.AHEAD and updated:
             self._clip_and_step(norm, clip)
+        self._rollback.forget()
         if updated:
             self._norms.append(norm)
         for part, infinite in zip(self._scaled(), found, strict=True):
@@ -319,15 +353,14 @@ class PostValidatedOptimizer:
                 )
         self._optimizer.step_with_ready_grads()
 
-    def _take_back(self, step: _Step, norm: float, repeat: bool) -> None:
+    def _take_back(self, norm: float, repeat: bool) -> None:
         """Bring the optimizer to where it was, and the weights to where a synchronous step would have them."""
-        assert step.rollback is not None, "a step that can be wrong can be taken back"
         clip = self._optimizer.config.clip_grad
         gathered = [chunk for chunk in self._chunks if chunk.ddp_config.use_distributed_optimizer]
         for chunk in gathered:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # waits for those under way
-        step.rollback.undo()
+        self._rollback.undo()
         if repeat:
             self._clip_and_step(norm, clip)
         else:
@@ -347,8 +380,3 @@ def _prepare(part: MegatronOptimizer) -> bool:
     if scaler:
         scaler.load_state_dict(before)
     return found_inf
-
-
-def _within(clip: float, norm: float) -> bool:
-    """Whether gradients of this norm are surely not clipped; False for NaN."""
-    return clip / (norm + 1.0e-6) >= 1.0

@@ -92,6 +92,8 @@ class Trainer:
         self._settle()
         self._report()
         self._save()
+        if self._ahead is not None:
+            self.progress.say(f" post-validation: {self._ahead.summary()}")
         if state.iteration == args.train_iters:
             self.evaluate("test", self.splits.test, self.splits.has_test)
 

@@ -1,0 +1,119 @@
+"""Taking a step of a torch optimizer back: exactly, or by computing AdamW backwards."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+
+import pytest
+import torch
+
+from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.runtime.rollback import Exact, Inverse
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
+    "adamw, late betas": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.999)),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+}
+ADAM = ["adamw", "adamw, late betas"]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((40, 30), (30,), (7, 5, 3))]
+
+
+def step(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], seed: int, scale: float = 1.0) -> None:
+    """One with random gradients; a third of the elements have none."""
+    generator = torch.Generator().manual_seed(seed)
+    for weight in weights:
+        grad = scale * torch.randn(weight.shape, generator=generator)
+        weight.grad = grad * (torch.rand(weight.shape, generator=generator) > 1 / 3)
+    optimizer.step()
+
+
+def contents(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Parameters, then every state by name, then the options."""
+    group = optimizer.param_groups[0]
+    found = [weight.detach().clone() for weight in group["params"]]
+    for weight in group["params"]:
+        found += [torch.as_tensor(deepcopy(value)) for _, value in sorted(optimizer.state.get(weight, {}).items())]
+    return [*found, torch.tensor([float(value) for key, value in group.items() if key in ("lr", "weight_decay")])]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("steps_before", [0, 1, 5])
+def test_exact_restores_every_bit(name: str, steps_before: int) -> None:
+    weights = parameters()
+    optimizer = OPTIMIZERS[name](weights)
+    for seed in range(steps_before):
+        step(optimizer, weights, seed)
+    before = contents(optimizer)
+    rollback = Exact([optimizer])
+    rollback.keep()
+    num_elements = sum(weight.numel() for weight in weights)
+    assert rollback.num_bytes >= 4 * num_elements
+    step(optimizer, weights, 100, scale=1e6)
+    optimizer.param_groups[0]["lr"] = 0.5
+    rollback.undo()
+    after = contents(optimizer)
+    assert len(after) == len(before) and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    assert rollback.num_bytes == 0
+
+
+def test_nothing_is_kept_of_a_step_that_was_right() -> None:
+    weights = parameters()
+    rollback = Exact([OPTIMIZERS["adamw"](weights)])
+    rollback.keep()
+    rollback.forget()
+    assert rollback.num_bytes == 0
+
+
+@pytest.mark.parametrize("name", ADAM)
+@pytest.mark.parametrize("steps_before", [0, 1, 20])
+def test_inverse_restores_to_rounding(name: str, steps_before: int) -> None:
+    """Also the elements without a history: the second moment of none of them comes out negative, or other than zero."""
+    weights = parameters()
+    optimizer = OPTIMIZERS[name](weights)
+    for seed in range(steps_before):
+        step(optimizer, weights, seed)
+    before = contents(optimizer)
+    states = [[optimizer.state[w][key].clone() for key in ("exp_avg", "exp_avg_sq")] for w in weights if steps_before]
+    rollback = Inverse([optimizer])
+    rollback.keep()
+    step(optimizer, weights, 100)
+    rollback.undo()
+    for weight, reference in zip(weights, before, strict=False):
+        torch.testing.assert_close(weight.detach(), reference, rtol=1e-5, atol=1e-6)
+        state = optimizer.state[weight]
+        assert state["step"] == steps_before and (state["exp_avg_sq"] >= 0).all()
+        if not steps_before:
+            assert not state["exp_avg"].any() and not state["exp_avg_sq"].any()
+    for weight, (mean, square) in zip(weights, states, strict=False):
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg"], mean, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(optimizer.state[weight]["exp_avg_sq"], square, rtol=1e-3, atol=1e-7)
+    for weight in weights:
+        weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert all(weight.isfinite().all() for weight in weights)
+
+
+def test_inverse_knows_a_step_that_leaves_too_few_bits() -> None:
+    weights = parameters()
+    optimizer = OPTIMIZERS["adamw"](weights)
+    rollback = Inverse([optimizer])
+    for seed in range(5):
+        step(optimizer, weights, seed)
+    assert rollback.is_safe()
+    weights[1].grad[3] = 1e4
+    assert not rollback.is_safe()
+    assert Exact([optimizer]).is_safe()
+
+
+def test_inverse_is_for_adamw_only() -> None:
+    weights = parameters()
+    with pytest.raises(JobError, match="inverse computes torch's AdamW backwards; this run has SGD; use .* exact"):
+        Inverse([OPTIMIZERS["sgd"](weights)])
+    with pytest.raises(JobError, match="AdamW amsgrad"):
+        Inverse([torch.optim.AdamW(weights, amsgrad=True)])
