@@ -195,7 +195,9 @@ def test_a_v_is_fitted_to_the_costs_unless_taken_as_published(capsys: Capture) -
 
 def test_an_iteration_with_its_optimizer_step(capsys: Capture) -> None:
     """A synchronous optimizer takes the makespan and a step, post-validation the span and a step."""
-    arguments = ["plan", "--schedule", "zb-h2", *SIZES, *TIMES]
+    sizes = ["--num-ranks", "4", "--num-microbatches", "12"]
+    times = ["--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2", "--comm-ms", "0.1"]
+    arguments = ["plan", "--schedule", "zb-v", *sizes, *times]
     plan = run_json(capsys, *arguments)
     text = run(capsys, *arguments, "--step-ms", "0.25")
     synchronous, ahead = plan["makespan_ms"] + 0.25, plan["span_ms"] + 0.25

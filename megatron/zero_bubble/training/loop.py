@@ -79,7 +79,6 @@ class Trainer:
             if self._due(args.log_interval):
                 self._report()
             if self._due(args.eval_interval):
-                self._settle()
                 self._report()
                 self.evaluate("valid", self.splits.valid, self.splits.has_valid)
             if self._due(args.save_interval):
@@ -101,6 +100,8 @@ class Trainer:
         """Report the mean loss of ``--eval-iters`` global batches, each time the same first samples of ``dataset``."""
         if not present or not self.args.eval_iters:
             return
+        self._settle()
+        self._report()
         batches = self._microbatches(dataset, consumed_samples=0)
         num_microbatches = self.args.batch_sizes.final // self.args.batch_sizes.granule
         reports: Reports = []
