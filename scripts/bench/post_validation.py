@@ -30,6 +30,7 @@ _KIB = 256
 def main() -> int:
     """Run one of the two; ``period`` starts the ranks, or is one of them."""
     options = _parse()
+    result: dict[str, Any] | None
     if options.what == "rollback":
         result = _rollback(options)
     elif not ranks.on_ranks():

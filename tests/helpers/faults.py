@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
-from tests.helpers.parity import BASE_FLAGS, Outcome, _splits, _train_once
+from tests.helpers.parity import BASE_FLAGS, Outcome, _splits, _train_once, lay_out_anew
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ class _Injector:
 
 def train_with_faults(
     rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fault], near: float | None = None
-) -> list[tuple[Outcome, Counter[str]]]:
-    """A run from the same start with each of ``modes``, more flags; its outcome and how its steps were taken.
+) -> list[Outcome]:
+    """The outcome of a run from the same start with each of ``modes``, more flags.
 
     Args:
         near: from which part of the clip on a norm makes the next steps synchronous; None leaves the default.
@@ -67,19 +66,16 @@ def train_with_faults(
         post_validation._NEAR = usual
 
 
-def _train(flags: str, faults: Sequence[Fault]) -> tuple[Outcome, Counter[str]]:
-    from megatron.core import parallel_state, rerun_state_machine
+def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
+    from megatron.core import parallel_state
 
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.distributed import lay_out
 
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())
-    parallel_state.destroy_model_parallel()
-    rerun_state_machine.destroy_rerun_state_machine()
-    lay_out(args)
+    lay_out_anew(args)
     own = parallel_state.get_pipeline_model_parallel_rank()
     injector = _Injector([fault for fault in faults if fault.rank == own])
     pipeline = apply(args.zero_bubble, injector)
@@ -88,4 +84,4 @@ def _train(flags: str, faults: Sequence[Fault]) -> tuple[Outcome, Counter[str]]:
         assert pipeline.num_pending == 0
     finally:
         revert()
-    return outcome, Counter() if pipeline.optimizer is None else pipeline.optimizer.counts
+    return outcome

@@ -7,6 +7,7 @@ otherwise, and evaluates after every third.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,8 @@ class Outcome:
         weights: a digest of every parameter after the last step, by its name in the whole model.
         states: a digest of what the optimizer keeps of each of its parameters, those included.
         loss_scales: after every step.
+        num_zeros: in the gradients of every step, where they are counted.
+        counts: how its steps were taken, where they are taken ahead.
         unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
     """
 
@@ -75,6 +78,8 @@ class Outcome:
     weights: dict[str, str]
     states: tuple[str, ...]
     loss_scales: tuple[float, ...]
+    num_zeros: tuple[float | None, ...]
+    counts: Counter[str]
     unmoved: tuple[str, ...]
 
 
@@ -155,12 +160,9 @@ def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list
 
 def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
     """The checked flags with each schedule and its pipeline, while it is in force."""
-    from megatron.core import parallel_state, rerun_state_machine
-
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.distributed import lay_out
 
     placement = None
     for schedule in schedules:
@@ -168,9 +170,7 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
         args = parse([*BASE_FLAGS.split(), *flags.split(), *own])
         check(args, torch.distributed.get_world_size())
         if args.placement != placement:
-            parallel_state.destroy_model_parallel()
-            rerun_state_machine.destroy_rerun_state_machine()
-            lay_out(args)
+            lay_out_anew(args)
             placement = args.placement
         pipeline = None if schedule is None else apply(args.zero_bubble)
         try:
@@ -178,6 +178,20 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
             assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
         finally:
             revert()
+
+
+def lay_out_anew(args: Any) -> None:
+    """Megatron's groups for these flags; those before end, since each has threads of its own."""
+    from megatron.core import parallel_state, rerun_state_machine
+
+    from megatron.zero_bubble.training.distributed import lay_out
+
+    parallel_state.destroy_model_parallel()
+    rerun_state_machine.destroy_rerun_state_machine()
+    for group in list(torch.distributed.distributed_c10d._world.pg_map):
+        if group is not torch.distributed.group.WORLD:
+            torch.distributed.destroy_process_group(group)
+    lay_out(args)
 
 
 def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[str, torch.Tensor]]:
@@ -214,6 +228,7 @@ def _train_once(
 
     ``meddle`` gets the model and the progress before the first iteration.
     """
+    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
     from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer, zero_bubble
 
     platform = select("cpu")
@@ -238,7 +253,14 @@ def _train_once(
     after = _digests(chunks)
     unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
     outcome = Outcome(
-        tuple(seen.losses), tuple(seen.grad_norms), after, _states(optimizer), tuple(seen.loss_scales), unmoved
+        tuple(seen.losses),
+        tuple(seen.grad_norms),
+        after,
+        _states(optimizer),
+        tuple(seen.loss_scales),
+        tuple(seen.num_zeros),
+        optimizer.counts if isinstance(optimizer, PostValidatedOptimizer) else Counter(),
+        unmoved,
     )
     return outcome, start
 
@@ -251,6 +273,7 @@ class _Seen(Progress):
         self.losses: list[str] = []
         self.grad_norms: list[str] = []
         self.loss_scales: list[float] = []
+        self.num_zeros: list[float | None] = []
         self.iteration = 0
 
     def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
@@ -262,6 +285,7 @@ class _Seen(Progress):
     def iterations(self, done: Sequence[Any]) -> None:
         norms = [metrics.grad_norm for metrics in done]
         self.loss_scales += [metrics.loss_scale for metrics in done]
+        self.num_zeros += [metrics.num_zeros for metrics in done]
         self.grad_norms += ["skipped" if norm is None else float(norm).hex() for norm in norms]
 
     def evaluation(self, _iteration: int, split: str, loss: float | None) -> None:
@@ -350,6 +374,7 @@ def assert_same_bits(results: list[list[Outcome]], schedules: Sequence[str | Non
             where = f"rank {rank}, {schedule} against {schedules[0] or 'stock 1F1B'}"
             assert outcome.losses == reference.losses, f"losses differ on {where}"
             assert outcome.grad_norms == reference.grad_norms, f"gradient norms differ on {where}"
+            assert outcome.num_zeros == reference.num_zeros, f"numbers of zeros differ on {where}"
             assert outcome.loss_scales == reference.loss_scales, f"loss scales differ on {where}"
             different = [name for name, digest in outcome.weights.items() if digest != reference.weights[name]]
             assert not different, f"weights differ on {where}: {different}"

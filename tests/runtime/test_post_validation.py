@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
+from megatron.zero_bubble.config import ZeroBubbleConfig
 from megatron.zero_bubble.plan_file import plan_to_json
 from megatron.zero_bubble.search import zb_auto
 from tests.helpers.faults import Fault, train_with_faults
-from tests.helpers.parity import Layout, assert_same_bits
-from tests.helpers.ranks import RankPool
+from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, lay_out_anew, run_once
+from tests.helpers.ranks import RankFailure, RankPool
 from tests.runtime.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 
 MODES = ["", "--zero-bubble-post-validation"]
@@ -71,7 +72,14 @@ ROWS = {
         OVERFLOWS,
         {"ahead", "repeated", "skipped"},
     ),
-    "experts, zb-h2": Row(Layout(2), 3, "zb-h2", f"{LOOSE} {EXPERTS} {UNTIED} {LATE_BETAS}", LAST_OF_TWO),
+    "experts, zb-h2, fp16, the scale grows": Row(
+        Layout(2),
+        3,
+        "zb-h2",
+        f"{LOOSE} {EXPERTS} {UNTIED} {LATE_BETAS} {FP16} --loss-scale-window 5",
+        OVERFLOWS,
+        {"ahead", "repeated", "skipped"},
+    ),
 }
 
 MORE = {
@@ -95,6 +103,12 @@ MORE = {
     "tp=2 and sequence parallel": Row(
         Layout(2, tensor=2), 3, "zb-h2", f"{LOOSE} --bf16 --sequence-parallel", LAST_OF_TWO
     ),
+    "experts, zb-v, fp32": Row(
+        Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} {EXPERTS} {UNTIED} --moe-z-loss-coeff 0.01", LAST_OF_TWO
+    ),
+    "per-token loss, zeros counted, zb-v": Row(
+        Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --calculate-per-token-loss --log-num-zeros-in-grad", LAST_OF_TWO
+    ),
     "sgd": Row(Layout(2), 3, "zb-h2", f"{LOOSE} --optimizer sgd", LAST_OF_TWO),
     "the batch grows": Row(
         Layout(2), 5, "zb-h2", f"{LOOSE} --rampup-batch-size 4 2 100 {UNTIED}", LAST_OF_TWO
@@ -108,8 +122,8 @@ def counts_of(ranks: RankPool, row: Row, near: float | None = NEVER_NEAR, more: 
     schedule = f"--zero-bubble-schedule {row.schedule}" if row.schedule else ""
     flags = f"{layout.flags(row.num_microbatches, row.options)} {schedule} --train-iters {STEPS} --eval-interval 10"
     results = ranks.run(layout.num_ranks, train_with_faults, f"{flags} {more}", MODES, row.faults, near, timeout=240)
-    assert_same_bits([[outcome for outcome, _ in modes] for modes in results], ["synchronous", "ahead"], STEPS)
-    return sum((modes[1][1] for modes in results), Counter())
+    assert_same_bits(results, ["synchronous", "ahead"], STEPS)
+    return sum((ahead.counts for _, ahead in results), Counter())
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -130,7 +144,7 @@ def test_norms_just_above_and_just_below_the_clip(ranks: RankPool) -> None:
     layout, faults = Layout(2), [Fault(30, 1, 1, 1e4)]
     flags = f"{layout.flags(3, LOOSE)} --zero-bubble-schedule zb-h2 --train-iters {STEPS} --eval-interval 10"
     first, _ = ranks.run(2, train_with_faults, flags, [""], faults, timeout=120)
-    norms = [float.fromhex(norm) for norm in first[0][0].grad_norms]
+    norms = [float.fromhex(norm) for norm in first[0].grad_norms]
     assert norms.index(max(norms)) == 29, norms
     clip = max(norms) + 1e-6  # what Megatron divides the clip by
     allowed, clipped = (
@@ -169,6 +183,28 @@ def test_inverse_is_right_to_rounding_and_keeps_nothing(ranks: RankPool) -> None
     flags = f"{row.layout.flags(3, row.options)} --zero-bubble-schedule zb-h2 --train-iters {STEPS}"
     modes = [MODES[1], f"{MODES[1]} --zero-bubble-rollback inverse"]
     for exact, inverse in ranks.run(2, train_with_faults, flags, modes, row.faults, NEVER_NEAR, timeout=120):
-        assert inverse[1]["ahead"] >= 10, inverse[1]
-        expected, found = ([float.fromhex(norm) for norm in one.grad_norms] for one, _ in (exact, inverse))
+        assert inverse.counts["ahead"] >= 10, inverse.counts
+        expected, found = ([float.fromhex(norm) for norm in one.grad_norms] for one in (exact, inverse))
         assert found == pytest.approx(expected, rel=1e-3) and found != expected
+
+
+def passes_without_an_optimizer(_rank: int) -> None:
+    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
+
+    args = parse([*BASE_FLAGS.split(), *Layout(2).flags(2).split(), "--zero-bubble-schedule", "zb-h1"])
+    check(args, 2)
+    lay_out_anew(args)
+    apply(ZeroBubbleConfig(schedule="zb-h1", post_validation=True))
+    try:
+        run_once(args)
+    finally:
+        revert()
+
+
+def test_post_validation_without_an_optimizer_is_refused(ranks: RankPool) -> None:
+    with pytest.raises(
+        RankFailure, match="post-validation needs the optimizer whose steps the passes validate, got none"
+    ):
+        ranks.run(2, passes_without_an_optimizer, timeout=60)

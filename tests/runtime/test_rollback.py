@@ -10,11 +10,22 @@ import torch
 from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.runtime.rollback import Exact, Inverse
 
+
+class CountingSGD(torch.optim.SGD):
+    """Counts its steps in the group, as TransformerEngine's Adam does."""
+
+    def step(self, closure: None = None) -> None:
+        super().step()
+        group = self.param_groups[0]
+        group["step"] = group.get("step", 0) + 1
+
+
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1),
     "adamw, late betas": lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.999)),
     "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "counting": lambda p: CountingSGD(p, lr=1e-2),
 }
 ADAM = ["adamw", "adamw, late betas"]
 
@@ -39,7 +50,7 @@ def contents(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     found = [weight.detach().clone() for weight in group["params"]]
     for weight in group["params"]:
         found += [torch.as_tensor(deepcopy(value)) for _, value in sorted(optimizer.state.get(weight, {}).items())]
-    return [*found, torch.tensor([float(value) for key, value in group.items() if key in ("lr", "weight_decay")])]
+    return [*found, torch.tensor([float(v) for k, v in group.items() if k in ("lr", "weight_decay", "step")])]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -117,6 +117,12 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         ("--load x --optimizer sgd", 1, "add --no-load-optim"),
         ("--zero-bubble-schedule zb-h1 --zero-bubble-schedule-file x", 1, "exclude each other"),
         ("--zero-bubble-schedule zb-h1", 1, "needs a pipeline of 2 or more ranks"),
+        ("--zero-bubble-post-validation", 1, "needs a zero-bubble schedule, whose passes validate a step, got none"),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-rollback inverse",
+            2,
+            "--zero-bubble-rollback inverse is of --zero-bubble-post-validation, which is not given",
+        ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule-file /no/such/file",
             2,

@@ -150,9 +150,10 @@ def _seams() -> ModuleType:
 
 def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
     if config.schedule != AUTO:
-        return Pipeline(_schedule_maker(config), config.peer_timeout_s, observer, config.measure_memory)
+        maker, timeout = _schedule_maker(config), config.peer_timeout_s
+        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation)
     recorder = Recorder(select("auto"))
-    options = AutoOptions(config.memory_limit, config.placement)
+    options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
     return AutoPipeline(options, recorder, say, config.peer_timeout_s, observer)
 
 

@@ -37,6 +37,7 @@ class AutoOptions:
     Attributes:
         memory_limit: as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B needs.
         placement: of the stages; it stays what it is.
+        post_validation: whether optimizer steps are validated later, so that an iteration takes the span.
         warm_up: iterations before measuring.
         measured: iterations a measurement takes.
         check_every: iterations between looks at whether the pass times have drifted.
@@ -45,6 +46,7 @@ class AutoOptions:
 
     memory_limit: str = "1p"
     placement: Literal["linear", "vee"] = "linear"
+    post_validation: bool = False
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
@@ -83,7 +85,8 @@ class AutoPipeline(Pipeline):
         self._next_measurement = options.warm_up
         self._planner: _Planner | None = None
         self._waiting = False
-        super().__init__(self._current, peer_timeout_s, together(observer, recorder), measure_memory=True)
+        observers = together(observer, recorder)
+        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation)
 
     def stop_planning(self) -> None:
         """End the planner, if one is at work: training is over."""
@@ -186,7 +189,8 @@ class _Planner:
         command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-auto"]
         command += ["--num-ranks", str(num_ranks), "--num-microbatches", str(num_microbatches), "--format", "json"]
         command += ["--costs", str(folder / "costs.json"), "--memory-limit", options.memory_limit]
-        command += ["--placement", options.placement, "--objective", "makespan"]
+        command += ["--placement", options.placement]
+        command += ["--objective", "span" if options.post_validation else "makespan"]
         self._plan, self._errors = folder / "plan.json", folder / "errors.txt"
         with self._plan.open("w") as plan, self._errors.open("w") as errors:
             self._process = subprocess.Popen(["nice", "-n", "19", *command], stdout=plan, stderr=errors)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.runtime.p2p import new_group
 
 Group = dist.ProcessGroup
@@ -48,6 +49,11 @@ class Chain:
         if self._rank + 1 < self._size:
             self._sent = self._group.send([figures], self._peers[self._rank + 1], 0), figures
 
+    @property
+    def num_in_flight(self) -> int:
+        """Figures sent and not settled."""
+        return int(self._sent is not None)
+
     def settle(self) -> None:
         """Wait until what was sent has arrived."""
         if self._sent is not None:
@@ -75,6 +81,9 @@ class GlobalState:
         pipeline: the pipeline-parallel group.
         groups: those that the optimizer reduces its statistics over; None is all ranks.
         device: of the figures.
+
+    Raises:
+        JobError: ranks with other numbers of groups.
     """
 
     def __init__(
@@ -82,11 +91,12 @@ class GlobalState:
     ) -> None:
         self._device = device
         self._whole: list[Group] = []
+        self._flags: list[Group] = []
         self._stage: list[Group] = []
         pipeline_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pipeline_ranks, (pipeline.rank(), len(groups)))
         if len({count for _, count in pipeline_ranks}) > 1:
-            raise ValueError(
+            raise JobError(
                 "all ranks must have the same kinds of parameters (dense, experts) to validate a step together; got "
                 f"{[count for _, count in pipeline_ranks]} kinds; leave out --zero-bubble-post-validation"
             )
@@ -96,11 +106,17 @@ class GlobalState:
             members = dist.get_process_group_ranks(group)
             of_stage = [rank for rank in members if pipeline_ranks[rank][0] == pipeline.rank()]
             self._whole.append(new_group(members, dist.get_backend(group), timeout))
+            # One NCCL communicator works off its reductions one after the other, and a flag has no bits to keep.
+            self._flags.append(new_group(members, "gloo", timeout))
             self._stage.append(new_group(of_stage, "gloo", timeout))
 
     def reduce(self, index: int, figure: float, op: Any) -> Reduction:
         """Start reducing an fp32 figure over the ranks of the group ``index``."""
         return Reduction(torch.tensor([figure], dtype=torch.float32, device=self._device), op, self._whole[index])
+
+    def reduce_flag(self, index: int, flag: bool) -> Reduction:
+        """Start finding out whether a rank of the group ``index`` has it set: more than 0."""
+        return Reduction(torch.tensor([float(flag)]), dist.ReduceOp.MAX, self._flags[index])
 
     def of_stage(self, index: int, figures: Sequence[float]) -> list[float]:
         """The sums over the ranks of the group ``index`` that hold the same stages, equal on all of them."""

@@ -95,7 +95,8 @@ class Iteration:
         if optimizer is None or not optimizer.is_pending:
             self._run(self.iterators, told, lambda: True)
             return
-        replay = Replay(self.chunks, self.iterators)
+        replay = Replay(self.chunks, self.iterators) if optimizer.may_run_again else None
+        iterators = self.iterators if replay is None else replay.iterators
         optimizer.before_forwards()
 
         def validate() -> bool:
@@ -103,14 +104,17 @@ class Iteration:
             for sync in syncs:
                 sync.hold()
             if right:
-                replay.confirm()
+                self.step.scale_auxiliary_losses(self.boundary.device)
+                if replay is not None:
+                    replay.confirm()
             return right
 
-        if not self._run(replay.iterators, told, validate):
+        if not self._run(iterators, told, validate):
+            assert replay is not None, "nothing runs again that could not be wrong"
             replay.rewind()
             self.results.clear()
             self.store.clear()
-            self._run(replay.iterators, told, lambda: True)
+            self._run(iterators, told, lambda: True)
 
     def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
         """Make the stages and execute the plan; False when it stopped, to be run again."""

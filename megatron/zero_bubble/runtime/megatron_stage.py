@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
@@ -28,6 +30,21 @@ class StepArguments:
     forward_only: bool
     collect_non_loss_data: bool
     first_val_step: bool | None
+
+    def scale_auxiliary_losses(self, device: torch.device) -> None:
+        """Tell the losses of experts and of multi-token prediction the loss scale, as every forward does: the last
+        optimizer step may have changed it since the last forward.
+        """
+        config = self.config
+        scale = torch.ones(1, device=device)
+        if config.grad_scale_func is not None:
+            scale = config.grad_scale_func(scale)
+        parts = 1 if config.calculate_per_token_loss else self.num_microbatches
+        if getattr(config, "num_moe_experts", None) is not None:
+            of_ranks = 1 if config.calculate_per_token_loss else self.cp_size
+            MoEAuxLossAutoScaler.set_loss_scale(scale * of_ranks / parts)
+        if getattr(config, "mtp_num_layers", None) is not None:
+            MTPLossAutoScaler.set_loss_scale(scale / parts)
 
 
 @dataclass

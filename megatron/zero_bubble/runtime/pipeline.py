@@ -28,6 +28,7 @@ from megatron.zero_bubble.plan import Plan, PlanError, lower, lower_forward_only
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.iteration import Boundary, Iteration
+from megatron.zero_bubble.runtime.loss_reports import LossReports
 from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
@@ -43,9 +44,7 @@ class Pipeline:
         peer_timeout_s: see ``ZeroBubbleConfig``.
         observer: told of every pass.
         measure_memory: count, in the first microbatch, what it keeps on each stage.
-
-    Attributes:
-        optimizer: whose steps the passes validate, where they are taken ahead.
+        post_validation: whether the passes validate the steps of an optimizer; ``validate_steps_of`` says of which.
     """
 
     def __init__(
@@ -54,22 +53,38 @@ class Pipeline:
         peer_timeout_s: float | None = None,
         observer: PassObserver | None = None,
         measure_memory: bool = False,
+        post_validation: bool = False,
     ) -> None:
-        self.optimizer: PostValidatedOptimizer | None = None
         self.store = WgradStore()
         self.accumulate = GradAccumulator()
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._meter = MemoryMeter(self.store) if measure_memory else None
         self._observer = together(observer, self._meter)
+        self._validates = post_validation
+        self._optimizer: PostValidatedOptimizer | None = None
+        self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
         self._transport: Transport | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
     def num_pending(self) -> int:
-        """Weight gradients not yet computed and sends not yet settled: 0 between iterations."""
-        return len(self.store) + (0 if self._transport is None else self._transport.num_in_flight)
+        """Weight gradients not yet computed, messages not yet settled and steps not yet final: 0 between iterations,
+        with post-validation after ``PostValidatedOptimizer.settle``.
+        """
+        under_way = (self._transport, self._reports, self._optimizer)
+        return len(self.store) + sum(part.num_in_flight for part in under_way if part is not None)
+
+    def validate_steps_of(self, optimizer: PostValidatedOptimizer) -> None:
+        """From now on every iteration validates the step that ``optimizer`` took before it."""
+        assert self._validates, "asked for with post_validation"
+        self._optimizer = optimizer
+        optimizer.on_settle = self._settle_reports
+
+    def _settle_reports(self) -> None:
+        if self._reports is not None:
+            self._reports.settle()
 
     def forward_backward(
         self,
@@ -133,21 +148,23 @@ class Pipeline:
             self._observer,
         )
         if forward_only:
-            if self.optimizer is not None:
-                self.optimizer.settle()
+            if self._optimizer is not None:
+                self._optimizer.settle()
             iteration.evaluate()
         else:
             with _finalized(config, groups, prepared, chunks, results, force_all_reduce):
                 self.accumulate.watch(chunks)
                 syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
                 # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
-                iteration.train(syncs, config.grad_sync_func is None or prepared.rank == 0, self.optimizer)
+                iteration.train(syncs, config.grad_sync_func is None or prepared.rank == 0, self._optimizer)
                 _finish_grad_sync(config, chunks, syncs)
                 if self._meter is not None:
                     self._meter.finish()
         if config.timers is not None:
             config.timers("forward-backward").stop()
-        return _on_last_rank(results.forward_data, groups.pp, prepared.last_stage_rank, boundary.device)
+        if self._reports is None:
+            return results.forward_data
+        return self._reports.deliver(results.forward_data, prepared.last_stage_rank, boundary.device)
 
     def gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
         """What a microbatch keeps on each stage, in bytes; every rank of the pipeline calls this after an iteration."""
@@ -176,11 +193,19 @@ class Pipeline:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+        if self._reports is not None:
+            self._reports.close()
+            self._reports = None
         self._prepared.clear()
 
     def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> _Prepared:
         """The plan for this many microbatches: made, checked and agreed upon once."""
         key = (num_microbatches, forward_only)
+        if self._validates and self._optimizer is None and not forward_only:
+            raise JobError(
+                "post-validation needs the optimizer whose steps the passes validate, got none; wrap it in "
+                "PostValidatedOptimizer and hand it to Pipeline.validate_steps_of, or leave post_validation out"
+            )
         if key not in self._prepared:
             try:
                 check_model_config(config)
@@ -203,7 +228,7 @@ class Pipeline:
         validate(schedule)
         _check_runnable(schedule)
         plan = lower_forward_only(schedule) if forward_only else lower(schedule)
-        if self.optimizer is not None and not forward_only:
+        if self._validates and not forward_only:
             plan = with_validation(plan)
         _check_queues(group, plan)
         return plan
@@ -222,6 +247,8 @@ class Pipeline:
             self._transport, self._group = Transport(group, plan.channels, self._timeout), group
         else:
             self._transport.open(plan.channels)
+        if self._reports is None and plan.schedule.placement.stage_to_rank[-1] != group.size() - 1:
+            self._reports = LossReports(group, wait=not self._validates, timeout=self._timeout)
 
 
 @dataclass(frozen=True)
@@ -284,31 +311,6 @@ def _finalized(
         # Megatron takes it from the last rank, we from the rank that counted.
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
-
-
-def _on_last_rank(reports: list[Any], group: dist.ProcessGroup, holder: int, device: torch.device) -> list[Any]:
-    """The losses where Megatron's loops look for them, on the last rank, also if ``holder`` has the last stage."""
-    last = group.size() - 1
-    if holder == last:
-        return reports
-    if group.rank() == holder:
-        dist.send_object_list([_moved(reports, torch.device("cpu"))], dist.get_global_rank(group, last), group)
-    elif group.rank() == last:
-        box: list[Any] = [None]
-        dist.recv_object_list(box, dist.get_global_rank(group, holder), group)
-        return _moved(box[0], device)
-    return []
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``, detached."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
-    if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
-    return value
 
 
 def _check_runnable(schedule: Schedule) -> None:

@@ -65,13 +65,15 @@ class _Step:
 
     Attributes:
         how: as decided so far.
+        can_be_wrong: whether it clips or has a loss scale at all.
         someone_ahead: whether any rank of the pipeline stepped ahead; then the first one did.
     """
 
     found_inf: list[Reduction]
     squares: list[Reduction]
     zeros: list[Reduction]
-    how: How
+    can_be_wrong: bool
+    how: How = How.AHEAD
     someone_ahead: bool = False
 
 
@@ -105,10 +107,15 @@ class PostValidatedOptimizer:
         chunks: the model chunks of this rank.
         pipeline: the pipeline-parallel group.
         rollback: how a step is taken back.
+        replicas: the ranks of the same stage that exchange tokens in their forwards, which must run again together.
         timeout: how long a figure of another rank may take.
 
     Raises:
         JobError: an optimizer whose step cannot be taken back.
+
+    Attributes:
+        counts: how this rank took its steps.
+        on_settle: called when the last step is made final, to settle what the pipeline still has under way.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class PostValidatedOptimizer:
         chunks: Sequence[DistributedDataParallel],
         pipeline: dist.ProcessGroup,
         rollback: Callable[[Optimizers], Rollback] = Exact,
+        replicas: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         self._optimizer = optimizer
@@ -129,13 +137,15 @@ class PostValidatedOptimizer:
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
         self._state = GlobalState(pipeline, groups, device, timeout)
         self._chain = Chain(pipeline, timeout)
+        members = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
+        self._replicas = new_group(members, "gloo", timeout)
         self._rollback = rollback([part.optimizer for part in self._parts if not part.is_stub_optimizer])
         self._pending: _Step | None = None
         self._wrong = False
         self._zero_later = False
         self._norms: deque[float] = deque(maxlen=_RECENT)
         self._outcomes: list[Outcome] = []
-        self._last: Outcome | None = None
+        self.on_settle: Callable[[], None] = lambda: None
         self.counts: Counter[str] = Counter()
 
     def __getattr__(self, name: str) -> Any:
@@ -154,7 +164,7 @@ class PostValidatedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of optimizer and model, once no step may need them any more."""
         assert set_to_none, "the default"
-        if self._pending is not None:
+        if self._pending is not None and self._pending.can_be_wrong:
             self._zero_later = True
             return
         for chunk in self._chunks:
@@ -162,12 +172,8 @@ class PostValidatedOptimizer:
         self._optimizer.zero_grad()
 
     @torch.no_grad()
-    def step(self) -> tuple[bool, float | None, float | None]:
-        """Step on what is known.
-
-        Returns:
-            as ``MegatronOptimizer.step``, of the last step that is final; ``take_outcomes`` has each of them.
-        """
+    def step(self) -> None:
+        """Step on what is known; ``take_outcomes`` has what comes of it."""
         self.settle()
         step, known = self._begin()
         self._decide(step, known)
@@ -175,8 +181,6 @@ class PostValidatedOptimizer:
             self._complete(step)
         else:
             self._pending = step
-        last = self._last
-        return (True, None, None) if last is None else (last.updated, last.grad_norm, last.num_zeros)
 
     def take_outcomes(self) -> list[Outcome]:
         """The outcomes that have become final since the last call, in order."""
@@ -189,6 +193,7 @@ class PostValidatedOptimizer:
             self._complete(self._pending)
         self._wrong = False
         self._chain.settle()
+        self.on_settle()
 
     def summary(self) -> str:
         """How often each kind of step happened; a collective call of all ranks."""
@@ -205,8 +210,18 @@ class PostValidatedOptimizer:
 
     @property
     def is_pending(self) -> bool:
-        """Whether the last step may still turn out wrong."""
+        """Whether the last step is not final."""
         return self._pending is not None
+
+    @property
+    def may_run_again(self) -> bool:
+        """Whether the forwards before the validation may turn out to have run on wrong weights."""
+        return self._pending is not None and self._pending.can_be_wrong and self._pending.someone_ahead
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps and figures that ``settle`` would wait for."""
+        return int(self.is_pending) + self._chain.num_in_flight
 
     def before_forwards(self) -> None:
         """Step now where this rank has waited: its forwards need the weights."""
@@ -229,18 +244,15 @@ class PostValidatedOptimizer:
             norms = self._own_norms()
             zeros = self._own_zeros()
         squares = [float(norm) ** 2 for norm in norms]
-        scaled = self._scaled()
+        scaled = [i for i, part in enumerate(self._parts) if getattr(part, "grad_scaler", None)]
         step = _Step(
-            [
-                self._state.reduce(i, float(found[i]), dist.ReduceOp.MAX)
-                for i, part in enumerate(self._parts)
-                if part in scaled
-            ],
+            [self._state.reduce_flag(i, found[i]) for i in scaled],
             [self._state.reduce(i, square, dist.ReduceOp.SUM) for i, square in enumerate(squares)],
             [self._state.reduce(i, count, dist.ReduceOp.SUM) for i, count in enumerate(zeros)],
-            How.AHEAD,
+            can_be_wrong=self._optimizer.config.clip_grad > 0 or bool(scaled),
         )
-        known, unsafe = _Known(), not self._rollback.is_safe()
+        unsafe = step.can_be_wrong and not self._near_the_clip() and not self._rollback.is_safe()
+        known = _Known()
         for i, infinite in enumerate(found):
             square = squares[i] if i < len(squares) else 0.0
             figures = self._state.of_stage(i, [square, infinite, unsafe])
@@ -280,27 +292,33 @@ class PostValidatedOptimizer:
         if before is not None:
             known.add(float(before[0]), found_inf=bool(before[1]), waits=bool(before[2]))
         clip = self._optimizer.config.clip_grad
-        if self._near_the_clip(clip):
-            step.how = How.SYNCHRONOUS
-        elif known.found_inf:
-            step.how = How.SKIPPED
-        elif known.waits or (clip > 0 and not clip / (math.sqrt(known.square) + 1.0e-6) >= 1.0):  # NaN waits
-            step.how = How.WAITED
+        exceeds = clip > 0 and not clip / (math.sqrt(known.square) + 1.0e-6) >= 1.0  # NaN does
+        reasons = ((How.SYNCHRONOUS, self._near_the_clip()), (How.SKIPPED, known.found_inf))
+        for how, holds in (*reasons, (How.WAITED, known.waits or exceeds)):
+            if step.how is How.AHEAD and self._any_replica(holds):
+                step.how = how
         # Who is behind a rank that waits, waits: the first rank tells for all whether one is ahead.
         known.waits = step.how is How.WAITED
         step.someone_ahead = step.how is How.AHEAD if before is None else bool(before[3])
         figures = [known.square, known.found_inf, known.waits, step.someone_ahead]
         self._chain.send(torch.tensor(figures, dtype=torch.float64))
         if step.how is How.AHEAD:
-            if clip > 0 or step.found_inf:
+            if step.can_be_wrong:
                 self._rollback.keep()
             self._optimizer.step_with_ready_grads()
 
-    def _near_the_clip(self, clip: float) -> bool:
+    def _any_replica(self, holds: bool) -> bool:
+        """Whether it holds on a rank that must decide as this one does: norms of replicas may differ by a bit."""
+        if self._replicas.size() == 1:
+            return holds
+        flag = torch.tensor([float(holds)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self._replicas)
+        return flag.item() > 0
+
+    def _near_the_clip(self) -> bool:
         """Whether the recent norms, the same on all ranks, make it likely that this step is clipped."""
-        if clip <= 0:
-            return False
-        return not self._norms or not all(norm < _NEAR * clip for norm in self._norms)
+        clip = self._optimizer.config.clip_grad
+        return clip > 0 and not (self._norms and all(norm < _NEAR * clip for norm in self._norms))
 
     @torch.no_grad()
     def _complete(self, step: _Step) -> None:
@@ -310,7 +328,7 @@ class PostValidatedOptimizer:
         zeros = sum(reduction.wait() for reduction in step.zeros) if step.zeros else None
         clip = self._optimizer.config.clip_grad
         updated = not any(found)
-        wrong = not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0)
+        wrong = self._any_replica(not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0))
         if step.how is How.AHEAD and wrong:
             step.how = How.REPEATED
             self._take_back(norm, repeat=updated)
@@ -328,8 +346,7 @@ class PostValidatedOptimizer:
             self._zero_later = False
             self.zero_grad()
         reported = (norm if self._reports_norm else None, zeros) if updated else (None, None)
-        self._last = Outcome(updated, *reported, self.get_loss_scale().item())
-        self._outcomes.append(self._last)
+        self._outcomes.append(Outcome(updated, *reported, self.get_loss_scale().item()))
 
     def _scaled(self) -> list[Any]:
         """The parts with a loss scale."""

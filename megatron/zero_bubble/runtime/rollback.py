@@ -43,7 +43,8 @@ class Exact:
     """Keeps everything that a step overwrites, on its device, until the step is validated.
 
     Exact for every optimizer whose state is in ``state`` and ``param_groups``, whatever its arithmetic: 12 bytes an
-    element for Adam with fp32 states, of those that this rank steps (a distributed optimizer has its part only).
+    element for Adam with fp32 states, of those that this rank steps (a distributed optimizer has its part only), beside
+    the activations of the next iteration's first forwards.
     """
 
     def __init__(self, optimizers: Optimizers) -> None:
@@ -92,6 +93,8 @@ class Exact:
                     state[key] = value
         for optimizer, options in zip(self._optimizers, self._options, strict=True):
             for group, as_before in zip(optimizer.param_groups, options, strict=True):
+                for key in group.keys() - as_before.keys() - {"params"}:  # TransformerEngine's Adam counts steps here
+                    del group[key]
                 group.update(as_before)
         self.forget()
 
@@ -129,14 +132,14 @@ class Inverse:
     @torch.no_grad()
     def is_safe(self) -> bool:
         """Whether enough is left of every second moment that has a history."""
+        exceeding = []
         for optimizer, group, parameter in _parameters(self._optimizers):
             state = optimizer.state.get(parameter)
             if state and parameter.grad is not None:
                 beta2 = group["betas"][1]
                 history = state["exp_avg_sq"] * (beta2 * self._MOST)
-                if bool(torch.any(((1 - beta2) * parameter.grad.square() > history) & (history > 0))):
-                    return False
-        return True
+                exceeding.append((((1 - beta2) * parameter.grad.square() > history) & (history > 0)).any())
+        return not exceeding or not bool(torch.stack(exceeding).any())
 
     def keep(self) -> None:
         """Nothing: gradients are zeroed after the validation."""

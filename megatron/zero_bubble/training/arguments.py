@@ -271,4 +271,5 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
     add("--eval-iters", type=int, default=100)
     add("--eval-interval", type=int, default=1000)
     add("--log-interval", type=int, default=100)
+    add("--log-num-zeros-in-grad", action="store_true")
     add("--tensorboard-dir", metavar="DIR")

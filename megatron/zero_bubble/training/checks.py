@@ -318,6 +318,11 @@ def _check_schedule(args: argparse.Namespace) -> None:
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
+    if args.zero_bubble_rollback != "exact" and not args.zero_bubble_post_validation:
+        raise UsageError(
+            f"--zero-bubble-rollback {args.zero_bubble_rollback} is of --zero-bubble-post-validation, which is not "
+            "given; add it or drop both"
+        )
     if _has_schedule(args):
         _place_stages(args)
     elif args.zero_bubble_post_validation:

@@ -19,7 +19,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.post_validation import Outcome, PostValidatedOptimizer
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
 from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
 from megatron.zero_bubble.training.failure import during
@@ -129,7 +129,7 @@ class Trainer:
         self._finish()  # the learning rate depends on whether the step before was skipped
         learning_rate = optimizer.param_groups[0]["lr"]
         with during("optimizer step"):
-            updated, grad_norm, _ = optimizer.step()
+            result = optimizer.step()
         state.iteration += 1
         state.consumed_samples += samples
         loss = _mean_loss(reports)
@@ -137,8 +137,8 @@ class Trainer:
         self._unfinished.append(
             _Iteration(state.iteration, state.consumed_samples, num_microbatches, samples, loss, learning_rate, seconds)
         )
-        if self._ahead is None:
-            self._finish_one(updated, grad_norm, optimizer.get_loss_scale().item())
+        if result is not None:
+            self._finish_one(Outcome(*result, optimizer.get_loss_scale().item()))
         self._finish()
         return seconds
 
@@ -157,13 +157,13 @@ class Trainer:
     def _finish(self) -> None:
         """Count the iterations whose steps taken ahead have become final."""
         for outcome in () if self._ahead is None else self._ahead.take_outcomes():
-            self._finish_one(outcome.updated, outcome.grad_norm, outcome.loss_scale)
+            self._finish_one(outcome)
 
-    def _finish_one(self, updated: bool, grad_norm: float | None, loss_scale: float) -> None:
+    def _finish_one(self, outcome: Outcome) -> None:
         done = self._unfinished.popleft()
-        if updated:
+        if outcome.updated:
             self.trained.scheduler.step(increment=done.samples)
-        self.state.skipped_iterations += not updated
+        self.state.skipped_iterations += not outcome.updated
         self._unreported.append(
             (
                 IterationMetrics(
@@ -171,12 +171,13 @@ class Trainer:
                     consumed_samples=done.consumed_samples,
                     num_microbatches=done.num_microbatches,
                     lm_loss=None,
-                    grad_norm=grad_norm,
+                    grad_norm=outcome.grad_norm,
                     learning_rate=done.learning_rate,
-                    loss_scale=loss_scale,
-                    skipped=not updated,
+                    loss_scale=outcome.loss_scale,
+                    skipped=not outcome.updated,
                     iteration_ms=done.seconds * 1000.0,
                     tokens_per_second=done.samples * self.args.seq_length / done.seconds,
+                    num_zeros=outcome.num_zeros,
                 ),
                 done.loss,
             )

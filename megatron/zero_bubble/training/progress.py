@@ -28,6 +28,7 @@ class IterationMetrics:
     skipped: bool
     iteration_ms: float
     tokens_per_second: float
+    num_zeros: float | None = None
 
 
 class Progress:
@@ -98,6 +99,8 @@ class Progress:
             f" iteration {last.iteration:>{len(str(self._train_iters))}}/{self._train_iters} | loss {loss} | "
             f"grad norm {norm} | lr {last.learning_rate:.3e} | {rate:,.0f} tokens/s"
         )
+        if last.num_zeros is not None:
+            text += f" | num zeros {last.num_zeros:.0f}"
         if last.loss_scale != 1.0:
             text += f" | loss scale {last.loss_scale:.0f}"
         skipped = sum(metrics.skipped for metrics in done)

@@ -66,5 +66,7 @@ def step_ahead(
     group = parallel_state.get_pipeline_model_parallel_group()
     timeout = timedelta(seconds=args.zero_bubble.peer_timeout_s)
     rollback = ROLLBACKS[args.zero_bubble.rollback]
-    pipeline.optimizer = PostValidatedOptimizer(optimizer, chunks, group, rollback, timeout)
-    return pipeline.optimizer
+    replicas = parallel_state.get_expert_model_parallel_group() if args.num_moe_experts else None
+    ahead = PostValidatedOptimizer(optimizer, chunks, group, rollback, replicas, timeout)
+    pipeline.validate_steps_of(ahead)
+    return ahead

@@ -1,0 +1,39 @@
+"""The losses' way to the last rank."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.runtime.loss_reports import LossReports
+from tests.helpers.ranks import RankPool
+
+REPORTS = [{"lm loss": torch.tensor([1.5, 8.0])}, {"lm loss": torch.tensor([2.5, 7.0]), "other": (1, "two")}]
+
+
+def exchange(rank: int, wait: bool) -> str:
+    """The first rank goes on before the last one asks, twice."""
+    assert dist.group.WORLD is not None
+    reports, found = LossReports(dist.group.WORLD, wait), []
+    for _ in range(2):
+        if rank == 0 and not wait:
+            assert reports.deliver(REPORTS, 0, torch.device("cpu")) == []
+        dist.barrier()
+        if rank == 0 and wait:
+            assert reports.deliver(REPORTS, 0, torch.device("cpu")) == []
+            assert reports.num_in_flight == 0
+        if rank != 0:
+            found += reports.deliver([], 0, torch.device("cpu"))
+    reports.settle()
+    assert reports.num_in_flight == 0
+    reports.close()
+    return str(found)
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_last_rank_gets_what_the_first_one_has(ranks: RankPool, num_ranks: int, wait: bool) -> None:
+    *others, last = ranks.run(num_ranks, exchange, wait, timeout=60)
+    assert last == str(REPORTS * 2)
+    assert others == ["[]"] * (num_ranks - 1)
