@@ -138,7 +138,8 @@ class Trainer:
             _Iteration(state.iteration, state.consumed_samples, num_microbatches, samples, loss, learning_rate, seconds)
         )
         if result is not None:
-            self._finish_one(Outcome(*result, optimizer.get_loss_scale().item()))
+            updated, grad_norm, num_zeros = result
+            self._finish_one(Outcome(updated, grad_norm, num_zeros, optimizer.get_loss_scale().item()))
         self._finish()
         return seconds
 
