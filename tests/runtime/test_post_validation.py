@@ -188,6 +188,32 @@ def test_inverse_is_right_to_rounding_and_keeps_nothing(ranks: RankPool) -> None
         assert found == pytest.approx(expected, rel=1e-3) and found != expected
 
 
+def train_while_steps_settle_nothing(_rank: int, flags: str) -> Counter[str]:
+    """With a step that would fail if it waited for what the pipeline has under way."""
+    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+
+    step = PostValidatedOptimizer.step
+
+    def watched(optimizer: PostValidatedOptimizer) -> None:
+        def waits() -> None:
+            raise AssertionError("a step waits for the last rank to take the losses")
+
+        on_settle, optimizer.on_settle = optimizer.on_settle, waits
+        step(optimizer)
+        optimizer.on_settle = on_settle
+
+    PostValidatedOptimizer.step = watched
+    try:
+        return train_with_faults(_rank, flags, MODES[1:], [])[0].counts
+    finally:
+        PostValidatedOptimizer.step = step
+
+
+def test_on_a_v_no_step_waits_for_the_losses_to_arrive(ranks: RankPool) -> None:
+    flags = f"{Layout(2, num_layers=4).flags(3, LOOSE)} --zero-bubble-schedule zb-v --train-iters 4"
+    assert ranks.run(2, train_while_steps_settle_nothing, flags, timeout=60) == [{"synchronous": 1, "ahead": 3}] * 2
+
+
 def passes_without_an_optimizer(_rank: int) -> None:
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse

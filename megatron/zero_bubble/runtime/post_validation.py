@@ -174,7 +174,7 @@ class PostValidatedOptimizer:
     @torch.no_grad()
     def step(self) -> None:
         """Step on what is known; ``take_outcomes`` has what comes of it."""
-        self.settle()
+        self._complete_pending()
         step, known = self._begin()
         self._decide(step, known)
         if step.how is How.SYNCHRONOUS:
@@ -189,8 +189,7 @@ class PostValidatedOptimizer:
 
     def settle(self) -> None:
         """Make the last step final: before weights or states are saved, evaluated or left."""
-        if self._pending is not None:
-            self._complete(self._pending)
+        self._complete_pending()
         self._wrong = False
         self._chain.settle()
         self.on_settle()
@@ -230,12 +229,15 @@ class PostValidatedOptimizer:
 
     def validate(self) -> bool:
         """Wait for the global state and make the last step final; False when forwards ran on wrong weights."""
-        if self._pending is not None:
-            self._complete(self._pending)
+        self._complete_pending()
         wrong, self._wrong = self._wrong, False
         return not wrong
 
     # The step itself.
+
+    def _complete_pending(self) -> None:
+        if self._pending is not None:
+            self._complete(self._pending)
 
     def _begin(self) -> tuple[_Step, _Known]:
         """Bring the gradients into the optimizer's form and send their figures off; the second is of this stage."""
@@ -328,6 +330,7 @@ class PostValidatedOptimizer:
         zeros = sum(reduction.wait() for reduction in step.zeros) if step.zeros else None
         clip = self._optimizer.config.clip_grad
         updated = not any(found)
+        assert step.how is not How.SKIPPED or not updated, "who skips has heard of an infinite gradient"
         wrong = self._any_replica(not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0))
         if step.how is How.AHEAD and wrong:
             step.how = How.REPEATED
