@@ -48,7 +48,7 @@ def test_no_new_flags() -> None:
             "--help", "--schedule", "--schedule-file", "--num-ranks", "--num-microbatches", "--forward-ms",
             "--backward-ms", "--wgrad-ms", "--comm-ms", "--activation-memory", "--wgrad-memory", "--costs", "--config",
             "--gpu", "--no-flash-attention", "--memory-limit", "--placement", "--objective", "--num-chunks",
-            "--equal-passes", "--format",
+            "--equal-passes", "--step-ms", "--format",
         ],
         "compare": [
             "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms",

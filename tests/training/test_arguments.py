@@ -10,8 +10,8 @@ from megatron.zero_bubble.training.errors import UsageError
 # A new flag is a decision: add it here, and say in the commit why Megatron's own do not do.
 OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --zero-bubble-device --zero-bubble-memory-limit
---zero-bubble-placement --zero-bubble-record-costs --zero-bubble-schedule --zero-bubble-schedule-file
---zero-bubble-trace
+--zero-bubble-placement --zero-bubble-post-validation --zero-bubble-record-costs --zero-bubble-rollback
+--zero-bubble-schedule --zero-bubble-schedule-file --zero-bubble-trace
 """
 MEGATRONS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32
@@ -22,10 +22,11 @@ MEGATRONS = """
 --eval-iters --exit-interval --exit-on-missing-checkpoint --exit-signal-handler --expert-model-parallel-size
 --expert-tensor-parallel-size --ffn-hidden-size --finetune --fp16 --global-batch-size --grad-reduce-in-bf16
 --group-query-attention --hidden-dropout --hidden-size --hysteresis --init-method-std --initial-loss-scale --kv-channels
---load --log-interval --loss-scale --loss-scale-window --lr --lr-decay-iters --lr-decay-style --lr-warmup-fraction
---lr-warmup-init --lr-warmup-iters --make-vocab-size-divisible-by --max-position-embeddings --micro-batch-size
---min-loss-scale --min-lr --mock-data --moe-aux-loss-coeff --moe-ffn-hidden-size --moe-grouped-gemm --moe-router-dtype
---moe-router-load-balancing-type --moe-router-pre-softmax --moe-router-topk --moe-shared-expert-intermediate-size
+--load --log-interval --log-num-zeros-in-grad --loss-scale --loss-scale-window --lr --lr-decay-iters --lr-decay-style
+--lr-warmup-fraction --lr-warmup-init --lr-warmup-iters --make-vocab-size-divisible-by --max-position-embeddings
+--micro-batch-size --min-loss-scale --min-lr --mock-data --moe-aux-loss-coeff --moe-ffn-hidden-size --moe-grouped-gemm
+--moe-router-dtype --moe-router-load-balancing-type --moe-router-pre-softmax --moe-router-topk
+--moe-shared-expert-intermediate-size
 --moe-token-dispatcher-type --moe-z-loss-coeff --no-align-grad-reduce --no-align-param-gather --no-bias-dropout-fusion
 --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-check-for-nan-in-loss-and-grad --no-gradient-accumulation-fusion
 --no-load-optim --no-load-rng --no-masked-softmax-fusion --no-mmap-bin-files --no-overlap-p2p-communication
