@@ -26,6 +26,7 @@ setup(
         Extension(
             "megatron.zero_bubble._planner",
             sources=["csrc/planner.cpp"],
+            depends=sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/planner/*.h")),
             # No fused multiply-add: the search's results are the same to the last bit on every machine.
             extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off"],
             optional=True,  # without it the same search runs in Python, on a smaller budget

@@ -13,11 +13,9 @@ ahead (clipping changes gradients in place), and what the step overwrites is kep
 from __future__ import annotations
 
 import contextlib
-import enum
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +26,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron.zero_bubble.config import JobError
-from megatron.zero_bubble.runtime.global_state import Chain, GlobalState, Reduction
+from megatron.zero_bubble.runtime.global_state import Chain, GlobalState
+from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step
 from megatron.zero_bubble.runtime.p2p import new_group
 from megatron.zero_bubble.runtime.rollback import Exact, Optimizers, Rollback
 
@@ -37,64 +36,6 @@ _NEAR = 0.8
 
 _RECENT = 4
 """So many norms count as recent."""
-
-
-class How(enum.Enum):
-    """How a rank did one step; the values are the words of the log."""
-
-    AHEAD = "ahead"
-    SYNCHRONOUS = "synchronous"
-    WAITED = "waited"
-    SKIPPED = "skipped"
-    REPEATED = "repeated"
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What ``MegatronOptimizer.step`` returns, and the loss scale after it; final."""
-
-    updated: bool
-    grad_norm: float | None
-    num_zeros: float | None
-    loss_scale: float
-
-
-@dataclass
-class _Step:
-    """A step whose global state is on its way.
-
-    Attributes:
-        how: as decided so far.
-        can_be_wrong: whether it clips or has a loss scale at all.
-        someone_ahead: whether any rank of the pipeline stepped ahead; then the first one did.
-    """
-
-    found_inf: list[Reduction]
-    squares: list[Reduction]
-    zeros: list[Reduction]
-    can_be_wrong: bool
-    how: How = How.AHEAD
-    someone_ahead: bool = False
-
-
-@dataclass
-class _Known:
-    """What is known when a rank must decide: of its stage and of those before it.
-
-    Attributes:
-        square: the sum of the squares of all gradients.
-        waits: whether one of these ranks does not step ahead because it could not take the step back.
-    """
-
-    square: float = 0.0
-    found_inf: bool = False
-    waits: bool = False
-
-    def add(self, square: float, found_inf: bool, waits: bool) -> None:
-        """Those of other ranks."""
-        self.square += square
-        self.found_inf |= found_inf
-        self.waits |= waits
 
 
 class PostValidatedOptimizer:
@@ -140,7 +81,7 @@ class PostValidatedOptimizer:
         members = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
         self._replicas = new_group(members, "gloo", timeout)
         self._rollback = rollback([part.optimizer for part in self._parts if not part.is_stub_optimizer])
-        self._pending: _Step | None = None
+        self._pending: Step | None = None
         self._wrong = False
         self._zero_later = False
         self._norms: deque[float] = deque(maxlen=_RECENT)
@@ -239,7 +180,7 @@ class PostValidatedOptimizer:
         if self._pending is not None:
             self._complete(self._pending)
 
-    def _begin(self) -> tuple[_Step, _Known]:
+    def _begin(self) -> tuple[Step, Known]:
         """Bring the gradients into the optimizer's form and send their figures off; the second is of this stage."""
         with self._reducing_alone():
             found = [_prepare(part) for part in self._parts]
@@ -247,14 +188,14 @@ class PostValidatedOptimizer:
             zeros = self._own_zeros()
         squares = [float(norm) ** 2 for norm in norms]
         scaled = [i for i, part in enumerate(self._parts) if getattr(part, "grad_scaler", None)]
-        step = _Step(
+        step = Step(
             [self._state.reduce_flag(i, found[i]) for i in scaled],
             [self._state.reduce(i, square, dist.ReduceOp.SUM) for i, square in enumerate(squares)],
             [self._state.reduce(i, count, dist.ReduceOp.SUM) for i, count in enumerate(zeros)],
             can_be_wrong=self._optimizer.config.clip_grad > 0 or bool(scaled),
         )
         unsafe = step.can_be_wrong and not self._near_the_clip() and not self._rollback.is_safe()
-        known = _Known()
+        known = Known()
         for i, infinite in enumerate(found):
             square = squares[i] if i < len(squares) else 0.0
             figures = self._state.of_stage(i, [square, infinite, unsafe])
@@ -288,7 +229,7 @@ class PostValidatedOptimizer:
             return []
         return [self._optimizer.count_zeros()] if self._one_norm else [part.count_zeros() for part in self._parts]
 
-    def _decide(self, step: _Step, known: _Known) -> None:
+    def _decide(self, step: Step, known: Known) -> None:
         """Step now, or find that this would be blind."""
         before = self._chain.receive(4)
         if before is not None:
@@ -323,7 +264,7 @@ class PostValidatedOptimizer:
         return clip > 0 and not (self._norms and all(norm < _NEAR * clip for norm in self._norms))
 
     @torch.no_grad()
-    def _complete(self, step: _Step) -> None:
+    def _complete(self, step: Step) -> None:
         """Make a step final, when the state of all ranks is there."""
         found = [reduction.wait() > 0 for reduction in step.found_inf]
         norm = self._norm([reduction.wait() for reduction in step.squares])

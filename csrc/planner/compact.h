@@ -1,0 +1,162 @@
+// search/compact.py.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "timeline.h"
+
+namespace zb {
+
+class Compactor {
+ public:
+  explicit Compactor(const zb_problem& problem)
+      : p(problem),
+        m(problem.num_microbatches),
+        begin(row_begins(problem)),
+        delta(3 * problem.num_stages),
+        landed(problem.num_stages * m),
+        num_landed(problem.num_stages),
+        arrivals(begin.back()),
+        arrived(3 * problem.num_stages),
+        count(3 * problem.num_stages),
+        kept(problem.num_ranks),
+        free_at(problem.num_ranks),
+        position(problem.num_ranks),
+        codes(problem.num_ranks) {
+    for (int c = 0; c < 3 * p.num_stages; ++c) codes[p.rank[c]].push_back(c);
+  }
+
+  // Reorders rows in place; false when they deadlock or do not fit.
+  bool run(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
+    reset(rows_, most_held_, haste, backwards_);
+    const int turn = 3 * (p.num_stages - 1);
+    for (int r = 0; r < p.num_ranks; ++r) events.push({0.0, r});
+    while (!events.empty()) {
+      const auto [now, rank] = events.top();
+      events.pop();
+      if (now < free_at[rank] || position[rank] == begin[rank + 1]) continue;
+      const int head = rows[position[rank]];
+      double soon = count[head] < arrived[head] ? arrivals[head * m + count[head]] : kNever;
+      if (delta[head] > 0 && kept[rank] + delta[head] > p.limit[rank]) soon = kNever;
+      const int code = soon <= now + kSlack ? head : overtake(rank, now, soon);
+      if (code == kNone) {
+        if (soon < kNever) events.push({soon, rank});
+        continue;
+      }
+      const double end = now + p.duration[code];
+      free_at[rank] = end;
+      events.push({end, rank});
+      kept[rank] += delta[code];
+      ++count[code];
+      ++position[rank];
+      const int kind = code % 3;
+      if (!backwards && kind == kBackward) arrivals[(code + 1) * m + arrived[code + 1]++] = end;
+      if (backwards && kind == kWgrad) gate(code - kWgrad, end);
+      const int follower = kind == kWgrad ? kNone : kind == kBackward ? code - 3 : code < turn ? code + 3 : code + 1;
+      if (follower < 0) continue;
+      const double arrival = end + p.hop[follower];
+      if (backwards && kind == kForward && follower % 3 == kForward) {
+        landed[follower / 3 * m + num_landed[follower / 3]++] = arrival;
+        gate(follower, 0.0);
+      } else {
+        arrivals[follower * m + arrived[follower]++] = arrival;
+      }
+      const int other = p.rank[follower];
+      if (other != rank && free_at[other] <= arrival) events.push({arrival, other});
+    }
+    for (int r = 0; r < p.num_ranks; ++r)
+      if (position[r] < begin[r + 1]) return false;
+    return true;
+  }
+
+ private:
+  using Event = std::pair<double, int>;
+  static constexpr double kSlack = 1e-9;
+  static constexpr int kLookAhead = 36;
+
+  void reset(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
+    rows = rows_;
+    most_held = most_held_;
+    late = 1.0 - haste;
+    backwards = backwards_;
+    std::copy(p.delta, p.delta + 3 * p.num_stages, delta.begin());
+    std::fill(num_landed.begin(), num_landed.end(), 0);
+    std::fill(arrived.begin(), arrived.end(), 0);
+    std::fill(count.begin(), count.end(), 0);
+    std::fill(kept.begin(), kept.end(), 0.0);
+    std::fill(free_at.begin(), free_at.end(), 0.0);
+    std::copy(begin.begin(), begin.end() - 1, position.begin());
+    if (backwards) {
+      std::fill(landed.begin(), landed.begin() + m, 0.0);
+      num_landed[0] = m;
+      for (int s = 0; s < p.num_stages; ++s) {
+        const double whole = p.delta[3 * s], wgrad = -p.delta[3 * s + kWgrad];
+        delta[3 * s] = whole - wgrad;
+        delta[3 * s + kBackward] = -whole;
+        delta[3 * s + kWgrad] = wgrad;
+        arrived[3 * s + kWgrad] = m;
+        std::fill_n(arrivals.begin() + (3 * s + kWgrad) * m, m, 0.0);
+      }
+    } else {
+      std::fill(arrivals.begin(), arrivals.begin() + m, 0.0);
+      arrived[kForward] = m;
+    }
+  }
+
+  void gate(int code, double wgrad_end) {
+    const int n = arrived[code];
+    if (n < num_landed[code / 3] && n < count[code + kWgrad])
+      arrivals[code * m + arrived[code]++] = std::max(landed[code / 3 * m + n], wgrad_end);
+  }
+
+  int overtake(int rank, double now, double soon) {
+    ready.clear();
+    for (int code : codes[rank]) {
+      const int n = count[code];
+      const bool on_time = n < arrived[code] && arrivals[code * m + n] <= now + kSlack &&
+                           now + late * p.duration[code] <= soon + kSlack;
+      if (on_time && (code % 3 != kForward || n - count[code + 1] < most_held[code / 3])) ready.push_back(code);
+    }
+    if (ready.empty()) return kNone;
+    const int at = position[rank];
+    double held = kept[rank], peak = held;
+    const int last = std::min(at + kLookAhead, begin[rank + 1]);
+    for (int place = at; place < last; ++place) {
+      const int code = rows[place];
+      const auto found = place > at ? std::find(ready.begin(), ready.end(), code) : ready.end();
+      if (found != ready.end()) {
+        if (delta[code] <= 0 || peak + delta[code] <= p.limit[rank]) {
+          std::rotate(rows + at, rows + place, rows + place + 1);
+          return code;
+        }
+        ready.erase(found);
+      }
+      held += delta[code];
+      peak = std::max(peak, held);
+    }
+    return kNone;
+  }
+
+  const zb_problem& p;
+  const int m;
+  int32_t* rows = nullptr;
+  const int32_t* most_held = nullptr;
+  double late = 1.0;
+  bool backwards = false;
+  const std::vector<int> begin;
+  std::vector<double> delta, landed;
+  std::vector<int> num_landed;
+  std::vector<double> arrivals;
+  std::vector<int> arrived, count;
+  std::vector<double> kept, free_at;
+  std::vector<int> position;
+  std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events;
+  std::vector<std::vector<int>> codes;
+  std::vector<int> ready;
+};
+
+}  // namespace zb

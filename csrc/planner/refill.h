@@ -1,0 +1,124 @@
+// search/refill.py.
+#pragma once
+
+#include <algorithm>
+#include <functional>
+#include <queue>
+#include <utility>
+#include <vector>
+
+#include "timeline.h"
+
+namespace zb {
+
+class Refiller {
+ public:
+  explicit Refiller(const zb_problem& problem)
+      : p(problem),
+        m(problem.num_microbatches),
+        begin(row_begins(problem)),
+        ends(3 * problem.num_stages * m),
+        count(3 * problem.num_stages),
+        position(problem.num_ranks),
+        placed(problem.num_ranks),
+        waits_for(problem.num_ranks),
+        free_at(problem.num_ranks),
+        kept(problem.num_ranks),
+        spare(problem.num_ranks),
+        first_pending(problem.num_ranks),
+        last_pending(problem.num_ranks),
+        pending(begin.back() / 3) {}
+
+  // Writes the new rows into full; false when they deadlock or do not fit.
+  bool run(const int32_t* rows, double eagerness, double target, int32_t* full) {
+    std::fill(count.begin(), count.end(), 0);
+    runnable.clear();
+    for (int r = 0; r < p.num_ranks; ++r) {
+      free_at[r] = kept[r] = 0.0;
+      position[r] = placed[r] = begin[r];
+      first_pending[r] = last_pending[r] = begin[r] / 3;
+      waits_for[r] = kNone;
+      spare[r] = target + p.origin[r] - p.work[r];
+      runnable.push_back(r);
+    }
+    while (!runnable.empty()) {
+      const int rank = runnable.back();
+      runnable.pop_back();
+      if (!advance(rank, rows, eagerness, full)) return false;
+    }
+    for (int r = 0; r < p.num_ranks; ++r) {
+      if (position[r] < begin[r + 1]) return false;
+      std::copy(pending.begin() + first_pending[r], pending.begin() + last_pending[r], full + placed[r]);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr double kSlack = 1e-9;
+
+  // Runs one rank until a pass's input is missing; false when memory does not suffice.
+  bool advance(int rank, const int32_t* rows, double eagerness, int32_t* full) {
+    double now = free_at[rank], held = kept[rank];
+    const double limit = p.limit[rank];
+    int& head = first_pending[rank];
+    int& tail = last_pending[rank];
+    int& out = placed[rank];
+    auto run_wgrad = [&] {
+      const int wgrad = pending[head++];
+      full[out++] = wgrad;
+      now += p.duration[wgrad];
+      held += p.delta[wgrad];
+    };
+    int at = position[rank];
+    for (; at < begin[rank + 1]; ++at) {
+      const int code = rows[at];
+      if (code % 3 == kWgrad) continue;
+      const int source = p.source[code], n = count[code];
+      double arrival = p.hop[code];
+      if (source != kNone) {
+        if (n >= count[source]) {
+          waits_for[rank] = source;
+          break;
+        }
+        arrival = ends[source * m + n] + p.hop[code];
+      }
+      const double change = p.delta[code];
+      while (head < tail && (now + p.duration[pending[head]] <= arrival + kSlack || (change > 0 && held + change > limit)))
+        run_wgrad();
+      held += change;
+      if (change > 0 && held > limit) return false;
+      if (arrival > now) {
+        const double gap = arrival - now;
+        if (head < tail && (gap > eagerness * p.duration[pending[head]] || gap > spare[rank] + kSlack)) run_wgrad();
+        if (arrival > now) {
+          spare[rank] -= arrival - now;
+          now = arrival;
+        }
+      }
+      full[out++] = code;
+      now += p.duration[code];
+      ends[code * m + n] = now;
+      count[code] = n + 1;
+      if (code % 3 == kBackward) pending[tail++] = code + 1;
+      const int other = p.receiver[code];
+      if (other != kNone && waits_for[other] == code) {
+        waits_for[other] = kNone;
+        runnable.push_back(other);
+      }
+    }
+    position[rank] = at;
+    free_at[rank] = now;
+    kept[rank] = held;
+    return true;
+  }
+
+  const zb_problem& p;
+  const int m;
+  const std::vector<int> begin;
+  std::vector<double> ends;
+  std::vector<int> count, position, placed, waits_for;
+  std::vector<double> free_at, kept, spare;
+  std::vector<int> first_pending, last_pending, pending, runnable;
+};
+
+}  // namespace zb

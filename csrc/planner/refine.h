@@ -1,0 +1,123 @@
+// search/refine.py.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "dice.h"
+#include "timeline.h"
+
+namespace zb {
+
+class Refiner {
+ public:
+  Refiner(const zb_problem& problem, Timeline& line, uint64_t seed) : p(problem), line(line), dice(seed) {}
+
+  // Returns the cost; rows become the best found.
+  double run(int32_t* best, int64_t tries, double heat) {
+    std::vector<int32_t> rows(best, best + line.begin.back());
+    Cost found = line.evaluate(rows.data());
+    double best_cost = found.cost, score = found.cost + kMeanWeight * found.mean;
+    int64_t used = 1;
+    while (used < tries && best_cost < kNever) {
+      collect_moves(rows.data());
+      for (int i = static_cast<int>(moves.size()) - 1; i > 0; --i) std::swap(moves[i], moves[dice.below(i + 1)]);
+      bool moved = false;
+      for (const Move& move : moves) {
+        if (used >= tries) break;
+        int32_t* row = rows.data() + line.begin[move.rank];
+        shift(row, move.origin, move.to);
+        found = line.evaluate(rows.data());
+        ++used;
+        const double warmth = heat * (1.0 - static_cast<double>(used) / static_cast<double>(tries));
+        if (found.cost + kMeanWeight * found.mean < score + warmth * dice.uniform() - kSlack) {
+          score = found.cost + kMeanWeight * found.mean;
+          if (found.cost < best_cost - kSlack) {
+            best_cost = found.cost;
+            std::copy(rows.begin(), rows.end(), best);
+          }
+          moved = true;
+          break;
+        }
+        shift(row, move.to, move.origin);
+      }
+      if (!moved && (heat == 0 || moves.empty())) break;
+    }
+    return best_cost;
+  }
+
+ private:
+  static constexpr double kSlack = 1e-6, kMeanWeight = 0.02;
+  static constexpr int kReach = 8;
+
+  struct Move {
+    int rank, origin, to;
+  };
+
+  static void shift(int32_t* row, int origin, int to) {
+    if (to < origin)
+      std::rotate(row + to, row + origin, row + origin + 1);
+    else
+      std::rotate(row + origin, row + origin + 1, row + to + 1);
+  }
+
+  double lateness(const int32_t* rows, int rank) const {
+    const int last = line.begin[rank + 1] - 1;
+    return line.starts[last] + p.duration[rows[last]] - p.origin[rank];
+  }
+
+  void collect_moves(const int32_t* rows) {
+    line.run(rows);
+    moves.clear();
+    double latest = -kNever;
+    for (int r = 0; r < p.num_ranks; ++r) latest = std::max(latest, lateness(rows, r));
+    std::vector<int> longest;
+    for (int r = 0; r < p.num_ranks; ++r)
+      if (lateness(rows, r) > latest - kSlack) longest.push_back(r);
+    int rank = longest[dice.below(static_cast<int>(longest.size()))];
+    int place = line.begin[rank + 1] - 1, last = place;
+    while (true) {
+      const int code = rows[place], before = p.source[code];
+      const double start = line.starts[place];
+      double arrival = -1.0;
+      int other_place = 0;
+      if (before != kNone) {
+        other_place = line.places[before * line.m + line.number[place]];
+        arrival = line.starts[other_place] + p.duration[before] + p.hop[code];
+      }
+      const bool follows =
+          place > line.begin[rank] && line.starts[place - 1] + p.duration[rows[place - 1]] > start - kSlack;
+      const bool arrives = arrival > start - kSlack;
+      if (follows && !(arrives && dice.uniform() < 0.5)) {
+        --place;
+        continue;
+      }
+      add_moves(rows + line.begin[rank], rank, place - line.begin[rank], last - line.begin[rank]);
+      if (!arrives) return;
+      rank = p.rank[before];
+      place = last = other_place;
+    }
+  }
+
+  void add_moves(const int32_t* row, int rank, int first, int last) {
+    if (first == last) return;
+    for (int end : {last, last - 1})
+      for (int to = end - 1; to > std::max(first - 1, end - kReach); --to) {
+        if (row[to] == row[end]) break;
+        moves.push_back({rank, end, to});
+      }
+    for (int to = first + 1; to < std::min(last + 1, first + kReach); ++to) {
+      if (row[to] == row[first]) break;
+      moves.push_back({rank, first, to});
+    }
+  }
+
+  const zb_problem& p;
+  Timeline& line;
+  std::vector<Move> moves;
+  Dice dice;
+};
+
+}  // namespace zb
