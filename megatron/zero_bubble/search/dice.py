@@ -6,7 +6,7 @@ _MASK = 2**64 - 1
 
 
 class Dice:
-    """A reproducible source of chance; csrc/planner.cpp has its twin."""
+    """A reproducible source of chance; csrc/planner/dice.h has its twin."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed

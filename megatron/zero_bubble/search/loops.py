@@ -158,7 +158,7 @@ def _close(library: ctypes.CDLL, handle: int, _arrays: _CProblem) -> None:
 
 
 class _CProblem(ctypes.Structure):
-    """``zb_problem`` of csrc/planner.cpp; it keeps the arrays it points to alive."""
+    """``zb_problem`` of csrc/planner/problem.h; it keeps the arrays it points to alive."""
 
     _fields_ = (
         *((name, ctypes.c_int32) for name in ("num_ranks", "num_stages", "num_microbatches")),
