@@ -6,6 +6,7 @@
 #
 # ZB_VENV    where it lives (default: .venv in the checkout)
 # ZB_PYTHON  the interpreter it is made from (default: python3)
+# ZB_BUILD   which compiled ops to build: auto (the default), cpu, cuda or none; see setup.py
 #
 # A stamp in the environment holds a hash of everything that went into it; while that matches, a start takes no time.
 
@@ -22,7 +23,8 @@ _zb_setup() (
     set -euo pipefail
     python="${ZB_PYTHON:-python3}"
     stamp="$_zb_venv/.zero-bubble-stamp"
-    wanted="$(cd "$_zb_root" && cat setup.py csrc/* scripts/constraints.txt scripts/setup_env.sh | cksum) $_zb_root"
+    wanted="$(cd "$_zb_root" && find setup.py csrc scripts/constraints.txt scripts/setup_env.sh -type f |
+        LC_ALL=C sort | xargs cat | cksum) ${ZB_BUILD:-auto} $_zb_root"
     if [[ -x "$_zb_venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
         exit 0
     fi
@@ -39,8 +41,11 @@ _zb_setup() (
         _zb_fail "'$python -m venv' failed: install Python's venv module (Debian: python3-venv)"
     quiet=(--quiet)
     [[ -t 1 ]] && quiet=()
-    "$_zb_venv/bin/python" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"} --use-pep517 \
-        --constraint "$_zb_root/scripts/constraints.txt" --editable "$_zb_root[dev,tensorboard]" ||
+    install=("$_zb_venv/bin/python" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"}
+        --constraint "$_zb_root/scripts/constraints.txt")
+    # torch first: our ops are compiled against it, so the build must see it (no isolation).
+    "${install[@]}" torch setuptools &&
+        "${install[@]}" --no-build-isolation --use-pep517 --editable "$_zb_root[dev,tensorboard]" ||
         _zb_fail "pip could not install the dependencies, see above; run this again once that is mended"
     printf '%s\n' "$wanted" >"$stamp"
 )

@@ -44,6 +44,8 @@ class ZeroBubbleConfig:
         post_validation: step the optimizer before the norm of all gradients is known; validate in the next iteration.
         rollback: how a step is taken back that turns out wrong: ``exact`` keeps what it overwrites until it is
             validated, ``inverse`` computes Adam backwards, which costs no memory and is right to rounding only.
+        fuse_wgrad: accumulate the weight gradients of a W in one call, straight into Megatron's float32 buffers; False
+            keeps upstream's arithmetic, which rounds each to the weight's dtype first: the bits of stock Megatron.
         measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.gather_memory``).
         peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
             torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
@@ -56,6 +58,7 @@ class ZeroBubbleConfig:
     memory_limit: str = "1p"
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
+    fuse_wgrad: bool = True
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 

@@ -16,7 +16,7 @@ FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 16 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
-    "--pipeline-model-parallel-size 2 --transformer-impl local --zero-bubble-device cuda"
+    "--pipeline-model-parallel-size 2 --transformer-impl local --zero-bubble-device cuda --zero-bubble-exact"
 )
 
 pytestmark = [

@@ -167,6 +167,8 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
     placement = None
     for schedule in schedules:
         own = [] if schedule is None else ["--zero-bubble-schedule", schedule]
+        if "--zero-bubble-fuse-wgrad" not in flags:
+            own.append("--zero-bubble-exact")
         args = parse([*BASE_FLAGS.split(), *flags.split(), *own])
         check(args, torch.distributed.get_world_size())
         if args.placement != placement:

@@ -151,9 +151,9 @@ def _seams() -> ModuleType:
 def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
     if config.schedule != AUTO:
         maker, timeout = _schedule_maker(config), config.peer_timeout_s
-        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation)
+        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation, config.fuse_wgrad)
     recorder = Recorder(select("auto"))
-    options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
+    options = AutoOptions(config.memory_limit, config.placement, config.post_validation, config.fuse_wgrad)
     return AutoPipeline(options, recorder, say, config.peer_timeout_s, observer)
 
 

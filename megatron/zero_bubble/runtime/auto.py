@@ -38,6 +38,7 @@ class AutoOptions:
         memory_limit: as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B needs.
         placement: of the stages; it stays what it is.
         post_validation: whether optimizer steps are validated later, so that an iteration takes the span.
+        fuse_wgrad: see ``ZeroBubbleConfig``.
         warm_up: iterations before measuring.
         measured: iterations a measurement takes.
         check_every: iterations between looks at whether the pass times have drifted.
@@ -47,6 +48,7 @@ class AutoOptions:
     memory_limit: str = "1p"
     placement: Literal["linear", "vee"] = "linear"
     post_validation: bool = False
+    fuse_wgrad: bool = True
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
@@ -86,7 +88,7 @@ class AutoPipeline(Pipeline):
         self._planner: _Planner | None = None
         self._waiting = False
         observers = together(observer, recorder)
-        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation)
+        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, options.fuse_wgrad)
 
     def stop_planning(self) -> None:
         """End the planner, if one is at work: training is over."""

@@ -17,10 +17,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.kernels import Kernels, select
 
 
 class GradAccumulator:
-    """Adds deferred gradients to their parameters as the autograd hooks of the job would have."""
+    """Adds deferred gradients to their parameters as the autograd hooks of the job would have: the same bits."""
+
+    with_bias = False
 
     def __init__(self) -> None:
         self._hooks: dict[torch.nn.Parameter, Callable[[], None] | None] = {}
@@ -46,7 +49,25 @@ class GradAccumulator:
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"
                 )
 
-    def __call__(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
+    def linear(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
+        x: torch.Tensor,
+        grad_output: torch.Tensor,
+        fused: bool,
+    ) -> None:
+        """See ``linear.Accumulate``."""
+        assert bias is None, "upstream reduces it at B"
+        if fused:
+            self._by_the_jobs_kernel(weight, x, grad_output)
+        else:
+            self._add(weight, grad_output.t().matmul(x))
+
+    def flush(self) -> None:
+        """Accumulate what was only collected; here nothing is."""
+
+    def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``weight``)."""
         hook = self._hooks.get(weight)
         if weight.grad is None:
@@ -56,7 +77,7 @@ class GradAccumulator:
         if hook is not None:
             hook()
 
-    def fused(self, weight: Any, x: torch.Tensor, grad_output: torch.Tensor) -> None:
+    def _by_the_jobs_kernel(self, weight: Any, x: torch.Tensor, grad_output: torch.Tensor) -> None:
         """Accumulate ``grad_output^T x`` straight into ``main_grad`` with the kernel that the job's own
         ``gradient_accumulation_fusion`` uses; ``x`` is (tokens, in), ``grad_output`` (tokens, out).
         """
@@ -65,13 +86,81 @@ class GradAccumulator:
         accumulate = kernels.wgrad_gemm_accum_fp32 if fp32 else kernels.wgrad_gemm_accum_fp16
         accumulate(x, grad_output, weight.main_grad)
         weight.grad_added_to_main_grad = True
-        # The hook wants some gradient of the weight's own dtype and, with the flag above, adds none, or for a shared
+        self._tell(weight)
+
+    def _tell(self, parameter: Any) -> None:
+        """Tell data parallelism of a gradient that is in ``main_grad``."""
+        hook = self._hooks.get(parameter)
+        if hook is None:
+            return
+        # The hook wants some gradient of the parameter's own dtype and, with this flag, adds none, or for a shared
         # weight this one: a zero, expanded.
-        weight.grad = weight.new_zeros(()).expand_as(weight)
-        hook = self._hooks.get(weight)
-        if hook is not None:
-            hook()
-        weight.grad = None
+        before, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, True
+        parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+        hook()
+        parameter.grad, parameter.grad_added_to_main_grad = None, before
+
+
+class FusedAccumulator(GradAccumulator):
+    """Adds the gradients of many linears in one call, each straight into ``main_grad`` in float32, without a temporary
+    and without a rounding to the weight's dtype in between.
+
+    It works for its users as apex's ``fused_weight_gradient_mlp_cuda`` does, and takes its place.
+
+    Args:
+        kernels: see ``kernels.reference``; None selects by the device of the first weight.
+    """
+
+    with_bias = True
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        super().__init__()
+        self._kernels = kernels
+        self._weights: list[torch.nn.Parameter] = []
+        self._biases: list[torch.Tensor | None] = []
+        self._inputs: list[torch.Tensor] = []
+        self._grad_outputs: list[torch.Tensor] = []
+
+    def linear(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
+        x: torch.Tensor,
+        grad_output: torch.Tensor,
+        fused: bool,
+    ) -> None:
+        """Collect them until ``flush``."""
+        self._weights.append(weight)
+        self._biases.append(bias)
+        self._inputs.append(x)
+        self._grad_outputs.append(grad_output)
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        if not self._weights:
+            return
+        if self._kernels is None:
+            self._kernels = select(self._weights[0].device.type)
+        main_grads = [_main_grad(weight) for weight in self._weights]
+        bias_grads = [main_grads[0].new_empty(0) if bias is None else _main_grad(bias) for bias in self._biases]
+        self._kernels.ops.wgrad_accumulate_many(self._inputs, self._grad_outputs, main_grads, bias_grads)
+        self._inputs.clear()
+        self._grad_outputs.clear()
+        for weight, bias in zip(self._weights, self._biases, strict=True):
+            self._tell(weight)
+            if bias is not None:
+                self._tell(bias)
+        self._weights.clear()
+        self._biases.clear()
+
+
+def _main_grad(parameter: Any) -> torch.Tensor:
+    """Where a gradient is accumulated: Megatron's buffer, or the parameter's own ``grad``."""
+    if hasattr(parameter, "main_grad"):
+        return parameter.main_grad
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 class GradSync:

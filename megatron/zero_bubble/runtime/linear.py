@@ -6,7 +6,8 @@
 call, so one replaced name splits them all, and no autograd function is copied or changed. Three things make it exact:
 
 * the weight goes in detached: autograd then has no edge to it, and no gradient hook of data parallelism can fire at B;
-* the bias stays outside, where its gradient is reduced as the fused function does it (over the flattened tokens);
+* the bias stays outside, where its gradient is reduced as the fused function does it (over the flattened tokens), at B
+  or, where the accumulator wants it, with the weight's;
 * W repeats the fused function's arithmetic: gather the input under sequence parallelism, flatten, one GEMM.
 """
 
@@ -24,11 +25,26 @@ from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
 class Accumulate(Protocol):
-    """Adds the gradient of one use of ``weight`` where the optimizer expects it."""
+    """Adds the gradients of linears where the optimizer expects them.
 
-    def __call__(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None: ...
+    Attributes:
+        with_bias: whether the gradient of a bias waits for W as well.
+    """
 
-    def fused(self, weight: torch.nn.Parameter, x: torch.Tensor, grad_output: torch.Tensor) -> None: ...
+    with_bias: bool
+
+    def linear(
+        self,
+        weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
+        x: torch.Tensor,
+        grad_output: torch.Tensor,
+        fused: bool,
+    ) -> None:
+        """Add those of one use: of ``weight`` (out, in) and ``bias`` (out,), from the input ``x`` (tokens, in) and the
+        gradient of the output (tokens, out). ``fused``: the job itself asks for fused accumulation.
+        """
+        ...
 
 
 class DeferredLinear:
@@ -36,6 +52,7 @@ class DeferredLinear:
 
     __slots__ = (
         "_accumulate",
+        "_bias",
         "_fused",
         "_gathered",
         "_grad_output",
@@ -43,7 +60,7 @@ class DeferredLinear:
         "_input",
         "_store",
         "_tp_group",
-        "_weight",
+        "weight",
     )
 
     def __init__(
@@ -52,13 +69,15 @@ class DeferredLinear:
         accumulate: Accumulate,
         x: torch.Tensor,
         weight: torch.nn.Parameter,
+        bias: torch.Tensor | None,
         fused: bool,
         tp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self._store = store
         self._accumulate = accumulate
         self._input = x
-        self._weight = weight
+        self.weight = weight
+        self._bias = bias
         self._fused = fused
         self._tp_group = tp_group  # set under sequence parallelism: the input is a shard
         self._grad_output: torch.Tensor | None = None
@@ -91,7 +110,7 @@ class DeferredLinear:
 
     @torch.no_grad()
     def run(self) -> None:
-        """One GEMM of (out, tokens) x (tokens, in), accumulated as the job's own linears would."""
+        """One GEMM of (out, tokens) x (tokens, in), and where it goes."""
         assert self._grad_output is not None, "W runs after its B"
         x = self._input
         if self._handle is not None:
@@ -99,10 +118,7 @@ class DeferredLinear:
             assert self._gathered is not None
             x = self._gathered
         grad_output, x = utils.prepare_input_tensors_for_wgrad_compute(self._grad_output, x)
-        if self._fused:
-            self._accumulate.fused(self._weight, x, grad_output)
-        else:
-            self._accumulate(self._weight, grad_output.t().matmul(x))
+        self._accumulate.linear(self.weight, self._bias, x, grad_output, self._fused)
 
 
 class _AddBias(torch.autograd.Function):
@@ -157,11 +173,16 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
                 **rest,
             )
         tp_group = layers.get_tensor_model_parallel_group_if_none(rest.get("tp_group")) if sequence_parallel else None
-        deferred = DeferredLinear(store, accumulate, input, weight, gradient_accumulation_fusion, tp_group)
+        waits = accumulate.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
+        deferred = DeferredLinear(
+            store, accumulate, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group
+        )
         # "Fused accumulation" of a detached weight: upstream then returns no weight gradient and has no main_grad.
         y = original(
             input, weight.detach(), None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest
         )  # fmt: skip
-        return y if bias is None else _AddBias.apply(y, bias)
+        if bias is None:
+            return y
+        return y + bias.detach() if waits else _AddBias.apply(y, bias)
 
     return linear

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class StageFacts:
         believed_rank: the pipeline rank that Megatron must take this process for; None where it is the true one.
         last_backward: the microbatch whose backward comes last, -1 where there is none.
         max_in_flight: the most microbatches whose F ran and whose backward did not.
+        tail: its W's behind the rank's last F and backward.
     """
 
     stage: int
@@ -80,6 +82,7 @@ class StageFacts:
     believed_rank: int | None
     last_backward: int
     max_in_flight: int
+    tail: tuple[Pass, ...]
 
     @classmethod
     def of(cls, schedule: Schedule, stage: int) -> StageFacts:
@@ -96,7 +99,10 @@ class StageFacts:
         vp_stage = placement.chunk_of(stage) if len(placement.stages_of(rank)) > 1 else None
         believed = believed_rank(placement, rank, placement.chunk_of(stage))
         elsewhere = None if believed == rank else believed
-        return cls(stage, stage == schedule.num_stages - 1, vp_stage, elsewhere, last_backward, most)
+        row = schedule.order[rank]
+        tail = takewhile(lambda p: p.kind is Kind.W, reversed(row))
+        own = tuple(reversed([p for p in tail if p.stage == stage]))
+        return cls(stage, stage == schedule.num_stages - 1, vp_stage, elsewhere, last_backward, most, own)
 
 
 class MegatronStage:
@@ -168,9 +174,13 @@ class MegatronStage:
             return schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
 
     def backward_weight(self, work: Pass) -> None:
-        late = self._sync is not None and self._sync.enabled and work.microbatch != self._facts.last_backward
-        with self._sync.paused() if late and self._sync is not None else nullcontext():
+        if self._sync is None or not self._sync.enabled:
             self._store.run(work)
+            return
+        if len(self._facts.tail) > 1 and work == self._facts.tail[0]:
+            self._store.group(self._facts.tail)
+        last = self._facts.last_backward
+        self._store.run(work, lambda origin: origin.microbatch != last, self._sync.paused)
 
     def _believing(self) -> AbstractContextManager[None]:
         believed = self._facts.believed_rank

@@ -2,14 +2,18 @@
 
 A deferred gradient is a value that knows how to compute and accumulate itself; the store only keeps them by the pass
 they belong to. One store serves all the stages of a rank.
+
+The W's at the end of an iteration may be grouped by weight: the same gradients in the same order for every weight, but
+one weight is ready after the other, so that data parallelism reduces the first while the last are computed (Zero
+Bubble paper, appendix A).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -19,12 +23,15 @@ from megatron.zero_bubble.ir import Kind, Pass
 class Deferred(Protocol):
     """The weight gradient of one use of one weight in one microbatch."""
 
+    @property
+    def weight(self) -> torch.nn.Parameter: ...
+
     def prefetch(self) -> None:
         """Start the communication that ``run`` needs, if any."""
         ...
 
     def run(self) -> None:
-        """Compute the gradient and accumulate it."""
+        """Compute the gradient and accumulate it, at the latest when the accumulator is flushed."""
         ...
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -32,11 +39,21 @@ class Deferred(Protocol):
         ...
 
 
-class WgradStore:
-    """Deferred weight gradients by (stage, microbatch, slice)."""
+class _Entry(NamedTuple):
+    origin: Pass
+    deferred: Deferred
 
-    def __init__(self) -> None:
-        self._stored: dict[Pass, list[Deferred]] = {}
+
+class WgradStore:
+    """Deferred weight gradients by (stage, microbatch, slice).
+
+    Args:
+        flush: accumulates what deferred gradients that have run have only collected.
+    """
+
+    def __init__(self, flush: Callable[[], None] = lambda: None) -> None:
+        self._flush = flush
+        self._stored: dict[Pass, list[_Entry]] = {}
         self._current: Pass | None = None
 
     @property
@@ -56,23 +73,55 @@ class WgradStore:
     def put(self, deferred: Deferred) -> None:
         """Store a gradient for the W of the pass that runs now."""
         assert self._current is not None, "a deferred linear ran its backward outside a split B"
-        self._stored.setdefault(self._current, []).append(deferred)
+        self._stored.setdefault(self._current, []).append(_Entry(self._current, deferred))
 
-    def run(self, work: Pass) -> None:
-        """Run the W ``work``: each gradient while the next one's communication is under way."""
+    def group(self, works: Sequence[Pass]) -> None:
+        """Order the gradients of these W's by weight, those of the last of ``works`` saying in which order, and give
+        each of ``works`` an equal share: together they do what they did before.
+        """
+        entries = [entry for work in works for entry in self._stored.pop(work, ())]
+        last_first = sorted(entries, key=lambda entry: entry.origin != works[-1])
+        order = {weight: i for i, weight in enumerate(dict.fromkeys(id(e.deferred.weight) for e in last_first))}
+        entries.sort(key=lambda entry: order[id(entry.deferred.weight)])
+        for i, work in enumerate(works):
+            first, last = (len(entries) * k // len(works) for k in (i, i + 1))
+            self._stored[work] = entries[first:last]
+
+    def run(
+        self,
+        work: Pass,
+        is_late: Callable[[Pass], bool] = lambda origin: True,
+        late: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run the W ``work``: each gradient while the next one's communication is under way.
+
+        Args:
+            is_late: whether the gradients of a W make no weight ready. Those are computed together; of the others each
+                is finished before the next begins, so that its reduction can start.
+            late: entered around those.
+        """
         entries = deque(self._stored.pop(work, ()))
         if entries:
-            entries[0].prefetch()
+            entries[0].deferred.prefetch()
         while entries:
-            deferred = entries.popleft()  # popped, so that its tensors go as soon as it has run
-            if entries:
-                entries[0].prefetch()
-            deferred.run()
+            together = is_late(entries[0].origin)
+            with late() if together else nullcontext():
+                self._run_next(entries)
+                while together and entries and is_late(entries[0].origin):
+                    self._run_next(entries)
+                self._flush()
+
+    @staticmethod
+    def _run_next(entries: deque[_Entry]) -> None:
+        deferred = entries.popleft().deferred  # popped, so that its tensors go as soon as it has run
+        if entries:
+            entries[0].deferred.prefetch()
+        deferred.run()
 
     def tensors(self, work: Pass) -> Iterator[torch.Tensor]:
         """What is kept until the W ``work``."""
-        for deferred in self._stored.get(work, ()):
-            yield from deferred.tensors()
+        for entry in self._stored.get(work, ()):
+            yield from entry.deferred.tensors()
 
     def clear(self) -> None:
         """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""

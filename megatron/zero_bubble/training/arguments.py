@@ -70,13 +70,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _add_zero_bubble(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("zero bubble").add_argument
+    add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
     add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
     add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
     add("--zero-bubble-placement", default="linear", choices=("linear", "vee"), help="of the stages of zb-auto")
     add("--zero-bubble-memory-limit", metavar="LIMIT", default="1p", help="of zb-auto; 1p is what 1F1B keeps")
     add("--zero-bubble-post-validation", action="store_true", help="step the optimizer first, validate it later")
     add("--zero-bubble-rollback", default="exact", choices=("exact", "inverse"), help="of a step that was wrong")
+    add("--zero-bubble-exact", action="store_true", help="the bits of stock Megatron: no fused weight gradients")
+    add("--zero-bubble-fuse-wgrad", action=fuse, default=True, help="weight gradients in one call, in float32")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
     add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
     add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")

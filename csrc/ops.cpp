@@ -1,0 +1,31 @@
+// The ops of the deferred weight gradients: their schemas, and what runs them on the CPU.
+//
+// The slow truth beside them is megatron/zero_bubble/kernels/reference.py. No Python here: torch lets go of the GIL
+// while an op runs.
+
+#include <torch/library.h>
+
+#include "wgrad/checks.h"
+#include "wgrad/cpu.h"
+#include "wgrad/parse.h"
+
+TORCH_LIBRARY(zero_bubble, library) {
+  library.def("wgrad_accumulate(Tensor input, Tensor grad_output, Tensor(a!) main_grad) -> ()");
+  library.def(
+      "wgrad_accumulate_many(Tensor[] inputs, Tensor[] grad_outputs, Tensor(a!)[] main_grads, "
+      "Tensor(b!)[] bias_grads) -> ()");
+  library.def(
+      "wgrad_accumulate_grouped(Tensor input, Tensor grad_output, int[] num_tokens, Tensor(a!)[] main_grads) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(zero_bubble, CPU, library) { zb::register_kernels<zb::run_on_cpu>(library); }
+
+// On tensors without data there is nothing to compute, and no result to describe.
+static void compute_nothing(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  torch::jit::drop(*stack, op.schema().arguments().size());
+}
+
+TORCH_LIBRARY_IMPL(zero_bubble, Meta, library) {
+  for (const char* name : {"wgrad_accumulate", "wgrad_accumulate_many", "wgrad_accumulate_grouped"})
+    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_nothing>());
+}

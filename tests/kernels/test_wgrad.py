@@ -1,0 +1,204 @@
+"""The ops of the weight gradients against float64, compiled and in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble.kernels import reference, select
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+
+
+def compiled(device: str) -> Any:
+    kernels = select(device)
+    assert kernels.words == "compiled", "the ops are built wherever the tests run"
+    return kernels.ops
+
+
+def implementations(device: str) -> tuple[Any, Any]:
+    return compiled(device), reference
+
+
+def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values, stored otherwise."""
+    if layout == "transposed":
+        return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+    if layout == "a slice":
+        wide = tensor.new_zeros(*tensor.shape[:-1], tensor.shape[-1] + 3)
+        wide[..., 1 : 1 + tensor.shape[-1]] = tensor
+        return wide[..., 1 : 1 + tensor.shape[-1]]
+    if layout == "every second row":
+        return torch.stack((tensor, tensor), dim=1)[:, 0]
+    return tensor
+
+
+@st.composite
+def products(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """input, grad_output, main_grad, bias_grad on the CPU: odd shapes, without tokens or features too."""
+    size = st.integers(0, 40)
+    leading = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
+    width, out = draw(size), draw(size)
+    dtype = draw(st.sampled_from(DTYPES))
+    grad_dtype = draw(st.sampled_from((torch.float32, dtype)))
+    layouts = st.sampled_from(("contiguous", "transposed", "a slice", "every second row"))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x = laid_out(noise(*leading, width).to(dtype), draw(layouts))
+    grad_output = laid_out(noise(*leading, out).to(dtype), draw(layouts))
+    main_grad = laid_out(noise(out, width).to(grad_dtype), draw(st.sampled_from(("contiguous", "a slice"))))
+    return x, grad_output, main_grad, noise(out).to(grad_dtype)
+
+
+def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
+    """``got`` is ``exact`` accumulated in float32 (1e-6 of the sum of magnitudes) and rounded to its dtype once."""
+    rounding = 0.0 if got.dtype is torch.float32 else torch.finfo(got.dtype).eps / 2
+    error = (got.double() - exact).abs()
+    assert (error <= 1e-6 * scale + rounding * exact.abs() * 1.001 + 1e-7).all(), error.max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(product=products())
+def test_equals_float64(device: str, product: tuple[torch.Tensor, ...]) -> None:
+    x, grad_output, main_grad, bias_grad = (tensor.to(device) for tensor in product)
+    rows, grad_rows = (t.double().reshape(t.shape[:-1].numel(), t.shape[-1]) for t in (x, grad_output))
+    exact = main_grad.double() + grad_rows.t() @ rows
+    scale = main_grad.double().abs() + grad_rows.t().abs() @ rows.abs()
+    bias, bias_scale = bias_grad.double() + grad_rows.sum(0), bias_grad.double().abs() + grad_rows.abs().sum(0)
+    for ops in implementations(device):
+        wide = main_grad.new_zeros(main_grad.shape[0], main_grad.shape[1] + 2)
+        one, many, sums = wide[:, : main_grad.shape[1]].copy_(main_grad), main_grad.clone(), bias_grad.clone()
+        ops.wgrad_accumulate(x, grad_output, one)
+        ops.wgrad_accumulate_many([x], [grad_output], [many], [sums])
+        assert_rounded_once(one, exact, scale)
+        assert_rounded_once(many, exact, scale)
+        assert_rounded_once(sums, bias, bias_scale)
+        assert not wide[:, main_grad.shape[1] :].any(), "written beside the gradient"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_tokens(device: str, dtype: torch.dtype) -> None:
+    """More of them than are worked on at a time."""
+    x, grad_output = (torch.randn(3, 700, features, device=device).to(dtype) for features in (33, 17))
+    rows, grad_rows = x.double().reshape(-1, 33), grad_output.double().reshape(-1, 17)
+    for ops in implementations(device):
+        grad = torch.ones(17, 33, device=device)
+        ops.wgrad_accumulate(x, grad_output, grad)
+        assert_rounded_once(grad, 1 + grad_rows.t() @ rows, 1 + grad_rows.t().abs() @ rows.abs())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_many_is_one_after_the_other(device: str, dtype: torch.dtype) -> None:
+    """Two weights, one of them used three times, one use without a bias: the same bits as call by call."""
+    ops = compiled(device)
+    inputs = [torch.randn(50, 24, device=device).to(dtype) for _ in range(4)]
+    grad_outputs = [torch.randn(50, 16, device=device).to(dtype) for _ in range(4)]
+    grads = [torch.randn(16, 24, device=device) for _ in range(2)]
+    sums = torch.zeros(16, device=device)
+    expected, which = [grad.clone() for grad in grads], (0, 1, 0, 0)
+    for x, grad_output, i in zip(inputs, grad_outputs, which, strict=True):
+        ops.wgrad_accumulate(x, grad_output, expected[i])
+    ops.wgrad_accumulate_many(
+        inputs, grad_outputs, [grads[i] for i in which], [sums, sums, sums.new_empty(0), sums]
+    )  # fmt: skip
+    assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
+    assert torch.allclose(sums, sum(grad_outputs[i].float().sum(0) for i in (0, 1, 3)), atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@given(num_tokens=st.lists(st.integers(0, 20), min_size=1, max_size=6), dtype=st.sampled_from(DTYPES))
+def test_groups_are_products_of_their_own(device: str, num_tokens: list[int], dtype: torch.dtype) -> None:
+    x, grad_output = (torch.randn(sum(num_tokens), features, device=device).to(dtype) for features in (12, 10))
+    for ops in implementations(device):
+        grads = torch.zeros(len(num_tokens), 10, 12, device=device)
+        ops.wgrad_accumulate_grouped(x, grad_output, num_tokens, list(grads))
+        pieces = zip(x.split(num_tokens), grad_output.split(num_tokens), grads, strict=True)
+        for own_x, own_grad, grad in pieces:
+            expected = torch.zeros(10, 12, device=device)
+            ops.wgrad_accumulate(own_x, own_grad, expected)
+            assert torch.equal(grad, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_same_call_gives_the_same_bits(device: str, dtype: torch.dtype) -> None:
+    x, grad_output = (torch.randn(300, features, device=device).to(dtype) for features in (129, 65))
+    results = [torch.zeros(65, 129, device=device) for _ in range(3)]
+    for grad in results:
+        compiled(device).wgrad_accumulate(x, grad_output, grad)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+X, DY, GRAD = torch.ones(6, 4), torch.ones(6, 3), torch.zeros(3, 4)
+BUFFER = torch.zeros(64)
+
+REFUSED = {
+    "float64": ((X.double(), DY.double(), GRAD), "input must be float32, bfloat16 or float16; got Double"),
+    "two dtypes": ((X, DY.half(), GRAD), "grad_output must have the dtype of the input, Float; got Half"),
+    "a narrow grad": ((X, DY, GRAD.half()), "main_grad must be float32, or have the dtype of the input.* got Half"),
+    "shape of the grad": ((X, DY, GRAD.t()), r"must have the shape \[3, 4\] of its parameter; got \[4, 3\]"),
+    "tokens": ((X, DY[:5], GRAD), r"as many tokens as each other; got \[6, 4\] and \[5, 3\]"),
+    "a scalar": ((torch.tensor(1.0), DY, GRAD), "input needs a last dimension of features; got a scalar"),
+    "a transposed grad": ((X, DY, torch.zeros(4, 3).t()), r"rows of unit stride; got strides \[1, 3\]"),
+    "an expanded grad": ((X, DY, torch.zeros(1, 4).expand(3, 4)), r"must not overlap itself; got strides \[0, 1\]"),
+    "aliasing": ((BUFFER[:24].view(6, 4), DY, BUFFER[20:32].view(3, 4)), "must not share memory with an input"),
+}
+
+
+@pytest.mark.parametrize("arguments, sentence", REFUSED.values(), ids=REFUSED)
+def test_refused(arguments: tuple[torch.Tensor, ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        compiled("cpu").wgrad_accumulate(*arguments)
+    assert not GRAD.any() and not BUFFER.any(), "nothing is written"
+
+
+@pytest.mark.gpu
+def test_two_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="grad_output must be on the device of the input, cuda:0; got cpu"):
+        compiled("cuda").wgrad_accumulate(X.cuda(), DY, GRAD.cuda())
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (([X], [DY, DY], [GRAD], []), "as many inputs, grad_outputs and main_grads .* got 1, 2 and 1"),
+        (([X, X], [DY, DY], [GRAD, GRAD], [DY[0]]), "bias_grads must be none, or one an input .* got 1 for 2"),
+        (([X], [DY], [GRAD], [DY[0]]), "must not share memory with a grad_output"),
+        (([X, X], [DY, DY], [BUFFER[:12].view(3, 4), BUFFER[8:20].view(3, 4)], []), "with another gradient"),
+        (([X], [DY], [GRAD], [torch.zeros(4)]), r"bias_grad must have the shape \[3\]"),
+    ],
+)
+def test_many_refused(arguments: tuple[list[torch.Tensor], ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        compiled("cpu").wgrad_accumulate_many(*arguments)
+
+
+@pytest.mark.parametrize("num_tokens", [[2, 3], [7, -1]])
+def test_groups_refused(num_tokens: list[int]) -> None:
+    with pytest.raises(ValueError, match="the numbers of tokens of the groups must sum to"):
+        compiled("cpu").wgrad_accumulate_grouped(X, DY, num_tokens, [GRAD, GRAD.clone()])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_opcheck(device: str) -> None:
+    """Schemas say what is mutated, and fake tensors pass through."""
+    x, grad_output, grad = (tensor.to(device) for tensor in (X, DY, GRAD.clone()))
+    compiled(device)
+    ops = torch.ops.zero_bubble
+    torch.library.opcheck(ops.wgrad_accumulate.default, (x, grad_output, grad))
+    torch.library.opcheck(
+        ops.wgrad_accumulate_many.default, ([x, x], [grad_output, grad_output], [grad, grad.clone()], [])
+    )
+    torch.library.opcheck(
+        ops.wgrad_accumulate_grouped.default, (x, grad_output, [2, 4], [grad, grad.clone()])
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""The store of deferred weight gradients: order, grouping, and what is done together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+
+
+@dataclass
+class Use:
+    """Notes in ``log`` what is done with the gradient of one use of a weight."""
+
+    weight: torch.nn.Parameter
+    name: str
+    log: list[str]
+
+    def prefetch(self) -> None:
+        self.log.append(f"fetch {self.name}")
+
+    def run(self) -> None:
+        self.log.append(f"run {self.name}")
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        return iter(())
+
+
+WEIGHTS = {name: torch.nn.Parameter(torch.zeros(1)) for name in "abc"}
+
+
+def filled(microbatches: list[str], log: list[str]) -> tuple[WgradStore, list[Pass]]:
+    """A store in which the B of microbatch i has left gradients of the weights that ``microbatches[i]`` names."""
+    store = WgradStore(lambda: log.append("flush"))
+    for i, names in enumerate(microbatches):
+        with store.defer(Pass(0, Kind.B, i)):
+            for name in names:
+                store.put(Use(WEIGHTS[name], f"{i}{name}", log))
+    return store, [Pass(0, Kind.W, i) for i in range(len(microbatches))]
+
+
+def test_each_is_fetched_while_the_one_before_it_runs() -> None:
+    log: list[str] = []
+    store, (work,) = filled(["abc"], log)
+    store.run(work)
+    assert log == ["fetch 0a", "fetch 0b", "run 0a", "fetch 0c", "run 0b", "run 0c", "flush"] and not len(store)
+
+
+def test_grouped_by_weight_in_the_order_of_the_last() -> None:
+    log: list[str] = []
+    store, works = filled(["abc", "abc", "bca"], log)
+    store.group(works)
+    portions = []
+    for work in works:
+        store.run(work)
+        portions.append([line for line in log if line.startswith("run")])
+        log.clear()
+    assert portions == [
+        ["run 0b", "run 1b", "run 2b"],
+        ["run 0c", "run 1c", "run 2c"],
+        ["run 0a", "run 1a", "run 2a"],
+    ]
+
+
+@given(microbatches=st.lists(st.text("abc", max_size=5), min_size=1, max_size=5))
+def test_grouping_keeps_the_order_of_every_weight(microbatches: list[str]) -> None:
+    log: list[str] = []
+    store, works = filled(microbatches, log)
+    store.group(works)
+    for work in works:
+        store.run(work)
+    ran = [line.removeprefix("run ") for line in log if line.startswith("run")]
+    assert sorted(ran) == sorted(f"{i}{name}" for i, names in enumerate(microbatches) for name in names)
+    for name in "abc":
+        own = [use for use in ran if use.endswith(name)]
+        assert own == sorted(own), "microbatch order"
+        places = [i for i, use in enumerate(ran) if use.endswith(name)]
+        assert not places or places[-1] - places[0] == len(places) - 1, "one weight after the other"
+    assert not len(store)
+
+
+def test_the_late_are_done_together_and_the_others_one_by_one() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def late() -> Iterator[None]:
+        log.append("late")
+        yield
+        log.append("in time")
+
+    store, works = filled(["ab", "ab", "ab"], log)
+    store.group(works)
+    for work in works:
+        store.run(work, lambda origin: origin.microbatch != 2, late)
+    assert [line for line in log if not line.startswith("fetch")] == [
+        *("late", "run 0a", "run 1a", "flush", "in time", "run 2a", "flush"),
+        *("late", "run 0b", "flush", "in time", "late", "run 1b", "flush", "in time", "run 2b", "flush"),
+    ]
+
+
+def test_a_gradient_outside_a_split_backward_is_refused() -> None:
+    with pytest.raises(AssertionError, match="outside a split B"):
+        WgradStore().put(Use(WEIGHTS["a"], "a", []))
