@@ -3,7 +3,8 @@
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
 each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
 the one that the simulator predicts from the passes of the same round. What the split costs is seen where everything
-else is the same: in "1f1b, split", which runs each B with its W right behind it in the order of 1F1B.
+else is the same: in "1f1b, split", which runs each B with its W right behind it in the order of 1F1B; what fused weight
+gradients gain, beside the variants with upstream's arithmetic ("exact").
 
     python scripts/bench/real_compute.py [--rounds 15] [--hidden-size 512] [--num-layers 8] [--num-microbatches 4 8 16]
 """
@@ -30,7 +31,8 @@ from megatron.zero_bubble.plan_file import plan_to_json
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
 SPLIT = "1f1b, split"
-OURS = ("1f1b", SPLIT, "zb-h1", "zb-h2", "zb-v")
+EXACT = ", exact"
+OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT)
 NUM_RANKS = 2
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _FLAGS = {
@@ -156,6 +158,7 @@ class _Job:
 
 def _schedule(name: str, num_microbatches: int) -> Schedule:
     """The schedule of a variant."""
+    name = name.removesuffix(EXACT)
     if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
@@ -198,7 +201,8 @@ class _Variant:
         if self._schedule.name == STOCK:
             observe(self._recorder)
         elif self._schedule.name != STOCK_INTERLEAVED:
-            apply(ZeroBubbleConfig(schedule_file=str(self._file)), self._recorder)
+            fuse_wgrad = not self._schedule.name.endswith(EXACT)
+            apply(ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad), self._recorder)
         try:
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
             self._job.zero_grad()
@@ -225,11 +229,13 @@ class _Variant:
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
     names = [name for name in (*_STOCK, *OURS) if name == STOCK or not options.only or name in options.only]
-    jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in names}
+    models = {name.removesuffix(EXACT) for name in names}
+    jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
         schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in names}
         variants = {
-            name: _Variant(jobs.get(name, jobs[STOCK]), schedule, Path(folder)) for name, schedule in schedules.items()
+            name: _Variant(jobs.get(name.removesuffix(EXACT), jobs[STOCK]), schedule, Path(folder))
+            for name, schedule in schedules.items()
         }
         if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
@@ -271,11 +277,11 @@ def _print(result: dict[str, Any]) -> None:
         f"medians of {result['rounds']} rounds"
     )
     print(
-        "  schedule           ms/iteration   time/stock   predicted   speed/stock   measured/planned   B+W/BW   noise"
+        "  schedule             ms/iteration   time/stock   predicted   speed/stock   measured/planned   B+W/BW   noise"
     )
     for name, row in result["variants"].items():
         print(
-            f"  {name:<17}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
+            f"  {name:<19}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
             f"  {_number(row, 'predicted_time_over_stock'):>10}  {1 / row['time_over_stock']:12.3f}"
             f"  {_number(row, 'measured_over_planned'):>17}"
             f"  {_number(row, 'backward_over_stock'):>7}  {row['spread']:6.1%}"

@@ -44,7 +44,16 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
     except (ValueError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)
-    return Applied(f"schedule {args.zero_bubble_schedule or args.zero_bubble_schedule_file}", pipeline)
+    name = args.zero_bubble_schedule or args.zero_bubble_schedule_file
+    return Applied(f"schedule {name}, weight gradients {_wgrad_words(args)}", pipeline)
+
+
+def _wgrad_words(args: argparse.Namespace) -> str:
+    from megatron.zero_bubble import kernels, platforms
+
+    if not args.zero_bubble.fuse_wgrad:
+        return "as upstream computes them"
+    return f"fused, {kernels.select(platforms.select(args.zero_bubble_device).name).words}"
 
 
 def step_ahead(
