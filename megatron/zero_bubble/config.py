@@ -46,6 +46,8 @@ class ZeroBubbleConfig:
             validated, ``inverse`` computes Adam backwards, which costs no memory and is right to rounding only.
         fuse_wgrad: accumulate the weight gradients of a W in one call, straight into Megatron's float32 buffers; False
             keeps upstream's arithmetic, which rounds each to the weight's dtype first: the bits of stock Megatron.
+        wgrad_stream: on a GPU, compute fused weight gradients on a stream of their own, beside the passes that follow;
+            they may then keep their inputs longer than planned.
         measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.gather_memory``).
         peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
             torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
@@ -59,6 +61,7 @@ class ZeroBubbleConfig:
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
     fuse_wgrad: bool = True
+    wgrad_stream: bool = False
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -106,6 +106,38 @@ def test_the_tail_is_reduced_while_it_computes(ranks: RankPool, options: str) ->
     linears = 2 * 4  # qkv, proj, fc1, fc2 of two layers
     left = results[0][1]
     assert max(left) > 2 * linears, left
+
+
+class UntilJoined:
+    """A stream that is as slow as it may be: what runs beside the passes happens when it is waited for."""
+
+    def __init__(self) -> None:
+        self._queued: list[Callable[[], None]] = []
+
+    def run(self, work: Callable[[], None], uses: Iterable[Any]) -> None:
+        self._queued.append(work)
+
+    def join(self) -> None:
+        while self._queued:
+            self._queued.pop(0)()
+
+
+def train_beside(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
+    """The training with weight gradients on such a stream."""
+    from megatron.zero_bubble.platforms.cpu import CpuPlatform
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CpuPlatform, "beside", lambda self: UntilJoined())
+        return train(rank, f"{flags} --zero-bubble-wgrad-stream", schedules)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
+@pytest.mark.parametrize("options", ["", f"--bf16 --use-distributed-optimizer {OVERLAP}"])
+def test_what_needs_a_gradient_waits_for_it(ranks: RankPool, schedule: str, options: str) -> None:
+    """Whenever the stream gets to them, the bits are the same."""
+    flags = Layout(2, data=2, num_layers=4).flags(3, f"{options} {FUSED}")
+    own, expected = (ranks.run(4, run, flags, [schedule], timeout=200) for run in (train_beside, train))
+    assert own == expected
 
 
 @pytest.mark.full

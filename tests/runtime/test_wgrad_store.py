@@ -33,12 +33,25 @@ class Use:
         return iter(())
 
 
+@dataclass
+class Log:
+    """An accumulator that notes when it is told to."""
+
+    lines: list[str]
+
+    def flush(self, ready: bool) -> None:
+        self.lines.append("flush ready" if ready else "flush")
+
+    def join(self) -> None:
+        self.lines.append("join")
+
+
 WEIGHTS = {name: torch.nn.Parameter(torch.zeros(1)) for name in "abc"}
 
 
 def filled(microbatches: list[str], log: list[str]) -> tuple[WgradStore, list[Pass]]:
     """A store in which the B of microbatch i has left gradients of the weights that ``microbatches[i]`` names."""
-    store = WgradStore(lambda: log.append("flush"))
+    store = WgradStore(Log(log))
     for i, names in enumerate(microbatches):
         with store.defer(Pass(0, Kind.B, i)):
             for name in names:
@@ -100,11 +113,11 @@ def test_the_late_are_done_together_and_the_others_one_by_one() -> None:
     for work in works:
         store.run(work, lambda origin: origin.microbatch != 2, late)
     assert [line for line in log if not line.startswith("fetch")] == [
-        *("late", "run 0a", "run 1a", "flush", "in time", "run 2a", "flush"),
-        *("late", "run 0b", "flush", "in time", "late", "run 1b", "flush", "in time", "run 2b", "flush"),
+        *("late", "run 0a", "run 1a", "flush", "in time", "run 2a", "flush ready"),
+        *("late", "run 0b", "flush", "in time", "late", "run 1b", "flush", "in time", "run 2b", "flush ready"),
     ]
 
 
 def test_a_gradient_outside_a_split_backward_is_refused() -> None:
     with pytest.raises(AssertionError, match="outside a split B"):
-        WgradStore().put(Use(WEIGHTS["a"], "a", []))
+        WgradStore(Log([])).put(Use(WEIGHTS["a"], "a", []))

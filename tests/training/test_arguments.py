@@ -12,7 +12,7 @@ OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad --zero-bubble-device
 --zero-bubble-exact --zero-bubble-fuse-wgrad --zero-bubble-memory-limit --zero-bubble-placement
 --zero-bubble-post-validation --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule
---zero-bubble-schedule-file --zero-bubble-trace
+--zero-bubble-schedule-file --zero-bubble-trace --zero-bubble-wgrad-stream
 """
 MEGATRONS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32

@@ -18,6 +18,7 @@ from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.auto import AutoOptions, AutoPipeline
 from megatron.zero_bubble.runtime.executor import PassObserver
+from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
 from megatron.zero_bubble.runtime.linear import split_linear
 from megatron.zero_bubble.runtime.measure import Recorder
 from megatron.zero_bubble.runtime.pipeline import Pipeline
@@ -149,12 +150,21 @@ def _seams() -> ModuleType:
 
 
 def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
+    accumulate = _accumulator(config)
     if config.schedule != AUTO:
         maker, timeout = _schedule_maker(config), config.peer_timeout_s
-        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation, config.fuse_wgrad)
+        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation, accumulate)
     recorder = Recorder(select("auto"))
-    options = AutoOptions(config.memory_limit, config.placement, config.post_validation, config.fuse_wgrad)
-    return AutoPipeline(options, recorder, say, config.peer_timeout_s, observer)
+    options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
+    return AutoPipeline(options, recorder, say, config.peer_timeout_s, observer, accumulate)
+
+
+def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
+    if not config.fuse_wgrad:
+        return GradAccumulator()
+    if not config.wgrad_stream:
+        return FusedAccumulator()
+    return FusedAccumulator(lambda device_type: select(device_type).beside())
 
 
 def _schedule_maker(config: ZeroBubbleConfig) -> Callable[[int, int], Schedule]:

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.zero_bubble.platforms.beside import Beside
+
 NAMES = ("cpu", "cuda", "auto")
 
 
@@ -50,6 +52,9 @@ class Platform(Protocol):
 
     def peak_memory_bytes(self) -> int:
         """The most memory in use at once: allocated by torch on a GPU, resident in the process on the CPU."""
+
+    def beside(self) -> Beside:
+        """For work of the current device that the passes need not wait for."""
 
 
 def select(name: str) -> Platform:

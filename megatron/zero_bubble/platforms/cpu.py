@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.zero_bubble.platforms.beside import RightAway
 from megatron.zero_bubble.platforms.import_hook import PostImportHook
 
 CPU = torch.device("cpu")
@@ -62,6 +63,9 @@ class CpuPlatform:
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def beside(self) -> RightAway:
+        return RightAway()
 
 
 class CudaMeansCpu(TorchFunctionMode):

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
+
+
+class SideStream:
+    """A ``Beside`` on a stream of the lowest priority: it gets what the passes and NCCL leave idle."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=0)
+        self._is_busy = False
+
+    def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            work()
+        for tensor in uses:
+            tensor.record_stream(self._stream)
+        self._is_busy = True
+
+    def join(self) -> None:
+        if self._is_busy:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._is_busy = False
 
 
 class CudaPlatform:
@@ -47,3 +70,6 @@ class CudaPlatform:
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated()
+
+    def beside(self) -> SideStream:
+        return SideStream(torch.device("cuda", torch.cuda.current_device()))

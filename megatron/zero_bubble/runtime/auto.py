@@ -25,6 +25,7 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory, costs_to_json
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.runtime.executor import PassObserver, together
+from megatron.zero_bubble.runtime.gradients import GradAccumulator
 from megatron.zero_bubble.runtime.measure import Recorder, gather_timeline, median_costs
 from megatron.zero_bubble.runtime.pipeline import Pipeline, process_groups
 from megatron.zero_bubble.schedules import build
@@ -38,7 +39,6 @@ class AutoOptions:
         memory_limit: as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B needs.
         placement: of the stages; it stays what it is.
         post_validation: whether optimizer steps are validated later, so that an iteration takes the span.
-        fuse_wgrad: see ``ZeroBubbleConfig``.
         warm_up: iterations before measuring.
         measured: iterations a measurement takes.
         check_every: iterations between looks at whether the pass times have drifted.
@@ -48,7 +48,6 @@ class AutoOptions:
     memory_limit: str = "1p"
     placement: Literal["linear", "vee"] = "linear"
     post_validation: bool = False
-    fuse_wgrad: bool = True
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
@@ -75,6 +74,7 @@ class AutoPipeline(Pipeline):
         say: Callable[[str], None],
         peer_timeout_s: float | None = None,
         observer: PassObserver | None = None,
+        accumulate: GradAccumulator | None = None,
     ) -> None:
         self._options = options
         self._recorder = recorder
@@ -88,7 +88,7 @@ class AutoPipeline(Pipeline):
         self._planner: _Planner | None = None
         self._waiting = False
         observers = together(observer, recorder)
-        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, options.fuse_wgrad)
+        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, accumulate)
 
     def stop_planning(self) -> None:
         """End the planner, if one is at work: training is over."""

@@ -8,16 +8,18 @@ A deferred gradient calls that same hook, from its W: same arithmetic, same book
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.config import JobError
-from megatron.zero_bubble.kernels import Kernels, select
+from megatron.zero_bubble.kernels import select
+from megatron.zero_bubble.platforms.beside import Beside, RightAway
 
 
 class GradAccumulator:
@@ -64,8 +66,15 @@ class GradAccumulator:
         else:
             self._add(weight, grad_output.t().matmul(x))
 
-    def flush(self) -> None:
-        """Accumulate what was only collected; here nothing is."""
+    def flush(self, ready: bool) -> None:
+        """Accumulate what was only collected; here nothing is.
+
+        Args:
+            ready: whether data parallelism is to be told that these gradients are.
+        """
+
+    def join(self) -> None:
+        """Order what comes after this behind all that was flushed."""
 
     def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``weight``)."""
@@ -101,6 +110,15 @@ class GradAccumulator:
         parameter.grad, parameter.grad_added_to_main_grad = None, before
 
 
+class _Product(NamedTuple):
+    """The gradient of one use of a linear: of ``weight`` (out, in), and of ``bias`` (out,) where it waits as well."""
+
+    weight: torch.nn.Parameter
+    bias: torch.Tensor | None
+    x: torch.Tensor
+    grad_output: torch.Tensor
+
+
 class FusedAccumulator(GradAccumulator):
     """Adds the gradients of many linears in one call, each straight into ``main_grad`` in float32, without a temporary
     and without a rounding to the weight's dtype in between.
@@ -108,18 +126,16 @@ class FusedAccumulator(GradAccumulator):
     It works for its users as apex's ``fused_weight_gradient_mlp_cuda`` does, and takes its place.
 
     Args:
-        kernels: see ``kernels.reference``; None selects by the device of the first weight.
+        beside: from the type of a device to where gradients are computed there that nobody waits for.
     """
 
     with_bias = True
 
-    def __init__(self, kernels: Kernels | None = None) -> None:
+    def __init__(self, beside: Callable[[str], Beside] = lambda device_type: RightAway()) -> None:
         super().__init__()
-        self._kernels = kernels
-        self._weights: list[torch.nn.Parameter] = []
-        self._biases: list[torch.Tensor | None] = []
-        self._inputs: list[torch.Tensor] = []
-        self._grad_outputs: list[torch.Tensor] = []
+        self._make_beside = functools.cache(beside)
+        self._beside: Beside = RightAway()
+        self._products: list[_Product] = []
 
     def linear(
         self,
@@ -130,28 +146,42 @@ class FusedAccumulator(GradAccumulator):
         fused: bool,
     ) -> None:
         """Collect them until ``flush``."""
-        self._weights.append(weight)
-        self._biases.append(bias)
-        self._inputs.append(x)
-        self._grad_outputs.append(grad_output)
+        self._products.append(_Product(weight, bias, x, grad_output))
+
+    def flush(self, ready: bool) -> None:
+        products, self._products = self._products, []
+        if ready:
+            self.join()
+            self._accumulate(products)
+            for product in products:
+                self._tell(product.weight)
+                if product.bias is not None:
+                    self._tell(product.bias)
+            return
+        # Autograd may add to an embedding as well (multi-token prediction), on the stream of the passes.
+        self._accumulate([p for p in products if _is_embedding(p.weight)])
+        others = [p for p in products if not _is_embedding(p.weight)]
+        if others:
+            operands = [tensor for p in others for tensor in (p.x, p.grad_output)]
+            self._beside = self._make_beside(operands[0].device.type)
+            self._beside.run(lambda: self._accumulate(others), operands)
+
+    def join(self) -> None:
+        self._beside.join()
 
     @torch.no_grad()
-    def flush(self) -> None:
-        if not self._weights:
+    def _accumulate(self, products: list[_Product]) -> None:
+        if not products:
             return
-        if self._kernels is None:
-            self._kernels = select(self._weights[0].device.type)
-        main_grads = [_main_grad(weight) for weight in self._weights]
-        bias_grads = [main_grads[0].new_empty(0) if bias is None else _main_grad(bias) for bias in self._biases]
-        self._kernels.ops.wgrad_accumulate_many(self._inputs, self._grad_outputs, main_grads, bias_grads)
-        self._inputs.clear()
-        self._grad_outputs.clear()
-        for weight, bias in zip(self._weights, self._biases, strict=True):
-            self._tell(weight)
-            if bias is not None:
-                self._tell(bias)
-        self._weights.clear()
-        self._biases.clear()
+        main_grads = [_main_grad(p.weight) for p in products]
+        bias_grads = [main_grads[0].new_empty(0) if p.bias is None else _main_grad(p.bias) for p in products]
+        select(products[0].weight.device.type).ops.wgrad_accumulate_many(
+            [p.x for p in products], [p.grad_output for p in products], main_grads, bias_grads
+        )
+
+
+def _is_embedding(weight: torch.nn.Parameter) -> bool:
+    return getattr(weight, "is_embedding_or_output_parameter", False)
 
 
 def _main_grad(parameter: Any) -> torch.Tensor:

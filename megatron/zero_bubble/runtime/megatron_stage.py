@@ -170,6 +170,8 @@ class MegatronStage:
         x, y, split = self._saved.pop((work.microbatch, work.slice))
         if self._sync is not None and work.microbatch == self._facts.last_backward:
             self._sync.enable()
+        if not split:
+            self._store.join()
         with self._believing(), self._store.defer(work) if split else nullcontext():
             return schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
 

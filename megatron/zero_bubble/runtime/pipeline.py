@@ -26,7 +26,7 @@ from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Kind, Schedule
 from megatron.zero_bubble.plan import Plan, PlanError, lower, lower_forward_only, prove, with_validation
 from megatron.zero_bubble.runtime.executor import PassObserver, together
-from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator, GradSync
+from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.iteration import Boundary, Iteration
 from megatron.zero_bubble.runtime.loss_reports import LossReports
 from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArguments, StepResults
@@ -45,7 +45,7 @@ class Pipeline:
         observer: told of every pass.
         measure_memory: count, in the first microbatch, what it keeps on each stage.
         post_validation: whether the passes validate the steps of an optimizer; ``validate_steps_of`` says of which.
-        fuse_wgrad: see ``ZeroBubbleConfig``.
+        accumulate: how weight gradients reach their parameters; default: as upstream's, to the bit.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Pipeline:
         observer: PassObserver | None = None,
         measure_memory: bool = False,
         post_validation: bool = False,
-        fuse_wgrad: bool = True,
+        accumulate: GradAccumulator | None = None,
     ) -> None:
-        self.accumulate = FusedAccumulator() if fuse_wgrad else GradAccumulator()
-        self.store = WgradStore(self.accumulate.flush)
+        self.accumulate = accumulate or GradAccumulator()
+        self.store = WgradStore(self.accumulate)
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._meter = MemoryMeter(self.store) if measure_memory else None
@@ -159,6 +159,7 @@ class Pipeline:
                 syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
                 # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
                 iteration.train(syncs, config.grad_sync_func is None or prepared.rank == 0, self._optimizer)
+                self.store.join()
                 _finish_grad_sync(config, chunks, syncs)
                 if self._meter is not None:
                     self._meter.finish()

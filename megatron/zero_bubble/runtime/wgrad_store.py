@@ -39,6 +39,18 @@ class Deferred(Protocol):
         ...
 
 
+class Accumulator(Protocol):
+    """Where deferred gradients go when they run."""
+
+    def flush(self, ready: bool) -> None:
+        """Accumulate what gradients that have run have only handed in; ``ready`` says to tell data parallelism."""
+        ...
+
+    def join(self) -> None:
+        """Order what comes after this behind all that was flushed."""
+        ...
+
+
 class _Entry(NamedTuple):
     origin: Pass
     deferred: Deferred
@@ -48,11 +60,11 @@ class WgradStore:
     """Deferred weight gradients by (stage, microbatch, slice).
 
     Args:
-        flush: accumulates what deferred gradients that have run have only collected.
+        accumulator: of the gradients that are put in.
     """
 
-    def __init__(self, flush: Callable[[], None] = lambda: None) -> None:
-        self._flush = flush
+    def __init__(self, accumulator: Accumulator) -> None:
+        self._accumulator = accumulator
         self._stored: dict[Pass, list[_Entry]] = {}
         self._current: Pass | None = None
 
@@ -109,7 +121,7 @@ class WgradStore:
                 self._run_next(entries)
                 while together and entries and is_late(entries[0].origin):
                     self._run_next(entries)
-                self._flush()
+                self._accumulator.flush(not together)
 
     @staticmethod
     def _run_next(entries: deque[_Entry]) -> None:
@@ -117,6 +129,10 @@ class WgradStore:
         if entries:
             entries[0].deferred.prefetch()
         deferred.run()
+
+    def join(self) -> None:
+        """Order what comes after this, an unsplit backward, say, behind all W's so far."""
+        self._accumulator.join()
 
     def tensors(self, work: Pass) -> Iterator[torch.Tensor]:
         """What is kept until the W ``work``."""

@@ -356,6 +356,7 @@ def _place_stages(args: argparse.Namespace) -> None:
             post_validation=args.zero_bubble_post_validation,
             rollback=args.zero_bubble_rollback,
             fuse_wgrad=args.zero_bubble_fuse_wgrad and not args.zero_bubble_exact,
+            wgrad_stream=args.zero_bubble_wgrad_stream,
             measure_memory=args.zero_bubble_record_costs is not None,
             peer_timeout_s=args.distributed_timeout_minutes * 60,
         )
