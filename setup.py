@@ -5,7 +5,7 @@ Ranges here say what the code works with; ``scripts/constraints.txt`` pins what 
 
 import os
 import re
-import shutil
+import sysconfig
 from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
@@ -52,28 +52,37 @@ def _ops() -> tuple[list[Extension], dict]:
         if wanted != "auto":
             raise SystemExit(f"setup.py: ZB_BUILD={wanted} needs torch where it builds ({error}); {remedy}") from error
         return _say(f"no compiled ops, because torch is not to be seen here ({error}): {remedy}"), {}
-    missing = [
-        what
-        for what, found in (
-            ("a CUDA build of torch", torch.version.cuda),
-            ("a CUDA toolkit (nvcc on PATH, or CUDA_HOME)", cpp_extension.CUDA_HOME or shutil.which("nvcc")),
-        )
-        if not found
-    ]
+    headers = None if torch.version.cuda is None else _cuda_headers(cpp_extension.CUDA_HOME)
+    missing = (
+        "a CUDA build of torch" if torch.version.cuda is None else "" if headers else "CUDA's headers (cublasLt.h)"
+    )
     if wanted == "cuda" and missing:
-        raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {' and '.join(missing)}; install that, or set ZB_BUILD=cpu")
-    cuda = wanted != "cpu" and not missing
-    _say(f"compiled ops for {'CPU and CUDA' if cuda else 'the CPU'}" + (f", without {missing[0]}" if missing else ""))
-    make = cpp_extension.CUDAExtension if cuda else cpp_extension.CppExtension
-    ops = make(
+        raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {missing}; install that, or set ZB_BUILD=cpu")
+    cuda = wanted != "cpu" and headers
+    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU, without {missing or 'CUDA, as ZB_BUILD asks'}"))
+    # All of it is host code: the kernels are cuBLASLt's, which torch has loaded.
+    ops = cpp_extension.CppExtension(
         f"{PACKAGE}._ops",
-        sources=["csrc/ops.cpp", *(("csrc/ops_cuda.cpp", "csrc/wgrad/cublaslt.cu") if cuda else ())],
+        sources=["csrc/ops.cpp", *(("csrc/ops_cuda.cpp", "csrc/wgrad/cublaslt.cpp") if cuda else ())],
         depends=_headers("wgrad"),
-        libraries=["cublasLt"] if cuda else [],
-        extra_compile_args=["-O2"] if not cuda else {"cxx": ["-O2"], "nvcc": ["-O2"]},
+        include_dirs=headers if cuda else [],
+        libraries=["c10_cuda", "torch_cuda"] if cuda else [],
+        extra_link_args=["-Wl,--no-as-needed"] if cuda else [],
+        extra_compile_args=["-O2"],
         optional=wanted == "auto",  # without it the reference in torch runs, and says so
     )
     return [ops], {"build_ext": cpp_extension.BuildExtension.with_options(use_ninja=False)}
+
+
+def _cuda_headers(toolkit: str | None) -> list[str]:
+    """The folders of cublasLt.h and cuda_runtime_api.h: of the wheels that torch came with, else the toolkit's."""
+    wheels = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/include"))
+    folders = [*wheels, *([Path(toolkit, "include")] if toolkit else [])]
+    found = [
+        next((str(folder) for folder in folders if (folder / name).exists()), None)
+        for name in ("cublasLt.h", "cuda_runtime_api.h")
+    ]
+    return sorted({folder for folder in found if folder}) if all(found) else []
 
 
 def _say(text: str) -> list[Extension]:
@@ -93,8 +102,9 @@ setup(
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
     ext_modules=[_planner(), *OPS],
     cmdclass=COMMANDS,
+    options={"build_ext": {"force": True}},  # what was built for another torch, or without CUDA, looks new
     install_requires=[
-        "torch>=2.6",
+        "torch>=2.8",
         "megatron-core==0.16.1",
         "numpy",
         "psutil",  # megatron-core's checkpoint writers: without it a save never ends

@@ -1,7 +1,7 @@
-// The ops of the deferred weight gradients on CUDA. Of torch it needs only what every build of torch has, and of CUDA
-// the runtime's header, so that it compiles where there is no GPU.
+// The ops of the deferred weight gradients on CUDA: host code that queues kernels of cuBLASLt, so that it compiles with
+// CUDA's headers alone.
 
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include <ATen/Context.h>
 #include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
@@ -9,6 +9,7 @@
 #include "wgrad/cublaslt.h"
 #include "wgrad/operand.h"
 #include "wgrad/parse.h"
+#include "wgrad/stream.h"
 
 namespace zb {
 namespace {
@@ -29,8 +30,7 @@ void run_on_cuda(const Products& products) {
   if (products.empty()) return;
   const at::Device device = products[0].input.device();
   const c10::DeviceGuard guard(device);
-  const c10::impl::VirtualGuardImpl runtime(device.type());
-  const auto stream = static_cast<cudaStream_t>(runtime.getStream(device).native_handle());
+  const cudaStream_t stream = current_stream(device);
   // From torch's allocator, which hands it out again only to later work of this stream.
   const at::Tensor workspace =
       products[0].input.new_empty({static_cast<int64_t>(kWorkspaceBytes)}, at::TensorOptions().dtype(at::kByte));
@@ -39,7 +39,8 @@ void run_on_cuda(const Products& products) {
     if (tokens == 0 || out == 0) continue;
     bool sums_bias = false;
     at::Tensor bias_sum;
-    if (product.bias_grad.defined())
+    // cuBLASLt sums a bias in the dtype of the gradient.
+    if (product.bias_grad.defined() && product.main_grad.scalar_type() == at::kFloat)
       bias_sum = product.grad_output.new_empty({out}, at::TensorOptions().dtype(at::kFloat));
     if (in > 0) {
       const at::Tensor x = fitting(product.input), dy = fitting(product.grad_output);
@@ -53,7 +54,8 @@ void run_on_cuda(const Products& products) {
           in,
           out,
           dtype_of(product.input),
-          dtype_of(product.main_grad)};
+          dtype_of(product.main_grad),
+          at::globalContext().allowTF32CuBLAS()};
       const char* problem =
           queue_gemm(gemm, device.index(), stream, workspace.mutable_data_ptr(), &sums_bias);
       TORCH_CHECK(

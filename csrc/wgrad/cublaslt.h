@@ -23,10 +23,12 @@ struct Gemm {
   Matrix input, grad_output;
   void* main_grad;
   int64_t main_grad_leading;
-  // Where not null, the sums (out) of grad_output over the tokens are written there, in float32.
+  // Where not null, the sums (out) of grad_output over the tokens are written there; for a float32 main_grad only.
   float* bias_sum;
   int64_t tokens, in, out;
   Dtype operands, grad;
+  // Whether products of float32 may be rounded to TensorFloat-32.
+  bool allows_tf32;
 };
 
 // What cuBLASLt may work in; 32 MiB is NVIDIA's advice for Hopper.

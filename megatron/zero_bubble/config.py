@@ -81,6 +81,11 @@ class ZeroBubbleConfig:
                 f"a number of stages a rank is for interleaved schedules by name; got {self.num_chunks} with "
                 f"{self.schedule or self.schedule_file}; leave it out"
             )
+        if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
+            raise ValueError(
+                "a stream of their own is for fused weight gradients under a schedule that is fixed, since on it W's "
+                f"cannot be timed; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; leave it out"
+            )
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise ValueError(f"the peer timeout must be positive; got {self.peer_timeout_s} s; give it in seconds")
 

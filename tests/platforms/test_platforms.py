@@ -1,10 +1,16 @@
+import subprocess
+import sys
 import time
+from pathlib import Path
+from platform import libc_ver
 
 import pytest
 import torch
 
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.cuda import CudaPlatform
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
@@ -53,3 +59,19 @@ def test_marks_of_a_gpu_measure_its_own_time() -> None:
     end = platform.mark()
     assert platform.elapsed_ms(start, end) > 1.0
     assert platform.peak_memory_bytes() >= tensor.nbytes
+
+
+@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_freed_memory_is_kept_on_the_cpu() -> None:
+    """Else every pass would ask the system for the pages of its tensors again."""
+    program = (
+        "import resource, torch\n"
+        "from megatron.zero_bubble.platforms import select\n"
+        "select('cpu').setup(0)\n"
+        "torch.ones(4 << 20)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(50): torch.ones(4 << 20)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert int(done.stdout) < 5 * 4096, "a tensor of 16 MiB has 4096 pages; 50 were made"

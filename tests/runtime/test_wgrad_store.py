@@ -22,6 +22,7 @@ class Use:
     weight: torch.nn.Parameter
     name: str
     log: list[str]
+    gathers: bool = False
 
     def prefetch(self) -> None:
         self.log.append(f"fetch {self.name}")
@@ -44,6 +45,12 @@ class Log:
 
     def join(self) -> None:
         self.lines.append("join")
+
+    def clear(self) -> None:
+        self.lines.append("clear")
+
+    def __len__(self) -> int:
+        return 0
 
 
 WEIGHTS = {name: torch.nn.Parameter(torch.zeros(1)) for name in "abc"}
@@ -80,6 +87,17 @@ def test_grouped_by_weight_in_the_order_of_the_last() -> None:
         ["run 0c", "run 1c", "run 2c"],
         ["run 0a", "run 1a", "run 2a"],
     ]
+
+
+def test_gathered_inputs_do_not_pile_up() -> None:
+    log: list[str] = []
+    store = WgradStore(Log(log))
+    with store.defer(Pass(0, Kind.B, 0)):
+        for name, gathers in (("a", True), ("b", False), ("c", True), ("a", False)):
+            store.put(Use(WEIGHTS[name], name, log, gathers))
+    store.run(Pass(0, Kind.W, 0))
+    ran = [line for line in log if not line.startswith("fetch")]
+    assert ran == ["run a", "flush", "run b", "run c", "flush", "run a", "flush"]
 
 
 @given(microbatches=st.lists(st.text("abc", max_size=5), min_size=1, max_size=5))

@@ -36,7 +36,8 @@ def select(device_type: str) -> Kernels:
         missing = f"they were built without {device_type.upper()}; set ZB_BUILD=cuda to see what its build lacks"
     if missing is None:
         return Kernels(torch.ops.zero_bubble, "compiled")
-    _logger.warning("weight gradients run in plain torch, because the compiled ops are not there: %s", missing)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        _logger.warning("weight gradients run in plain torch, because the compiled ops are not there: %s", missing)
     return Kernels(reference, f"plain torch ({missing})")
 
 

@@ -8,7 +8,7 @@ import torch
 
 
 class SideStream:
-    """A ``Beside`` on a stream of the lowest priority: it gets what the passes and NCCL leave idle."""
+    """A ``Beside`` on a stream of the lowest priority, which is also that of the passes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=0)
@@ -16,11 +16,11 @@ class SideStream:
 
     def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            work()
+        self._is_busy = True
         for tensor in uses:
             tensor.record_stream(self._stream)
-        self._is_busy = True
+        with torch.cuda.stream(self._stream):
+            work()
 
     def join(self) -> None:
         if self._is_busy:

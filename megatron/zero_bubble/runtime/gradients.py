@@ -76,6 +76,13 @@ class GradAccumulator:
     def join(self) -> None:
         """Order what comes after this behind all that was flushed."""
 
+    def clear(self) -> None:
+        """Forget what was collected."""
+
+    def __len__(self) -> int:
+        """How many gradients are collected."""
+        return 0
+
     def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``weight``)."""
         hook = self._hooks.get(weight)
@@ -168,6 +175,13 @@ class FusedAccumulator(GradAccumulator):
 
     def join(self) -> None:
         self._beside.join()
+
+    def clear(self) -> None:
+        self._products.clear()
+        self.join()
+
+    def __len__(self) -> int:
+        return len(self._products)
 
     @torch.no_grad()
     def _accumulate(self, products: list[_Product]) -> None:

@@ -96,6 +96,11 @@ class DeferredLinear:
         """The input and, after B, the gradient of the output."""
         return (self._input,) if self._grad_output is None else (self._input, self._grad_output)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether the input is a shard."""
+        return self._tp_group is not None
+
     def prefetch(self) -> None:
         """Start gathering the input over the tensor-parallel group, into a buffer of our own: upstream's shared one
         is overwritten by the next layer.

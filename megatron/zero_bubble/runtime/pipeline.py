@@ -57,7 +57,7 @@ class Pipeline:
         post_validation: bool = False,
         accumulate: GradAccumulator | None = None,
     ) -> None:
-        self.accumulate = accumulate or GradAccumulator()
+        self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)

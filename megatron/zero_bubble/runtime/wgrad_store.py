@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,6 +26,11 @@ class Deferred(Protocol):
 
     @property
     def weight(self) -> torch.nn.Parameter: ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it holds more when it runs than ``tensors`` says."""
+        ...
 
     def prefetch(self) -> None:
         """Start the communication that ``run`` needs, if any."""
@@ -48,6 +54,14 @@ class Accumulator(Protocol):
 
     def join(self) -> None:
         """Order what comes after this behind all that was flushed."""
+        ...
+
+    def clear(self) -> None:
+        """Forget what was handed in."""
+        ...
+
+    def __len__(self) -> int:
+        """How many gradients were handed in and not flushed."""
         ...
 
 
@@ -89,15 +103,16 @@ class WgradStore:
 
     def group(self, works: Sequence[Pass]) -> None:
         """Order the gradients of these W's by weight, those of the last of ``works`` saying in which order, and give
-        each of ``works`` an equal share: together they do what they did before.
+        each of ``works`` an equal share of the elements: together they do what they did before.
         """
         entries = [entry for work in works for entry in self._stored.pop(work, ())]
         last_first = sorted(entries, key=lambda entry: entry.origin != works[-1])
         order = {weight: i for i, weight in enumerate(dict.fromkeys(id(e.deferred.weight) for e in last_first))}
         entries.sort(key=lambda entry: order[id(entry.deferred.weight)])
-        for i, work in enumerate(works):
-            first, last = (len(entries) * k // len(works) for k in (i, i + 1))
-            self._stored[work] = entries[first:last]
+        sizes = [entry.deferred.weight.numel() for entry in entries]
+        for entry, before, size in zip(entries, accumulate(sizes, initial=0), sizes, strict=False):
+            share = (2 * before + size) * len(works) // (2 * sum(sizes))  # where its middle lies
+            self._stored.setdefault(works[share], []).append(entry)
 
     def run(
         self,
@@ -108,8 +123,8 @@ class WgradStore:
         """Run the W ``work``: each gradient while the next one's communication is under way.
 
         Args:
-            is_late: whether the gradients of a W make no weight ready. Those are computed together; of the others each
-                is finished before the next begins, so that its reduction can start.
+            is_late: whether the gradients of a W make no weight ready. Those are computed together, but for inputs that
+                were gathered; of the others each is finished before the next begins, so that its reduction can start.
             late: entered around those.
         """
         entries = deque(self._stored.pop(work, ()))
@@ -118,17 +133,15 @@ class WgradStore:
         while entries:
             together = is_late(entries[0].origin)
             with late() if together else nullcontext():
-                self._run_next(entries)
-                while together and entries and is_late(entries[0].origin):
-                    self._run_next(entries)
-                self._accumulator.flush(not together)
-
-    @staticmethod
-    def _run_next(entries: deque[_Entry]) -> None:
-        deferred = entries.popleft().deferred  # popped, so that its tensors go as soon as it has run
-        if entries:
-            entries[0].deferred.prefetch()
-        deferred.run()
+                more = True
+                while more:
+                    deferred = entries.popleft().deferred
+                    if entries:
+                        entries[0].deferred.prefetch()
+                    deferred.run()
+                    more = together and bool(entries) and is_late(entries[0].origin)
+                    if deferred.gathers or not more:
+                        self._accumulator.flush(not together)
 
     def join(self) -> None:
         """Order what comes after this, an unsplit backward, say, behind all W's so far."""
@@ -142,6 +155,7 @@ class WgradStore:
     def clear(self) -> None:
         """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""
         self._stored.clear()
+        self._accumulator.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._stored.values()))
+        return sum(map(len, self._stored.values())) + len(self._accumulator)

@@ -78,7 +78,7 @@ def _add_zero_bubble(parser: argparse.ArgumentParser) -> None:
     add("--zero-bubble-post-validation", action="store_true", help="step the optimizer first, validate it later")
     add("--zero-bubble-rollback", default="exact", choices=("exact", "inverse"), help="of a step that was wrong")
     add("--zero-bubble-exact", action="store_true", help="the bits of stock Megatron: no fused weight gradients")
-    add("--zero-bubble-fuse-wgrad", action=fuse, default=True, help="weight gradients in one call, in float32")
+    add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
     add("--zero-bubble-wgrad-stream", action="store_true", help="compute them beside the passes that follow (GPU)")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
     add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")

@@ -339,6 +339,20 @@ def _has_schedule(args: argparse.Namespace) -> bool:
     return bool(args.zero_bubble_schedule or args.zero_bubble_schedule_file)
 
 
+def _fuses(args: argparse.Namespace) -> bool:
+    """Whether weight gradients are fused."""
+    if args.zero_bubble_exact and args.zero_bubble_fuse_wgrad:
+        raise UsageError(
+            "--zero-bubble-exact keeps upstream's arithmetic, --zero-bubble-fuse-wgrad another; got both; drop one"
+        )
+    if args.zero_bubble_wgrad_stream and (args.zero_bubble_trace or args.zero_bubble_record_costs):
+        raise UsageError(
+            "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
+            "--zero-bubble-trace and --zero-bubble-record-costs; drop one of them"
+        )
+    return args.zero_bubble_fuse_wgrad is not False and not args.zero_bubble_exact
+
+
 def _place_stages(args: argparse.Namespace) -> None:
     """Where the schedule has its stages; Megatron is told how many a rank holds."""
     if args.pipeline_model_parallel_size < 2:
@@ -355,7 +369,7 @@ def _place_stages(args: argparse.Namespace) -> None:
             memory_limit=args.zero_bubble_memory_limit,
             post_validation=args.zero_bubble_post_validation,
             rollback=args.zero_bubble_rollback,
-            fuse_wgrad=args.zero_bubble_fuse_wgrad and not args.zero_bubble_exact,
+            fuse_wgrad=_fuses(args),
             wgrad_stream=args.zero_bubble_wgrad_stream,
             measure_memory=args.zero_bubble_record_costs is not None,
             peer_timeout_s=args.distributed_timeout_minutes * 60,

@@ -45,14 +45,14 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
         problem = str(error)
     agree(problem)
     name = args.zero_bubble_schedule or args.zero_bubble_schedule_file
-    return Applied(f"schedule {name}, weight gradients {_wgrad_words(args)}", pipeline)
+    return Applied(f"schedule {name}, W {_wgrad_words(args)}", pipeline)
 
 
 def _wgrad_words(args: argparse.Namespace) -> str:
     from megatron.zero_bubble import kernels, platforms
 
     if not args.zero_bubble.fuse_wgrad:
-        return "as upstream computes them"
+        return "in upstream's arithmetic"
     return f"fused, {kernels.select(platforms.select(args.zero_bubble_device).name).words}"
 
 

@@ -11,7 +11,7 @@ namespace zb {
 namespace {
 
 // Everything that decides which kernel runs; pointers count by their alignment only.
-using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, Dtype, Dtype, int>;
+using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, Dtype, Dtype, int>;
 
 int alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);
@@ -34,6 +34,7 @@ Key key_of(const Gemm& gemm, int device, bool sums_bias) {
           gemm.input.is_row_major,
           gemm.grad_output.is_row_major,
           sums_bias,
+          gemm.allows_tf32,
           gemm.operands,
           gemm.grad,
           alignment(gemm)};
@@ -55,8 +56,11 @@ struct Kernel {
     const cublasOperation_t transa = gemm.input.is_row_major ? CUBLAS_OP_N : CUBLAS_OP_T;
     const cublasOperation_t transb = gemm.grad_output.is_row_major ? CUBLAS_OP_T : CUBLAS_OP_N;
     const cudaDataType_t operands = type_of(gemm.operands);
+    const cublasComputeType_t compute = gemm.operands == Dtype::kFloat && gemm.allows_tf32
+                                            ? CUBLAS_COMPUTE_32F_FAST_TF32
+                                            : CUBLAS_COMPUTE_32F;
     cublasLtMatmulPreference_t preference = nullptr;
-    bool good = cublasLtMatmulDescCreate(&operation, CUBLAS_COMPUTE_32F, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS;
+    bool good = cublasLtMatmulDescCreate(&operation, compute, CUDA_R_32F) == CUBLAS_STATUS_SUCCESS;
     good = good && set(CUBLASLT_MATMUL_DESC_TRANSA, transa) && set(CUBLASLT_MATMUL_DESC_TRANSB, transb);
     if (sums_bias) {
       const cublasLtEpilogue_t epilogue = CUBLASLT_EPILOGUE_BGRADB;
@@ -112,7 +116,9 @@ struct Kernel {
   }
 };
 
-// The kernels chosen so far; a training run has a few dozen.
+// The kernels chosen so far: a few dozen, but for experts, whose numbers of tokens change all the time.
+constexpr size_t kMostKernels = 4096;
+
 class Kernels {
  public:
   cublasLtHandle_t handle = nullptr;
@@ -131,6 +137,7 @@ class Kernels {
   }
 
   Kernel& get(const Gemm& gemm, int device, bool sums_bias) {
+    if (chosen_.size() >= kMostKernels) chosen_.clear();
     std::unique_ptr<Kernel>& found = chosen_[key_of(gemm, device, sums_bias)];
     if (found == nullptr) found = std::make_unique<Kernel>(handle, gemm, sums_bias);
     return *found;
