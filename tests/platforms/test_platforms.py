@@ -1,6 +1,7 @@
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from platform import libc_ver
 
@@ -75,3 +76,29 @@ def test_freed_memory_is_kept_on_the_cpu() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
     assert int(done.stdout) < 5 * 4096, "a tensor of 16 MiB has 4096 pages; 50 were made"
+
+
+@pytest.mark.gpu
+def test_work_beside_the_passes_of_a_gpu_is_ordered() -> None:
+    """It begins behind what was queued before it, and what follows a join is behind it."""
+    platform = select("cuda")
+    platform.setup(0)
+    beside = platform.beside()
+    before, copy = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
+
+    def take_a_while() -> None:
+        tensor = torch.ones(8192, 8192, device="cuda")
+        for _ in range(10):
+            tensor = tensor @ tensor
+
+    def late(source: torch.Tensor) -> None:
+        take_a_while()
+        copy.copy_(source)
+
+    take_a_while()
+    before.fill_(1)
+    beside.run(partial(late, before), [before])
+    del before
+    reused = torch.full((1 << 20,), 7.0, device="cuda")  # not in the memory that is still being read
+    beside.join()
+    assert (copy + 1 == 2).all() and (reused == 7).all()

@@ -1,0 +1,88 @@
+"""One linear, split: what waits for W, what does not, and that nothing of a broken W is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
+from megatron.zero_bubble.runtime.linear import DeferredLinear, split_linear
+from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+
+F, B, W = (Pass(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.W))
+
+
+class _Linear(torch.autograd.Function):
+    """As upstream's with its door open: the weight's gradient is left to the buffer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: Any) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.buffer = buffer
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.buffer.append(grad)
+        return grad @ ctx.saved_tensors[0], None, None
+
+
+def upstream(x: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    assert bias is None and not weight.requires_grad, "both stay outside"
+    return _Linear.apply(x, weight, rest[3])
+
+
+def run(accumulate: Any, bias: torch.nn.Parameter | None) -> tuple[torch.Tensor, torch.nn.Parameter, WgradStore]:
+    """A forward and a backward on fixed values; returns the input, the weight and the store as they are before W."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2, 4, generator=generator).requires_grad_()
+    weight = torch.nn.Parameter(torch.randn(3, 4, generator=generator))
+    store = WgradStore(accumulate)
+    linear = split_linear(upstream, store, accumulate)
+    with store.defer(F):
+        y = linear(x, weight, bias, False, False, False)
+    with store.defer(B):
+        (y * y).sum().backward()
+    return x, weight, store
+
+
+@pytest.mark.parametrize("make", [GradAccumulator, FusedAccumulator])
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_gradients_are_autograds(make: Any, is_frozen: bool) -> None:
+    bias = torch.nn.Parameter(torch.randn(3), requires_grad=not is_frozen)
+    accumulate = make()
+    x, weight, store = run(accumulate, bias)
+    assert weight.grad is None
+    assert (bias.grad is None) == (is_frozen or accumulate.with_bias), "a fused bias waits as well"
+    store.run(W)
+    own = [parameter.grad for parameter in (x, weight, bias)]
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
+    (torch.nn.functional.linear(*leaves) ** 2).sum().backward()
+    for grad, leaf in zip(own[: 2 if is_frozen else 3], leaves, strict=False):
+        assert grad is not None and leaf.grad is not None
+        torch.testing.assert_close(grad, leaf.grad)
+    assert not is_frozen or bias.grad is None
+    assert not len(store)
+
+
+def test_nothing_of_a_broken_w_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A W that fails behind its first gradient, and an iteration that starts anew."""
+    accumulate = FusedAccumulator()
+    _, weight, store = run(accumulate, None)
+    ran = DeferredLinear.run
+
+    def fail(self: DeferredLinear) -> None:
+        ran(self)
+        raise MemoryError
+
+    monkeypatch.setattr(DeferredLinear, "run", fail)
+    with pytest.raises(MemoryError):
+        store.run(W)
+    assert len(store) == 1, "collected, not accumulated"
+    store.clear()
+    assert not len(store)
+    accumulate.flush(ready=False)
+    assert weight.grad is None
