@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import layers
 from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.kernels import select
 from megatron.zero_bubble.platforms.beside import Beside, RightAway
+from megatron.zero_bubble.runtime.linear import Product
 
 
 class GradAccumulator:
@@ -51,15 +52,9 @@ class GradAccumulator:
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"
                 )
 
-    def linear(
-        self,
-        weight: torch.nn.Parameter,
-        bias: torch.Tensor | None,
-        x: torch.Tensor,
-        grad_output: torch.Tensor,
-        fused: bool,
-    ) -> None:
+    def linear(self, product: Product, fused: bool) -> None:
         """See ``linear.Accumulate``."""
+        weight, bias, x, grad_output = product
         assert bias is None, "upstream reduces it at B"
         if fused:
             self._by_the_jobs_kernel(weight, x, grad_output)
@@ -117,15 +112,6 @@ class GradAccumulator:
         parameter.grad, parameter.grad_added_to_main_grad = None, before
 
 
-class _Product(NamedTuple):
-    """The gradient of one use of a linear: of ``weight`` (out, in), and of ``bias`` (out,) where it waits as well."""
-
-    weight: torch.nn.Parameter
-    bias: torch.Tensor | None
-    x: torch.Tensor
-    grad_output: torch.Tensor
-
-
 class FusedAccumulator(GradAccumulator):
     """Adds the gradients of many linears in one call, each straight into ``main_grad`` in float32, without a temporary
     and without a rounding to the weight's dtype in between.
@@ -142,18 +128,11 @@ class FusedAccumulator(GradAccumulator):
         super().__init__()
         self._make_beside = functools.cache(beside)
         self._beside: Beside = RightAway()
-        self._products: list[_Product] = []
+        self._products: list[Product] = []
 
-    def linear(
-        self,
-        weight: torch.nn.Parameter,
-        bias: torch.Tensor | None,
-        x: torch.Tensor,
-        grad_output: torch.Tensor,
-        fused: bool,
-    ) -> None:
-        """Collect them until ``flush``."""
-        self._products.append(_Product(weight, bias, x, grad_output))
+    def linear(self, product: Product, fused: bool) -> None:
+        """Collect it until ``flush``."""
+        self._products.append(product)
 
     def flush(self, ready: bool) -> None:
         products, self._products = self._products, []
@@ -184,7 +163,7 @@ class FusedAccumulator(GradAccumulator):
         return len(self._products)
 
     @torch.no_grad()
-    def _accumulate(self, products: list[_Product]) -> None:
+    def _accumulate(self, products: list[Product]) -> None:
         if not products:
             return
         main_grads = [_main_grad(p.weight) for p in products]

@@ -15,13 +15,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from megatron.core import utils
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+
+
+class Product(NamedTuple):
+    """What the gradient of one use of a linear is made of.
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,); None where it has none, or its gradient does not wait for W.
+        x: the input, (tokens, in).
+        grad_output: (tokens, out), of the same dtype.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.Tensor | None
+    x: torch.Tensor
+    grad_output: torch.Tensor
 
 
 class Accumulate(Protocol):
@@ -33,17 +49,8 @@ class Accumulate(Protocol):
 
     with_bias: bool
 
-    def linear(
-        self,
-        weight: torch.nn.Parameter,
-        bias: torch.Tensor | None,
-        x: torch.Tensor,
-        grad_output: torch.Tensor,
-        fused: bool,
-    ) -> None:
-        """Add those of one use: of ``weight`` (out, in) and ``bias`` (out,), from the input ``x`` (tokens, in) and the
-        gradient of the output (tokens, out). ``fused``: the job itself asks for fused accumulation.
-        """
+    def linear(self, product: Product, fused: bool) -> None:
+        """Add those of one use; ``fused``: the job itself asks for fused accumulation."""
         ...
 
 
@@ -123,7 +130,7 @@ class DeferredLinear:
             assert self._gathered is not None
             x = self._gathered
         grad_output, x = utils.prepare_input_tensors_for_wgrad_compute(self._grad_output, x)
-        self._accumulate.linear(self.weight, self._bias, x, grad_output, self._fused)
+        self._accumulate.linear(Product(self.weight, self._bias, x, grad_output), self._fused)
 
 
 class _AddBias(torch.autograd.Function):
