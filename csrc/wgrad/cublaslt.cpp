@@ -11,7 +11,8 @@ namespace zb {
 namespace {
 
 // Everything that decides which kernel runs; pointers count by their alignment only.
-using Key = std::tuple<int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, Dtype, Dtype, int>;
+using Key = std::tuple<
+    int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, Dtype, Dtype, int>;
 
 int alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer);

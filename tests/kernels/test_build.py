@@ -41,24 +41,32 @@ def folder_of(header: str) -> Path | None:
     """Where a header of CUDA is: where ZB_CUDA_INCLUDE says, in a wheel, or in the toolkit."""
     named = [Path(folder) for folder in os.environ.get("ZB_CUDA_INCLUDE", "").split(os.pathsep) if folder]
     wheels = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/include"))
-    toolkit = [Path(cpp_extension.CUDA_HOME, "include")] if cpp_extension.CUDA_HOME else []
-    return next((folder for folder in (*named, *wheels, *toolkit) if (folder / header).exists()), None)
+    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
+    return next((folder for folder in (*named, *wheels, toolkit) if (folder / header).exists()), None)
 
 
-@pytest.mark.parametrize(
-    "source, headers",
-    [("wgrad/cublaslt.cpp", ("cublasLt.h", "cuda_runtime_api.h")), ("ops_cuda.cpp", ("cuda_runtime_api.h",))],
-)
-def test_cuda_sources_compile(tmp_path: Path, source: str, headers: tuple[str, ...]) -> None:
-    """With their headers alone: no nvcc, no GPU, no CUDA build of torch."""
-    folders = {header: folder_of(header) for header in headers}
-    if missing := [header for header, folder in folders.items() if folder is None]:
+def compiled(folder: Path, name: str, *arguments: str) -> Path:
+    """The file that the compiler makes of CUDA sources with their headers alone: no nvcc, no GPU, no CUDA torch."""
+    folders = {header: folder_of(header) for header in ("cublasLt.h", "cuda_runtime_api.h")}
+    if missing := [header for header, found in folders.items() if found is None]:
         pytest.skip(
             f"there is no {' and no '.join(missing)}; `pip download --no-deps nvidia-cublas nvidia-cuda-runtime "
             "nvidia-cuda-crt`, unzip them, and name their include folders in ZB_CUDA_INCLUDE"
         )
-    include = [f"-I{folder}" for folder in (*folders.values(), *cpp_extension.include_paths())]
+    include = [f"-I{found}" for found in (*folders.values(), *cpp_extension.include_paths())]
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter"]
-    command += [*include, "-c", str(CSRC / source), "-o", str(tmp_path / "object.o")]
+    command += [*include, *arguments, "-o", str(folder / name)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert not result.returncode, result.stderr
+    return folder / name
+
+
+def test_ops_on_cuda_compile(tmp_path: Path) -> None:
+    compiled(tmp_path, "object.o", "-c", str(CSRC / "ops_cuda.cpp"))
+
+
+def test_cublaslt_is_told_right_how_matrices_lie(tmp_path: Path) -> None:
+    fake = Path(__file__).with_name("fake_cublaslt.cpp")
+    program = compiled(tmp_path, "program", str(fake), str(CSRC / "wgrad/cublaslt.cpp"))
+    result = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.returncode, result.stdout) == (0, "0 wrong\n")
