@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble import Kind, Schedule, build
+from megatron.zero_bubble import Kind, Pass, Schedule, build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
 
@@ -109,6 +109,37 @@ def test_the_tail_is_reduced_while_it_computes(ranks: RankPool, options: str) ->
     assert any(2 * linears < n < 3 * linears for n in left), left
 
 
+def train_half_split(rank: int, flags: str, run: Callable[..., list[Outcome]]) -> list[Outcome]:
+    """Our 1F1B with every second backward split, W right behind B, beside stock's."""
+    from megatron.zero_bubble.patching import patches
+
+    def half_split(name: str, **figures: Any) -> Schedule:
+        schedule = build(name, **figures)
+        rows = (tuple(q for p in row for q in halves(p)) for row in schedule.order)
+        return replace(schedule, order=tuple(rows))
+
+    def halves(p: Pass) -> tuple[Pass, ...]:
+        is_split = p.kind is Kind.BW and p.microbatch % 2
+        return (p._replace(kind=Kind.B), p._replace(kind=Kind.W)) if is_split else (p,)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(patches, "build", half_split)
+        return run(rank, flags, [None, "1f1b"])
+
+
+@pytest.mark.parametrize("options", ["", FUSED])
+def test_split_and_unsplit_backwards_add_to_the_same_weights(ranks: RankPool, options: str) -> None:
+    flags = Layout(2, data=2).flags(4, f"--overlap-grad-reduce --untie-embeddings-and-output-weights {options}")
+    results = ranks.run(4, train_half_split, flags, train, timeout=200)
+    if not options:
+        assert_same_bits(results, [None, "1f1b"])
+        return
+    for stock, own in results:
+        assert figures(own.losses) == pytest.approx(figures(stock.losses), rel=1e-5)
+        assert figures(own.grad_norms) == pytest.approx(figures(stock.grad_norms), rel=1e-5)
+    assert ranks.run(4, train_half_split, flags, train_beside, timeout=200) == results
+
+
 class UntilJoined:
     """A stream that is as slow as it may be: what runs beside the passes happens when it is waited for."""
 
@@ -134,12 +165,12 @@ def train_beside(rank: int, flags: str, schedules: Sequence[str | None]) -> list
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CpuPlatform, "beside", lambda self: UntilJoined())
         outcomes = train(rank, f"{flags} --zero-bubble-wgrad-stream", schedules)
-    assert bool(UntilJoined.num_late) == (schedules != ["1f1b"]), "W's went there"
+    assert UntilJoined.num_late, "W's went there"
     return outcomes
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
-@pytest.mark.parametrize("options", ["", f"--bf16 --use-distributed-optimizer {OVERLAP}"])
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
+@pytest.mark.parametrize("options", ["--overlap-grad-reduce", f"--bf16 --use-distributed-optimizer {OVERLAP}"])
 def test_what_needs_a_gradient_waits_for_it(ranks: RankPool, schedule: str, options: str) -> None:
     """Whenever the stream gets to them, the bits are the same."""
     flags = Layout(2, data=2, num_layers=4).flags(3, f"{options} {FUSED}")
