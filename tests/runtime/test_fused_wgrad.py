@@ -183,7 +183,7 @@ def test_what_needs_a_gradient_waits_for_it(ranks: RankPool, schedule: str, opti
 @pytest.mark.parametrize("options, tolerance", [("", 1e-4), ("--bf16", 1e-2)])
 def test_two_hundred_iterations(ranks: RankPool, options: str, tolerance: float) -> None:
     layout = Layout(2, num_layers=4)
-    shared = f"{options} --hidden-size 64 --seq-length 32 --max-position-embeddings 32 --lr 1e-3 --train-iters 200"
+    shared = f"{options} --hidden-size 64 --seq-length 256 --max-position-embeddings 256 --lr 1e-3 --train-iters 200"
     outcomes = []
     for fuse in ("", FUSED):
         flags = layout.flags(4, f"{shared} --eval-interval 200 {fuse}")
