@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "done.h"
 #include "timeline.h"
 
 namespace zb {
@@ -15,13 +16,10 @@ class Refiller {
  public:
   explicit Refiller(const zb_problem& problem)
       : p(problem),
-        m(problem.num_microbatches),
         begin(row_begins(problem)),
-        ends(3 * problem.num_stages * m),
-        count(3 * problem.num_stages),
+        done(problem),
         position(problem.num_ranks),
         placed(problem.num_ranks),
-        waits_for(problem.num_ranks),
         free_at(problem.num_ranks),
         kept(problem.num_ranks),
         spare(problem.num_ranks),
@@ -31,21 +29,15 @@ class Refiller {
 
   // Writes the new rows into full; false when they deadlock or do not fit.
   bool run(const int32_t* rows, double eagerness, double target, int32_t* full) {
-    std::fill(count.begin(), count.end(), 0);
-    runnable.clear();
+    done.clear();
     for (int r = 0; r < p.num_ranks; ++r) {
       free_at[r] = kept[r] = 0.0;
       position[r] = placed[r] = begin[r];
       first_pending[r] = last_pending[r] = begin[r] / 3;
-      waits_for[r] = kNone;
       spare[r] = target + p.origin[r] - p.work[r];
-      runnable.push_back(r);
     }
-    while (!runnable.empty()) {
-      const int rank = runnable.back();
-      runnable.pop_back();
+    for (int rank = done.next_rank(); rank != kNone; rank = done.next_rank())
       if (!advance(rank, rows, eagerness, full)) return false;
-    }
     for (int r = 0; r < p.num_ranks; ++r) {
       if (position[r] < begin[r + 1]) return false;
       std::copy(pending.begin() + first_pending[r], pending.begin() + last_pending[r], full + placed[r]);
@@ -73,15 +65,8 @@ class Refiller {
     for (; at < begin[rank + 1]; ++at) {
       const int code = rows[at];
       if (code % 3 == kWgrad) continue;
-      const int source = p.source[code], n = count[code];
-      double arrival = p.hop[code];
-      if (source != kNone) {
-        if (n >= count[source]) {
-          waits_for[rank] = source;
-          break;
-        }
-        arrival = ends[source * m + n] + p.hop[code];
-      }
+      const double arrival = done.arrival(code);
+      if (arrival == kNever) break;
       const double change = p.delta[code];
       while (head < tail && (now + p.duration[pending[head]] <= arrival + kSlack || (change > 0 && held + change > limit)))
         run_wgrad();
@@ -97,14 +82,8 @@ class Refiller {
       }
       full[out++] = code;
       now += p.duration[code];
-      ends[code * m + n] = now;
-      count[code] = n + 1;
       if (code % 3 == kBackward) pending[tail++] = code + 1;
-      const int other = p.receiver[code];
-      if (other != kNone && waits_for[other] == code) {
-        waits_for[other] = kNone;
-        runnable.push_back(other);
-      }
+      done.add(code, now);
     }
     position[rank] = at;
     free_at[rank] = now;
@@ -113,12 +92,11 @@ class Refiller {
   }
 
   const zb_problem& p;
-  const int m;
   const std::vector<int> begin;
-  std::vector<double> ends;
-  std::vector<int> count, position, placed, waits_for;
+  Done done;
+  std::vector<int> position, placed;
   std::vector<double> free_at, kept, spare;
-  std::vector<int> first_pending, last_pending, pending, runnable;
+  std::vector<int> first_pending, last_pending, pending;
 };
 
 }  // namespace zb

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "done.h"
 #include "problem.h"
 
 namespace zb {
@@ -18,10 +19,8 @@ class Timeline {
         starts(begin.back()),
         number(begin.back()),
         places(begin.back()),
-        ends(begin.back()),
-        count(3 * problem.num_stages),
+        done(problem),
         at(problem.num_ranks),
-        waits_for(problem.num_ranks),
         free_at(problem.num_ranks) {}
 
   Cost evaluate(const int32_t* rows) {
@@ -47,40 +46,23 @@ class Timeline {
 
   // Each pass as early as possible, as far as the rows get.
   void run(const int32_t* rows) {
-    std::fill(count.begin(), count.end(), 0);
-    runnable.clear();
+    done.clear();
     for (int r = 0; r < p.num_ranks; ++r) {
       at[r] = begin[r];
       free_at[r] = 0.0;
-      waits_for[r] = kNone;
-      runnable.push_back(r);
     }
-    while (!runnable.empty()) {
-      const int rank = runnable.back();
-      runnable.pop_back();
+    for (int rank = done.next_rank(); rank != kNone; rank = done.next_rank()) {
       double now = free_at[rank];
       for (; at[rank] < begin[rank + 1]; ++at[rank]) {
-        const int place = at[rank], code = rows[place], source = p.source[code], n = count[code];
-        double arrival = p.hop[code];
-        if (source != kNone) {
-          if (n >= count[source]) {
-            waits_for[rank] = source;
-            break;
-          }
-          arrival = ends[source * m + n] + p.hop[code];
-        }
+        const int place = at[rank], code = rows[place];
+        const double arrival = done.arrival(code);
+        if (arrival == kNever) break;
         now = std::max(now, arrival);
         starts[place] = now;
+        now += p.duration[code];
+        const int n = done.add(code, now);
         number[place] = n;
         places[code * m + n] = place;
-        now += p.duration[code];
-        ends[code * m + n] = now;
-        ++count[code];
-        const int other = p.receiver[code];
-        if (other != kNone && waits_for[other] == code) {
-          waits_for[other] = kNone;
-          runnable.push_back(other);
-        }
       }
       free_at[rank] = now;
     }
@@ -93,8 +75,8 @@ class Timeline {
   std::vector<int> number, places;
 
  private:
-  std::vector<double> ends;
-  std::vector<int> count, at, waits_for, runnable;
+  Done done;
+  std::vector<int> at;
   std::vector<double> free_at;
 };
 

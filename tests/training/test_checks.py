@@ -123,6 +123,36 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             2,
             "--zero-bubble-rollback inverse is of --zero-bubble-post-validation, which is not given",
         ),
+        ("--zero-bubble-wgrad-stream", 1, "--zero-bubble-wgrad-stream is of a zero-bubble schedule, got none"),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
+                "--zero-bubble-exact --zero-bubble-fuse-wgrad"
+            ),
+            2,
+            "got both; drop one",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
+                "--zero-bubble-wgrad-stream --zero-bubble-trace x"
+            ),
+            2,
+            "would hide every W from",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
+                "--zero-bubble-wgrad-stream --zero-bubble-exact"
+            ),
+            2,
+            "got fuse_wgrad=False and schedule='zb-h1'; leave it out",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto --zero-bubble-wgrad-stream",
+            2,
+            "got fuse_wgrad=True and schedule='zb-auto'; leave it out",
+        ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule-file /no/such/file",
             2,

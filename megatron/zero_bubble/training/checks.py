@@ -330,6 +330,8 @@ def _check_schedule(args: argparse.Namespace) -> None:
             "--zero-bubble-post-validation needs a zero-bubble schedule, whose passes validate a step, got none; give "
             "--zero-bubble-schedule zb-h2"
         )
+    elif args.zero_bubble_wgrad_stream:
+        raise UsageError("--zero-bubble-wgrad-stream is of a zero-bubble schedule, got none; give one or drop it")
     else:
         chunks = args.virtual_pipeline_model_parallel_size or 1
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks))
