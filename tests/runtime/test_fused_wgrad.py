@@ -109,8 +109,10 @@ def test_the_tail_is_reduced_while_it_computes(ranks: RankPool, options: str) ->
     assert any(2 * linears < n < 3 * linears for n in left), left
 
 
-def train_half_split(rank: int, flags: str, run: Callable[..., list[Outcome]]) -> list[Outcome]:
-    """Our 1F1B with every second backward split, W right behind B, beside stock's."""
+def train_half_split(
+    rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
+) -> list[Outcome]:
+    """Training whose own schedules have every second backward split, W right behind B."""
     from megatron.zero_bubble.patching import patches
 
     def half_split(name: str, **figures: Any) -> Schedule:
@@ -124,20 +126,21 @@ def train_half_split(rank: int, flags: str, run: Callable[..., list[Outcome]]) -
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patches, "build", half_split)
-        return run(rank, flags, [None, "1f1b"])
+        return run(rank, flags, schedules)
 
 
 @pytest.mark.parametrize("options", ["", FUSED])
 def test_split_and_unsplit_backwards_add_to_the_same_weights(ranks: RankPool, options: str) -> None:
     flags = Layout(2, data=2).flags(4, f"--overlap-grad-reduce --untie-embeddings-and-output-weights {options}")
-    results = ranks.run(4, train_half_split, flags, train, timeout=200)
+    results = ranks.run(4, train_half_split, flags, train, [None, "1f1b"], timeout=200)
     if not options:
         assert_same_bits(results, [None, "1f1b"])
         return
     for stock, own in results:
         assert figures(own.losses) == pytest.approx(figures(stock.losses), rel=1e-5)
         assert figures(own.grad_norms) == pytest.approx(figures(stock.grad_norms), rel=1e-5)
-    assert ranks.run(4, train_half_split, flags, train_beside, timeout=200) == results
+    beside = ranks.run(4, train_half_split, flags, train_beside, ["1f1b"], timeout=200)
+    assert beside == [[own] for _, own in results]
 
 
 class UntilJoined:
