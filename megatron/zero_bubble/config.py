@@ -76,7 +76,7 @@ class ZeroBubbleConfig:
             raise ValueError(
                 f"the placement {self.placement!r} is for {AUTO}; other schedules have one of their own; leave it out"
             )
-        if self.num_chunks is not None and self.schedule in (None, AUTO):
+        if self.num_chunks is not None and not self.takes_chunks:
             raise ValueError(
                 f"a number of stages a rank is for interleaved schedules by name; got {self.num_chunks} with "
                 f"{self.schedule or self.schedule_file}; leave it out"
@@ -88,6 +88,11 @@ class ZeroBubbleConfig:
             )
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise ValueError(f"the peer timeout must be positive; got {self.peer_timeout_s} s; give it in seconds")
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether a number of stages a rank can be given: for schedules by name."""
+        return self.schedule not in (None, AUTO)
 
     def placement_on(self, num_ranks: int) -> Placement:
         """Where the stages lie on a pipeline of ``num_ranks``; a schedule file has its own number of ranks.

@@ -1,19 +1,17 @@
-"""Apply seams and take them back; the one place of the package that assigns to a foreign module."""
+"""A schedule in megatron-core: put in force, taken out again."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
-import megatron.core
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.patching import core_0_16
-from megatron.zero_bubble.patching.seam import Seam
+from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
+from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.auto import AutoOptions, AutoPipeline
@@ -25,48 +23,7 @@ from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.schedules import build, recipe
 
-# The megatron-core minors whose seams are known, each with the module that lists them.
-_KNOWN = {"0.16": core_0_16}
-
-
-# A seam, and how to make the replacement from the original.
-_Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
-
-
-class PatchError(RuntimeError):
-    """This megatron-core cannot be patched, or is patched already."""
-
-
-class _Patches:
-    """Replaced names with their originals, in the order of replacement."""
-
-    def __init__(self) -> None:
-        self._replaced: list[tuple[Seam, ModuleType, Callable[..., Any]]] = []
-        self._close: Callable[[], None] = lambda: None
-
-    def __bool__(self) -> bool:
-        return bool(self._replaced)
-
-    def replace(self, replacements: list[_Replacement], close: Callable[[], None]) -> None:
-        """Check every seam first, then replace all of them: nothing is left half done; ``close`` comes with revert."""
-        resolved = [(seam, make, *seam.resolve()) for seam, make in replacements]
-        for seam, make, module, original in resolved:
-            setattr(module, seam.name, make(original))
-            self._replaced.append((seam, module, original))
-        self._close = close
-
-    def revert(self) -> None:
-        close, self._close = self._close, lambda: None
-        while self._replaced:
-            seam, module, original = self._replaced.pop()
-            setattr(module, seam.name, original)
-        close()
-
-    def report(self) -> list[str]:
-        return [f"{seam.module}.{seam.name}: {seam.why}" for seam, _, _ in self._replaced]
-
-
-_active = _Patches()
+_active = Replaced()
 
 
 def apply(
@@ -84,22 +41,22 @@ def apply(
         what now runs the iterations.
 
     Raises:
-        PatchError: an unknown megatron-core, or a second call without ``revert``.
-        SeamError: an upstream name that is not as expected.
+        PatchError: a second call without ``revert``.
+        SeamError: an unknown megatron-core, or an upstream name that is not as expected.
         ValueError: an unknown schedule or a bad schedule file.
     """
-    seams = _seams()
+    seams = installed_seams()
     pipeline = _pipeline(config, observer, say)
-    replacements: list[_Replacement] = [
-        (seams.SCHEDULE, lambda _: pipeline.forward_backward),
-        (seams.SCHEDULE_OF_CHUNKS, lambda _: pipeline.forward_backward),
-        (seams.LINEAR, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
+    replacements: list[Replacement] = [
+        (seams.schedule, lambda _: pipeline.forward_backward),
+        (seams.schedule_of_chunks, lambda _: pipeline.forward_backward),
+        (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
     placement_on = functools.cache(config.placement_on)
     if not is_megatrons_own(placement_on(2)):
         replacements += [
-            (seams.LAST_STAGE, lambda original: last_stage_of(placement_on, original)),
-            (seams.TIED_GRADIENTS, add_tied_gradients),
+            (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
+            (seams.tied_gradients, add_tied_gradients),
         ]
     _replace(replacements, pipeline.close)
     return pipeline
@@ -111,13 +68,13 @@ def observe(observer: PassObserver) -> None:
     Raises:
         PatchError, SeamError: as ``apply``.
     """
-    seams = _seams()
+    seams = installed_seams()
     stock = _StockPasses(observer)
     _replace(
         [
-            (seams.SCHEDULE, stock.restarted),
-            (seams.FORWARD_STEP, lambda original: stock.timed(original, Kind.F)),
-            (seams.BACKWARD_STEP, lambda original: stock.timed(original, Kind.BW)),
+            (seams.schedule, stock.restarted),
+            (seams.forward_step, lambda original: stock.timed(original, Kind.F)),
+            (seams.backward_step, lambda original: stock.timed(original, Kind.BW)),
         ]
     )
 
@@ -132,21 +89,10 @@ def report() -> list[str]:
     return _active.report()
 
 
-def _replace(replacements: list[_Replacement], close: Callable[[], None] = lambda: None) -> None:
+def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda: None) -> None:
     if _active:
         raise PatchError("megatron-core is patched already; call revert() before applying another configuration")
     _active.replace(replacements, close)
-
-
-def _seams() -> ModuleType:
-    version = megatron.core.__version__
-    minor = ".".join(version.split(".")[:2])
-    if minor not in _KNOWN:
-        raise PatchError(
-            f"zero-bubble training knows the seams of megatron-core {', '.join(_KNOWN)}; this is {version}; "
-            "install a known one"
-        )
-    return _KNOWN[minor]
 
 
 def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:

@@ -60,18 +60,18 @@ class Platform(Protocol):
 def select(name: str) -> Platform:
     """The platform called ``name``; nothing is set up yet.
 
-    ``"auto"`` is ``cuda`` where this process sees a GPU and ``cpu`` elsewhere.
+    ``"auto"`` is ``cuda`` where this process sees a GPU and ``cpu`` elsewhere, and where the CPU platform is in force.
 
     Raises:
         ValueError: for an unknown name, or ``"cuda"`` on a machine where torch sees no GPU.
     """
     if name not in NAMES:
         raise ValueError(f"the device must be one of {', '.join(NAMES)}, got {name!r}; choose one of them")
-    from megatron.zero_bubble.platforms.cpu import CpuPlatform
+    from megatron.zero_bubble.platforms.cpu import CpuPlatform, installed
     from megatron.zero_bubble.platforms.cuda import CudaPlatform
 
     cuda = CudaPlatform()
-    if name == "cpu" or (name == "auto" and not cuda.available()):
+    if name == "cpu" or (name == "auto" and (installed() or not cuda.available())):
         return CpuPlatform()
     if not cuda.available():
         raise ValueError(

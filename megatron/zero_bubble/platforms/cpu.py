@@ -154,7 +154,7 @@ class NoEvent:
         return True
 
 
-def _nothing(*_args: object, **_kwargs: object) -> None:
+def nothing(*_args: object, **_kwargs: object) -> None:
     """Stands in for what a CPU has no need of."""
 
 
@@ -253,40 +253,40 @@ class Point:
         return self.owner.partition(":")[0]
 
 
-def _always(value: Any) -> Callable[[Any], Any]:
+def always(value: Any) -> Callable[[Any], Any]:
     return lambda _original: value
 
 
 POINTS: tuple[Point, ...] = (
-    Point("torch.cuda", "current_device", _always(_current_device), "device= of nearly every tensor core allocates"),
-    Point("torch.cuda", "synchronize", _always(_nothing), "stock p2p and the collectives' barriers"),
-    Point("torch.cuda", "current_stream", _always(_no_stream), "DDP and the MoE dispatchers order streams"),
-    Point("torch.cuda", "default_stream", _always(_no_stream), "gradient reduction with several optimizer instances"),
-    Point("torch.cuda", "stream", _always(lambda _stream: contextlib.nullcontext()), "with-blocks around the same"),
-    Point("torch.cuda", "Stream", _always(NoStream), "created by DDP, the MoE dispatchers and the dataset exchange"),
-    Point("torch.cuda", "Event", _always(NoEvent), "recorded by the MoE dispatchers"),
-    Point("torch.cuda", "empty_cache", _always(_nothing), "gradient buffers being given back"),
-    Point("torch.cuda", "manual_seed", _always(_manual_seed), "random states per tensor-parallel rank"),
-    Point("torch.cuda", "get_rng_state", _always(_get_rng_state), "the same states, forked and put back"),
-    Point("torch.cuda", "set_rng_state", _always(_set_rng_state), "the same"),
-    Point("torch.cuda.random", "get_rng_state", _always(_get_rng_state), "the same, under its other name"),
+    Point("torch.cuda", "current_device", always(_current_device), "device= of nearly every tensor core allocates"),
+    Point("torch.cuda", "synchronize", always(nothing), "stock p2p and the collectives' barriers"),
+    Point("torch.cuda", "current_stream", always(_no_stream), "DDP and the MoE dispatchers order streams"),
+    Point("torch.cuda", "default_stream", always(_no_stream), "gradient reduction with several optimizer instances"),
+    Point("torch.cuda", "stream", always(lambda _stream: contextlib.nullcontext()), "with-blocks around the same"),
+    Point("torch.cuda", "Stream", always(NoStream), "created by DDP, the MoE dispatchers and the dataset exchange"),
+    Point("torch.cuda", "Event", always(NoEvent), "recorded by the MoE dispatchers"),
+    Point("torch.cuda", "empty_cache", always(nothing), "gradient buffers being given back"),
+    Point("torch.cuda", "manual_seed", always(_manual_seed), "random states per tensor-parallel rank"),
+    Point("torch.cuda", "get_rng_state", always(_get_rng_state), "the same states, forked and put back"),
+    Point("torch.cuda", "set_rng_state", always(_set_rng_state), "the same"),
+    Point("torch.cuda.random", "get_rng_state", always(_get_rng_state), "the same, under its other name"),
     Point(
         "torch.distributed",
         "all_to_all_single",
         _split_sizes_as_lists,
         "the MoE dispatcher converts split sizes to lists only when it copies them off a GPU",
     ),
-    Point("megatron.core.jit", "jit_fuser", _always(_no_jit), "torch.compile at import: seconds, and a C++ compiler"),
+    Point("megatron.core.jit", "jit_fuser", always(_no_jit), "torch.compile at import: seconds, and a C++ compiler"),
     Point(
         "megatron.core.tensor_parallel.random",
         "_get_cuda_rng_state",
-        _always(_get_rng_state),
+        always(_get_rng_state),
         "reads a CUDA generator directly",
     ),
     Point(
         "megatron.core.tensor_parallel.random",
         "_set_cuda_rng_state",
-        _always(_set_rng_state),
+        always(_set_rng_state),
         "writes a CUDA generator directly",
     ),
     Point(

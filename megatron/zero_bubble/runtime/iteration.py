@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.plan import Message, Plan
 from megatron.zero_bubble.runtime.executor import Executor, PassObserver
@@ -16,6 +17,7 @@ from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFact
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.replay import Replay
+from megatron.zero_bubble.runtime.upstream import known
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -39,14 +41,21 @@ class Boundary:
         adjust: Callable[..., Any] | None,
         chunk: torch.nn.Module,
     ) -> Boundary:
+        of_version = known(
+            schedules.get_tensor_shapes,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+            rank=groups.pp.rank(),
+            model_type=get_model_type(chunk),
+            encoder_decoder_xattn=False,
+        )
         received, sent = (
             schedules.get_tensor_shapes(
                 seq_length=seq_length,
                 micro_batch_size=micro_batch_size,
                 decoder_seq_length=decoder_seq_length,
                 config=config,
-                tp_group=groups.tp,
-                cp_group=groups.cp,
+                **of_version,
             )
             for _ in range(2)
         )

@@ -17,6 +17,7 @@ from megatron.core.utils import get_model_type
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.runtime.gradients import GradSync
 from megatron.zero_bubble.runtime.placement import believed_rank, believing
+from megatron.zero_bubble.runtime.upstream import known
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -131,6 +132,7 @@ class MegatronStage:
         self._results = results
         self._facts = facts
         self._model = model
+        self._model_type = get_model_type(model)
         self._data_iterator = data_iterator
         self._store = store
         self._sync = sync
@@ -149,7 +151,6 @@ class MegatronStage:
                 x,
                 self._results.forward_data,
                 step.config,
-                step.cp_size,
                 collect_non_loss_data=step.collect_non_loss_data,
                 checkpoint_activations_microbatch=self._recomputes(work.microbatch),
                 is_first_microbatch=schedules.check_first_val_step(
@@ -157,7 +158,7 @@ class MegatronStage:
                 ),
                 current_microbatch=work.microbatch,
                 vp_stage=self._facts.vp_stage,
-                is_last_stage=self._facts.is_last,
+                **known(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last),
             )
         self._results.num_tokens += num_tokens
         output = None if self._facts.is_last else y.detach()
@@ -173,7 +174,8 @@ class MegatronStage:
         if not split:
             self._store.join()
         with self._believing(), self._store.defer(work) if split else nullcontext():
-            return schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
+            of_type = known(schedules.backward_step, model_type=self._model_type)
+            return schedules.backward_step(x, y, grad, config=self._step.config, **of_type)
 
     def backward_weight(self, work: Pass) -> None:
         if self._sync is None or not self._sync.enabled:

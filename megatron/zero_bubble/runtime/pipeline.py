@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
@@ -33,6 +32,7 @@ from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArgument
 from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.upstream import known, process_group_collection
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -104,6 +104,7 @@ class Pipeline:
         adjust_tensor_shapes_fn: Callable[..., Any] | None = None,
         p2p_communicator: Any = None,
         pg_collection: Any = None,
+        grad_finalize_pgs: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
         """One iteration; returns the losses of the microbatches on the last stage, an empty list elsewhere.
@@ -115,7 +116,7 @@ class Pipeline:
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])
-        groups = process_groups(pg_collection)
+        groups = process_groups(pg_collection or grad_finalize_pgs)
         prepared = self._prepare(groups.pp, config, num_microbatches, forward_only)
         prepared.check_chunks(chunks)
         step = StepArguments(
@@ -306,14 +307,17 @@ def _finalized(
     if config.finalize_model_grads_func is None:
         yield
         return
-    embedding = schedules.clear_embedding_activation_buffer(config, chunks[-1], prepared.has_last_stage)
+    clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
+    embedding = clear(config, chunks[-1], **known(clear, is_last_stage=prepared.has_last_stage))
     yield
-    schedules.finish_embedding_wgrad_compute(config, embedding, prepared.has_last_stage, groups.tp)
+    finish(config, embedding, **known(finish, is_last_stage=prepared.has_last_stage, tp_group=groups.tp))
     num_tokens = results.num_tokens if config.calculate_per_token_loss else None
     if num_tokens is not None and prepared.last_stage_rank != groups.pp.size() - 1:
         # Megatron takes it from the last rank, we from the rank that counted.
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
-    config.finalize_model_grads_func(chunks, num_tokens, pg_collection=groups, force_all_reduce=force_all_reduce)
+    finalize = config.finalize_model_grads_func
+    rest = known(finalize, pg_collection=groups, grad_finalize_pgs=groups, force_all_reduce=force_all_reduce)
+    finalize(chunks, num_tokens, **rest)
 
 
 def _check_runnable(schedule: Schedule) -> None:
@@ -361,7 +365,7 @@ def process_groups(pg_collection: Any) -> Any:
     """The caller's process groups, or Megatron's global ones."""
     if pg_collection is not None:
         return pg_collection
-    groups = ProcessGroupCollection()
+    groups = process_group_collection()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.runtime.upstream import models_process_groups
 
 
 def is_megatrons_own(placement: Placement) -> bool:
@@ -43,9 +43,9 @@ def believing(rank: int) -> Iterator[None]:
         parallel_state.set_pipeline_model_parallel_rank(before)
 
 
-def groups_believing(rank: int) -> ProcessGroupCollection:
-    """Megatron's process groups for a model chunk that is to take itself for one of pipeline rank ``rank``."""
-    groups = ProcessGroupCollection.use_mpu_process_groups()
+def groups_believing(rank: int, groups: Any = None) -> Any:
+    """Process groups, Megatron's own unless given, for a chunk that takes itself for one of pipeline rank ``rank``."""
+    groups = groups or models_process_groups()
     if groups.pp.rank() != rank:
         groups = copy(groups)
         groups.pp = _Believing(groups.pp, rank)

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron.zero_bubble.flags import add_flags
 from megatron.zero_bubble.training.config_file import config_tokens
 from megatron.zero_bubble.training.errors import UsageError
 
@@ -51,7 +52,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags (configs/); explicit flags override it")
     for add_group in (
-        _add_zero_bubble,
+        add_flags,
+        _add_measurements,
         _add_parallel,
         _add_model,
         _add_moe,
@@ -69,18 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_zero_bubble(parser: argparse.ArgumentParser) -> None:
-    add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
-    add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
-    add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
-    add("--zero-bubble-placement", default="linear", choices=("linear", "vee"), help="of the stages of zb-auto")
-    add("--zero-bubble-memory-limit", metavar="LIMIT", default="1p", help="of zb-auto; 1p is what 1F1B keeps")
-    add("--zero-bubble-post-validation", action="store_true", help="step the optimizer first, validate it later")
-    add("--zero-bubble-rollback", default="exact", choices=("exact", "inverse"), help="of a step that was wrong")
-    add("--zero-bubble-exact", action="store_true", help="the bits of stock Megatron: no fused weight gradients")
-    add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
-    add("--zero-bubble-wgrad-stream", action="store_true", help="compute them beside the passes that follow (GPU)")
-    add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
+def _add_measurements(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("measurements").add_argument
     add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
     add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
     add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation")

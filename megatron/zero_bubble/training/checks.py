@@ -9,13 +9,14 @@ import argparse
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.zero_bubble.config import ZeroBubbleConfig, check_placement
+from megatron.zero_bubble.config import check_placement
+from megatron.zero_bubble.flags import config_of, has_schedule
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.layers import balanced_layout
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.blends import Blend, parse_blend
 from megatron.zero_bubble.training.errors import UsageError
 from megatron.zero_bubble.training.indexed import check_indexed
-from megatron.zero_bubble.training.layers import balanced_layout
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -113,7 +114,7 @@ def _check_layers(args: argparse.Namespace) -> None:
     even = all(count % each == 0 for count in given) and (layers % (ranks * each) == 0 if ranks else layers == 0)
     if even and layers >= ranks * each:
         return
-    if not given and not counted and _has_schedule(args):
+    if not given and not counted and has_schedule(args):
         try:
             args.pipeline_model_parallel_layout = balanced_layout(args.placement, args.num_layers)
         except ValueError as error:
@@ -160,7 +161,7 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     args.global_batch_size = args.batch_sizes.final
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     per_microbatch = args.micro_batch_size * args.data_parallel_size
-    if chunks and not _has_schedule(args):
+    if chunks and not has_schedule(args):
         for size in args.batch_sizes.steps:
             if size // per_microbatch % ranks:
                 raise UsageError(
@@ -310,10 +311,15 @@ def _check_schedule(args: argparse.Namespace) -> None:
     if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
     fused = ("1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v")
-    if args.zero_bubble_record_costs and (not _has_schedule(args) or args.zero_bubble_schedule in fused):
+    if args.zero_bubble_record_costs and (not has_schedule(args) or args.zero_bubble_schedule in fused):
         raise UsageError(
             "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
             f"{args.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
+        )
+    if args.zero_bubble_wgrad_stream and (args.zero_bubble_trace or args.zero_bubble_record_costs):
+        raise UsageError(
+            "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
+            "--zero-bubble-trace and --zero-bubble-record-costs; drop one of them"
         )
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
@@ -323,7 +329,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
             f"--zero-bubble-rollback {args.zero_bubble_rollback} is of --zero-bubble-post-validation, which is not "
             "given; add it or drop both"
         )
-    if _has_schedule(args):
+    if has_schedule(args):
         _place_stages(args)
     elif args.zero_bubble_post_validation:
         raise UsageError(
@@ -337,24 +343,6 @@ def _check_schedule(args: argparse.Namespace) -> None:
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks))
 
 
-def _has_schedule(args: argparse.Namespace) -> bool:
-    return bool(args.zero_bubble_schedule or args.zero_bubble_schedule_file)
-
-
-def _fuses(args: argparse.Namespace) -> bool:
-    """Whether weight gradients are fused."""
-    if args.zero_bubble_exact and args.zero_bubble_fuse_wgrad:
-        raise UsageError(
-            "--zero-bubble-exact keeps upstream's arithmetic, --zero-bubble-fuse-wgrad another; got both; drop one"
-        )
-    if args.zero_bubble_wgrad_stream and (args.zero_bubble_trace or args.zero_bubble_record_costs):
-        raise UsageError(
-            "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
-            "--zero-bubble-trace and --zero-bubble-record-costs; drop one of them"
-        )
-    return args.zero_bubble_fuse_wgrad is not False and not args.zero_bubble_exact
-
-
 def _place_stages(args: argparse.Namespace) -> None:
     """Where the schedule has its stages; Megatron is told how many a rank holds."""
     if args.pipeline_model_parallel_size < 2:
@@ -363,16 +351,9 @@ def _place_stages(args: argparse.Namespace) -> None:
             f"{args.pipeline_model_parallel_size}; raise it or drop the schedule"
         )
     try:
-        args.zero_bubble = ZeroBubbleConfig(
-            schedule=args.zero_bubble_schedule,
-            schedule_file=args.zero_bubble_schedule_file,
-            num_chunks=args.virtual_pipeline_model_parallel_size,
-            placement=args.zero_bubble_placement,
-            memory_limit=args.zero_bubble_memory_limit,
-            post_validation=args.zero_bubble_post_validation,
-            rollback=args.zero_bubble_rollback,
-            fuse_wgrad=_fuses(args),
-            wgrad_stream=args.zero_bubble_wgrad_stream,
+        args.zero_bubble = config_of(
+            args,
+            args.virtual_pipeline_model_parallel_size,
             measure_memory=args.zero_bubble_record_costs is not None,
             peer_timeout_s=args.distributed_timeout_minutes * 60,
         )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.training.layers import balanced_layout
+from megatron.zero_bubble.layers import balanced_layout
 
 
 def by_rank(layout: str, placement: Placement) -> list[int]:

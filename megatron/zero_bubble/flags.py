@@ -1,0 +1,95 @@
+"""Our flags, the same for the training loop of this package and for a Megatron-LM job under the launcher."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NoReturn
+
+from megatron.zero_bubble.config import ZeroBubbleConfig
+
+
+class FlagError(ValueError):
+    """Flags that do not fit each other; one sentence: the rule, the values, the remedy."""
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the group ``zero bubble``."""
+    add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
+    add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
+    add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
+    add("--zero-bubble-placement", default="linear", choices=("linear", "vee"), help="of the stages of zb-auto")
+    add("--zero-bubble-memory-limit", metavar="LIMIT", default="1p", help="of zb-auto; 1p is what 1F1B keeps")
+    add("--zero-bubble-post-validation", action="store_true", help="step the optimizer first, validate it later")
+    add("--zero-bubble-rollback", default="exact", choices=("exact", "inverse"), help="of a step that was wrong")
+    add("--zero-bubble-exact", action="store_true", help="the bits of stock Megatron: no fused weight gradients")
+    add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
+    add("--zero-bubble-wgrad-stream", action="store_true", help="compute them beside the passes that follow (GPU)")
+    add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
+
+
+def has_schedule(options: argparse.Namespace) -> bool:
+    """Whether a schedule is asked for, by name or by file."""
+    return bool(options.zero_bubble_schedule or options.zero_bubble_schedule_file)
+
+
+def config_of(
+    options: argparse.Namespace,
+    num_chunks: int | None = None,
+    measure_memory: bool = False,
+    peer_timeout_s: float | None = None,
+) -> ZeroBubbleConfig:
+    """The flags as a configuration.
+
+    Args:
+        num_chunks: stages a rank, where the job says so.
+        measure_memory: of each pass, once.
+        peer_timeout_s: of messages between ranks.
+
+    Raises:
+        FlagError: flags that exclude each other.
+        ValueError: of the configuration.
+    """
+    return ZeroBubbleConfig(
+        schedule=options.zero_bubble_schedule,
+        schedule_file=options.zero_bubble_schedule_file,
+        num_chunks=num_chunks,
+        placement=options.zero_bubble_placement,
+        memory_limit=options.zero_bubble_memory_limit,
+        post_validation=options.zero_bubble_post_validation,
+        rollback=options.zero_bubble_rollback,
+        fuse_wgrad=_fuses(options),
+        wgrad_stream=options.zero_bubble_wgrad_stream,
+        measure_memory=measure_memory,
+        peer_timeout_s=peer_timeout_s,
+    )
+
+
+def _fuses(options: argparse.Namespace) -> bool:
+    if options.zero_bubble_exact and options.zero_bubble_fuse_wgrad:
+        raise FlagError(
+            "--zero-bubble-exact keeps upstream's arithmetic, --zero-bubble-fuse-wgrad another; got both; drop one"
+        )
+    return options.zero_bubble_fuse_wgrad is not False and not options.zero_bubble_exact
+
+
+class StrictParser(argparse.ArgumentParser):
+    """argparse whose errors are exceptions."""
+
+    def error(self, message: str) -> NoReturn:
+        raise FlagError(message)
+
+
+def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our flags among those of a job, and the others, untouched.
+
+    Raises:
+        FlagError: a flag of ours with a value that it does not take, or an unknown one that begins as ours do.
+    """
+    parser = StrictParser(add_help=False, allow_abbrev=False)
+    add_flags(parser)
+    options, others = parser.parse_known_args(list(arguments))
+    for argument in others:
+        if argument.startswith(("--zero-bubble-", "--no-zero-bubble-")):
+            raise FlagError(f"there is no flag {argument.partition('=')[0]}; --help lists those that there are")
+    return options, others

@@ -1,0 +1,101 @@
+"""Run a Megatron-LM script as it is, under a zero-bubble schedule.
+
+    torchrun ... -m megatron.zero_bubble.launch pretrain_gpt.py <its arguments> --zero-bubble-schedule zb-h1
+
+Without a schedule the script runs untouched. On a machine without a GPU, or with --zero-bubble-device cpu, it runs on
+CPU ranks over gloo. Our flags are listed in the script's own --help.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours
+from megatron.zero_bubble.fork_flags import modernize
+
+_USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
+_OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run ``argv[0]`` with the rest as its arguments; returns the exit code if it is not the script that exits."""
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{__doc__}\n{_USAGE}" if argv else _USAGE, file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+    script = Path(argv[0])
+    if not script.is_file():
+        _say(f"the first argument is the script to run, got {argv[0]!r}, which is no file", sys.stderr)
+        return 2
+    # As `python script.py` has it: the script's folder comes first, and a checkout's megatron.core before any other.
+    sys.path[0] = str(script.resolve().parent)
+    try:
+        arguments, rewritten = modernize(argv[1:])
+        options, _ = parse_ours(arguments)
+        on_cpu = _prepare_device(options.zero_bubble_device)
+    except FlagError as error:
+        return _refuse(error)
+    for line in rewritten:
+        _say(line)
+    if not has_schedule(options):
+        _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")
+    sys.argv = [str(script), *arguments]
+    if any(argument.startswith(_OURS) for argument in arguments):
+        return _run_joined(script, options)
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+def _run_joined(script: Path, options: argparse.Namespace) -> int:
+    """Run a job with our flags among its own."""
+    from megatron.zero_bubble.patching import PatchError, SeamError, megatron_lm
+    from megatron.zero_bubble.runtime.p2p import PeerError
+
+    try:
+        megatron_lm.install(options, _say)
+        runpy.run_path(str(script), run_name="__main__")
+    except (JobError, PatchError, SeamError) as error:
+        return _refuse(error)
+    except PeerError as error:
+        print(f"zero-bubble: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _refuse(error: Exception) -> int:
+    """For what is wrong on every rank alike."""
+    _say(str(error), sys.stderr)
+    return 2
+
+
+def _prepare_device(name: str) -> bool:
+    """Returns whether the job runs on CPU ranks."""
+    from megatron.zero_bubble import platforms
+    from megatron.zero_bubble.platforms import cpu
+    from megatron.zero_bubble.platforms.megatron_lm import JOB_POINTS
+
+    try:
+        platform = platforms.select(name)
+    except ValueError as error:
+        raise FlagError(f"--zero-bubble-device {name}: {error}") from error
+    if platform.name != "cpu":
+        return False  # the script chooses its GPU
+    cpu.install(JOB_POINTS)
+    platform.setup(int(os.environ.get("LOCAL_RANK", "0")))
+    return True
+
+
+def _say(line: str, file: Any = None) -> None:
+    """A line of the job's log, on its first rank."""
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(f"zero-bubble: {line}", file=file or sys.stdout, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""Whether a Megatron-LM job and a zero-bubble schedule fit each other, read off the job's flags."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+from megatron.core.transformer import pipeline_parallel_layer_layout
+
+from megatron.zero_bubble.config import JobError, ZeroBubbleConfig, check_model_config, check_placement
+from megatron.zero_bubble.flags import config_of
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.layers import balanced_layout
+from megatron.zero_bubble.runtime.placement import is_megatrons_own
+
+# flag, the one value that works, why
+_REFUSED: tuple[tuple[str, Any, str], ...] = (
+    ("use_legacy_models", False, "models that are not megatron-core's do not leave W to others"),
+    ("use_custom_fsdp", False, "its gradients take a way of their own"),
+    ("use_megatron_fsdp", False, "its gradients take a way of their own"),
+    ("use_torch_fsdp2", False, "its gradients take a way of their own"),
+    ("cpu_offloading_num_layers", 0, "it assumes Megatron's order of backwards"),
+    ("overlap_param_gather_with_optimizer_step", False, "it assumes Megatron's order of chunks"),
+)
+# The same for placements that are not Megatron's own.
+_REFUSED_ELSEWHERE: tuple[tuple[str, Any, str], ...] = (
+    ("mtp_num_layers", None, "Megatron has multi-token prediction on the last rank"),
+    ("init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
+)
+
+
+def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, Placement]:
+    """What the job's flags, not validated yet, make of ours; the job learns how many stages a rank has.
+
+    Raises:
+        JobError: no pipeline, or stages that the schedule does not have.
+        ValueError: of our flags.
+    """
+    ranks = args.pipeline_model_parallel_size
+    if ranks < 2:
+        raise JobError(
+            "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
+            f"{ranks}; raise it or drop the schedule"
+        )
+    asked = _chunks_of_job(args)
+    config = config_of(options, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
+    if config.takes_chunks:
+        config = replace(config, num_chunks=asked)
+    placement = config.placement_on(ranks)
+    check_placement(placement, ranks)
+    chunks = placement.num_stages // ranks
+    if asked not in (None, chunks):
+        raise JobError(
+            f"the schedule has {chunks} stages a rank, the job {asked}; drop --num-layers-per-virtual-pipeline-stage, "
+            "--num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout"
+        )
+    if chunks > 1 and asked is None:
+        _ask_for(chunks, placement, args)
+    return config, placement
+
+
+def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
+    """Refuse what the job's validated flags ask for and the schedule cannot honour.
+
+    Raises:
+        JobError: the rule, the value and the remedy.
+        ValueError: the same, of what a model's configuration says too.
+    """
+    check_model_config(args)
+    if config.post_validation:
+        raise JobError(
+            "--zero-bubble-post-validation needs a training loop that hears of steps taken back, which Megatron-LM's "
+            "is not; drop it here, or train with scripts/pretrain_gpt.py of this package"
+        )
+    own = is_megatrons_own(placement)
+    for flag, allowed, why in (*_REFUSED, *(() if own else _REFUSED_ELSEWHERE)):
+        value = getattr(args, flag, allowed)
+        if value not in (allowed, None):
+            raise JobError(
+                f"zero-bubble schedules{'' if own else ' of this placement'} need --{flag.replace('_', '-')} to be "
+                f"off, because {why}; got {value!r}; drop it"
+            )
+    if not own and (args.save or args.load) and args.ckpt_format == "torch":
+        raise JobError(
+            "checkpoints of --ckpt-format torch are files of ranks, and this schedule has its stages on other ranks; "
+            "give --ckpt-format torch_dist"
+        )
+
+
+def _chunks_of_job(args: Any) -> int | None:
+    """Stages a rank, where the job says how many."""
+    if args.num_virtual_stages_per_pipeline_rank is not None:
+        return int(args.num_virtual_stages_per_pipeline_rank)
+    ranks = args.pipeline_model_parallel_size
+    if getattr(args, "pipeline_model_parallel_layout", None) is not None:
+        layout = pipeline_parallel_layer_layout.PipelineParallelLayerLayout
+        return int(layout.get_num_stages_from_str(args.pipeline_model_parallel_layout)) // ranks
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        return _counted_layers(args) // ranks // int(args.num_layers_per_virtual_pipeline_stage)
+    return None
+
+
+def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
+    """Have Megatron put ``chunks`` stages on a rank, of equal size or else about equal work."""
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if first is not None or last is not None or _counted_layers(args) % placement.num_stages == 0:
+        args.num_virtual_stages_per_pipeline_rank = chunks
+    else:
+        args.pipeline_model_parallel_layout = balanced_layout(placement, args.num_layers)
+
+
+def _counted_layers(args: Any) -> int:
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    return int(args.num_layers) + bool(embedding) + bool(loss)

@@ -1,0 +1,172 @@
+"""A Megatron-LM job under a zero-bubble schedule, unmodified: its flags, the groups and models it builds.
+
+``install`` comes before the job parses its flags. What the schedule needs of the job is decided when Megatron has
+validated them: the schedule is put in force then, before a process group or a model exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.config import JobError, ZeroBubbleConfig
+from megatron.zero_bubble.flags import add_flags, has_schedule
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.patching import job_checks, patches
+from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
+from megatron.zero_bubble.patching.seams import Seams, installed_seams
+from megatron.zero_bubble.runtime.placement import (
+    believed_rank,
+    believing,
+    copy_tied_embedding,
+    embedding_ranks,
+    groups_believing,
+    is_megatrons_own,
+)
+
+_job = Replaced()
+
+
+def install(options: argparse.Namespace, say: Callable[[str], None] = print) -> None:
+    """Join a job that has not parsed its flags yet.
+
+    Args:
+        options: our flags, as given on the job's command line.
+        say: where the line that lists the seams goes, on rank 0.
+
+    Raises:
+        SeamError: an unknown Megatron-LM, or one whose names are not as expected.
+        PatchError: a job is joined already.
+    """
+    if _job:
+        raise PatchError("a job is joined already; call revert() before joining another")
+    seams = installed_seams()
+    replacements: list[Replacement] = [(seams.flags, _with_our_flags)]
+    if has_schedule(options):
+        # What comes later must be there as well: a job is refused before it starts, or not at all.
+        for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
+            seam.resolve()
+        replacements.append((seams.validated_flags, lambda validate: _validated(validate, options, seams, say)))
+    _job.replace(replacements)
+
+
+def revert() -> None:
+    """Give the job its names back."""
+    _job.revert()
+
+
+def report() -> list[str]:
+    """One line for each name of the job that is replaced now."""
+    return _job.report()
+
+
+def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(add_megatron_arguments)
+    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser = add_megatron_arguments(parser)
+        add_flags(parser)
+        return parser
+
+    return add_arguments
+
+
+def _validated(
+    validate_args: Callable[..., Any], options: argparse.Namespace, seams: Seams, say: Callable[[str], None]
+) -> Callable[..., Any]:
+    @functools.wraps(validate_args)
+    def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
+        with _refusing():
+            config, placement = job_checks.configure(args, options)
+        validated = validate_args(args, *defaults, **more_defaults)
+        with _refusing():
+            job_checks.check(args, config, placement)
+            _put_in_force(config, placement, seams, say)
+        return validated
+
+    return validate
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Whatever is wrong with the flags is wrong with the job."""
+    try:
+        yield
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
+def _put_in_force(config: ZeroBubbleConfig, placement: Placement, seams: Seams, say: Callable[[str], None]) -> None:
+    patches.apply(config, say=say)
+    if not is_megatrons_own(placement):
+        builder = functools.partial(_building_where, placement)
+        _job.replace(
+            [
+                (seams.process_groups, lambda original: _grouping_ends(original, placement)),
+                *((seam, builder) for seam in seams.models),
+            ]
+        )
+    say("; ".join(line.partition(":")[0] for line in (*report(), *patches.report())))
+
+
+def _grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:
+    @functools.wraps(initialize)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        kwargs["get_embedding_ranks"] = lambda ranks, *_: embedding_ranks(placement)(ranks)
+        initialize(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
+def _building_where(placement: Placement, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that builds chunks through its first argument, building each where the placement has it."""
+
+    @functools.wraps(build_chunks)
+    def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return build_chunks(_Chunks(placement, build_chunk), *args, **kwargs)
+
+    return build
+
+
+class _Chunks:
+    """Builds the chunks of this rank one after the other, each as if on the rank where Megatron would have it."""
+
+    def __init__(self, placement: Placement, build_chunk: Callable[..., Any]) -> None:
+        self._placement = placement
+        self._build_chunk = build_chunk
+        self._built: list[torch.nn.Module] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        """Megatron calls it with the groups first, or among the keywords, or without any."""
+        rank = parallel_state.get_pipeline_model_parallel_group().rank()
+        vp_stage = kwargs["vp_stage"]
+        stage = self._placement.stages_of(rank)[vp_stage]
+        believed = believed_rank(self._placement, rank, vp_stage)
+        kwargs["pre_process"] = stage == 0
+        kwargs["post_process"] = stage == self._placement.num_stages - 1
+        if args:
+            args = (groups_believing(believed, args[0]), *args[1:])
+        elif kwargs.get("pg_collection") is not None:
+            kwargs["pg_collection"] = groups_believing(believed, kwargs["pg_collection"])
+        with believing(believed):
+            chunk = self._build_chunk(*args, **kwargs)
+        _describe_state_where(chunk, believed)
+        self._built.append(chunk)
+        copy_tied_embedding(self._built)
+        return chunk
+
+
+def _describe_state_where(chunk: Any, believed: int) -> None:
+    """Have a chunk describe its state for checkpoints as Megatron would on the rank where it expects the chunk."""
+    describe = chunk.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with believing(believed):
+            return describe(*args, **kwargs)
+
+    chunk.sharded_state_dict = sharded_state_dict

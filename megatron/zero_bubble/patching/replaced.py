@@ -1,0 +1,47 @@
+"""Replaced names with their originals: taken whole, given back whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import ModuleType
+from typing import Any
+
+from megatron.zero_bubble.patching.seam import Seam
+
+# A seam, and how to make the replacement from the original.
+Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
+
+
+class PatchError(RuntimeError):
+    """Names are replaced already."""
+
+
+class Replaced:
+    """Names in the order of their replacement; the one place of the package that assigns to a foreign module."""
+
+    def __init__(self) -> None:
+        self._replaced: list[tuple[Seam, ModuleType, Callable[..., Any]]] = []
+        self._close: Callable[[], None] = lambda: None
+
+    def __bool__(self) -> bool:
+        return bool(self._replaced)
+
+    def replace(self, replacements: Iterable[Replacement], close: Callable[[], None] = lambda: None) -> None:
+        """Check every seam first, then replace all of them: nothing is left half done; ``close`` comes with revert."""
+        resolved = [(seam, make, *seam.resolve()) for seam, make in replacements]
+        for seam, make, module, original in resolved:
+            setattr(module, seam.name, make(original))
+            self._replaced.append((seam, module, original))
+        self._close = close
+
+    def revert(self) -> None:
+        """Put the originals back, the last first."""
+        close, self._close = self._close, lambda: None
+        while self._replaced:
+            seam, module, original = self._replaced.pop()
+            setattr(module, seam.name, original)
+        close()
+
+    def report(self) -> list[str]:
+        """One line for each name that is replaced now."""
+        return [f"{seam.module}.{seam.name}: {seam.why}" for seam, _, _ in self._replaced]

@@ -1,0 +1,176 @@
+"""The names that are replaced, per minor of megatron-core and of the Megatron-LM release that carries it.
+
+One table for all: :data:`_SEAMS` is what most of them share, :data:`MINORS` says what is different where.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import megatron.core
+
+from megatron.zero_bubble.patching.seam import Seam, SeamError
+
+
+@dataclass(frozen=True)
+class Seams:
+    """Those of one minor.
+
+    Attributes:
+        schedule, schedule_of_chunks: what ``get_forward_backward_func`` returns, looked up at each call.
+        last_stage, tied_gradients: for placements that are not Megatron's own.
+        linear: the door for W.
+        forward_step, backward_step: only to observe the stock schedule.
+        flags, validated_flags: of a Megatron-LM job.
+        process_groups, models: of a Megatron-LM job whose placement is not Megatron's own; every name of ``models``
+            takes a function that builds one chunk.
+    """
+
+    schedule: Seam
+    schedule_of_chunks: Seam
+    last_stage: Seam
+    tied_gradients: Seam
+    linear: Seam
+    forward_step: Seam
+    backward_step: Seam
+    flags: Seam
+    validated_flags: Seam
+    process_groups: Seam
+    models: tuple[Seam, ...]
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_FORWARD_BACKWARD = (
+    "forward_step_func",
+    "data_iterator",
+    "model",
+    "num_microbatches",
+    "seq_length",
+    "micro_batch_size",
+    "decoder_seq_length",
+    "forward_only",
+    "collect_non_loss_data",
+    "first_val_step",
+    "adjust_tensor_shapes_fn",
+)
+
+_SEAMS = Seams(
+    schedule=Seam(
+        _SCHEDULES,
+        "forward_backward_pipelining_without_interleaving",
+        _FORWARD_BACKWARD,
+        "runs the zero-bubble plan in place of 1F1B; get_forward_backward_func looks it up at each call",
+    ),
+    schedule_of_chunks=Seam(
+        _SCHEDULES,
+        "forward_backward_pipelining_with_interleaving",
+        _FORWARD_BACKWARD,
+        "runs the zero-bubble plan where a rank has several model chunks",
+    ),
+    last_stage=Seam(
+        "megatron.core.parallel_state",
+        "is_pipeline_last_stage",
+        ("ignore_virtual", "vp_stage"),
+        "finds the loss on the rank where the placement has the last stage",
+    ),
+    tied_gradients=Seam(
+        "megatron.core.distributed.finalize_model_grads",
+        "_allreduce_word_embedding_grads",
+        ("model", "config"),
+        "adds the gradients of a tied embedding whose both ends are on one rank",
+    ),
+    linear=Seam(
+        "megatron.core.tensor_parallel.layers",
+        "linear_with_grad_accumulation_and_async_allreduce",
+        (
+            "input",
+            "weight",
+            "bias",
+            "gradient_accumulation_fusion",
+            "allreduce_dgrad",
+            "sequence_parallel",
+            "grad_output_buffer",
+            "wgrad_deferral_limit",
+            "tp_group",
+        ),
+        "leaves the weight gradient to W where a split backward runs",
+    ),
+    forward_step=Seam(
+        _SCHEDULES,
+        "forward_step",
+        ("forward_step_func", "data_iterator", "model", "num_microbatches", "input_tensor", "forward_data_store"),
+        "times the forwards of the stock schedule",
+    ),
+    backward_step=Seam(
+        _SCHEDULES,
+        "backward_step",
+        ("input_tensor", "output_tensor", "output_tensor_grad", "config"),
+        "times the backwards of the stock schedule",
+    ),
+    flags=Seam(
+        "megatron.training.arguments",
+        "add_megatron_arguments",
+        ("parser",),
+        "our flags are among Megatron's, and in its --help",
+    ),
+    validated_flags=Seam(
+        "megatron.training.initialize",
+        "validate_args",
+        ("args", "defaults"),
+        "checks our flags against the job's, and puts the schedule in force before the job starts",
+    ),
+    process_groups=Seam(
+        "megatron.core.parallel_state",
+        "initialize_model_parallel",
+        ("virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
+        "groups the ranks of the first and the last stage, which may share an embedding",
+    ),
+    models=(
+        Seam(
+            "megatron.training.training",
+            "get_model",
+            ("model_provider_func", "model_type"),
+            "builds each model chunk where the placement has it",
+        ),
+    ),
+)
+
+# Since 0.18 models can also be built from a configuration, and flags are validated where they are parsed.
+_BUILDER = Seam(
+    "megatron.training.models.dist_utils",
+    "build_virtual_pipeline_stages",
+    ("build_model_func", "pg_collection", "vp_size"),
+    "builds each model chunk where the placement has it, for models that come from a configuration",
+)
+_SINCE_0_18 = replace(
+    _SEAMS,
+    validated_flags=replace(_SEAMS.validated_flags, module="megatron.training.arguments"),
+    models=(*_SEAMS.models, _BUILDER),
+)
+
+MINORS: dict[str, Seams] = {
+    "0.13": _SEAMS,
+    "0.14": _SEAMS,
+    "0.15": _SEAMS,
+    "0.16": _SEAMS,
+    "0.17": _SEAMS,
+    "0.18": _SINCE_0_18,
+    "0.19": _SINCE_0_18,
+    "0.20": _SINCE_0_18,
+}
+
+
+def installed_seams() -> Seams:
+    """The seams of the megatron-core that this process imports.
+
+    Raises:
+        SeamError: its minor is not in the table.
+    """
+    version = megatron.core.__version__
+    minor = ".".join(version.split(".")[:2])
+    if minor not in MINORS:
+        raise SeamError(
+            f"zero-bubble training knows the seams of megatron-core {', '.join(MINORS)}; this is {version}; "
+            "install a known one"
+        )
+    return MINORS[minor]

@@ -1,0 +1,83 @@
+"""What Megatron-LM's own scripts use of CUDA beyond megatron-core, with its CPU meaning (see ``platforms.cpu``)."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.platforms.cpu import Point, always
+
+# One device that is always current; Megatron-LM asks which kind it is before it chooses kernels.
+_COMPUTE_CAPABILITY = (8, 0)
+
+
+class _Properties:
+    name = "cpu"
+    major, minor = _COMPUTE_CAPABILITY
+    total_memory = 1 << 36
+    multi_processor_count = 1
+
+
+def _returning(value: Any) -> Callable[[Any], Any]:
+    """A stand-in that gives ``value``; one of its own for each name, since torch.compile files them by identity."""
+
+    def make(_original: Any) -> Any:
+        return lambda *_args, **_kwargs: value
+
+    return make
+
+
+def _folders_of_helpers() -> list[str]:
+    """Where megatron-core's compiled dataset helpers are: in the installed wheel, seldom in a checkout."""
+    folders = (Path(entry, "megatron", "core", "datasets") for entry in sys.path)
+    return [str(folder) for folder in folders if any(folder.glob("helpers_cpp*.so"))]
+
+
+def _with_compiled_helpers(package_path: Any) -> Any:
+    return [*package_path, *_folders_of_helpers()]
+
+
+def _unless_compiled(compile_helpers: Any) -> Any:
+    return _returning(None)(compile_helpers) if _folders_of_helpers() else compile_helpers
+
+
+JOB_POINTS: tuple[Point, ...] = (
+    Point("torch.cuda", "is_available", _returning(True), "Megatron-LM's scripts refuse to start without"),
+    Point("torch.accelerator", "is_available", _returning(False), "optimizers look for a graph under capture"),
+    Point("torch.cuda", "device_count", _returning(1), "Megatron-LM's choice of a device"),
+    Point("torch.cuda", "set_device", _returning(None), "the same"),
+    Point("torch.cuda", "get_device_capability", _returning(_COMPUTE_CAPABILITY), "choice of kernels"),
+    Point("torch.cuda", "get_device_properties", _returning(_Properties()), "the same"),
+    Point("torch.cuda", "set_stream", _returning(None), "model building on a stream of its own"),
+    Point("torch.cuda", "is_current_stream_capturing", _returning(False), "CUDA graphs"),
+    Point("torch.cuda", "reset_peak_memory_stats", _returning(None), "memory reports"),
+    Point("torch.cuda", "memory_stats", _returning({}), "memory reports"),
+    *(
+        Point("torch.cuda", name, _returning(0), "memory reports")
+        for name in (
+            "memory_allocated",
+            "max_memory_allocated",
+            "memory_reserved",
+            "max_memory_reserved",
+            "device_memory_used",
+        )
+    ),
+    Point(
+        "torch.utils.data._utils.pin_memory",
+        "pin_memory",
+        always(lambda data, device=None: data),
+        "data loaders pin what they read for the copy to a GPU",
+    ),
+    Point("torch.cuda.nvtx", "range_push", _returning(0), "profiler ranges"),
+    Point("torch.cuda.nvtx", "range_pop", _returning(0), "profiler ranges"),
+    Point(
+        "megatron.core.datasets",
+        "__path__",
+        _with_compiled_helpers,
+        "a checkout has its dataset helpers as source; those of an installed megatron-core do",
+    ),
+    Point("megatron.core.datasets.utils", "compile_helpers", _unless_compiled, "the same, with make"),
+    Point("megatron.legacy.fused_kernels", "load", _returning(None), "compiles CUDA kernels"),
+)
