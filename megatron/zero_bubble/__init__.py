@@ -1,16 +1,26 @@
 """Pipeline-parallel Megatron training without bubbles.
 
 The names below are the pure part: schedules as values, what they cost, and whether they are valid. None of it imports
-torch; what trains lives in ``runtime``, ``patching`` and ``training``.
+torch; what trains lives in ``runtime``, ``patching`` and ``training``. ``apply``, ``report`` and ``revert`` come from
+``patching`` at their first use:
+
+    import megatron.zero_bubble
+    megatron.zero_bubble.apply("zb-h1")  # every get_forward_backward_func() now runs ZB-H1
 """
+
+from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.config import ZeroBubbleConfig
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.schedules import SCHEDULES, build
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.patching import apply, report, revert
 
 __version__ = "0.1.0"
 
@@ -24,7 +34,19 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Timeline",
+    "ZeroBubbleConfig",
+    "apply",
     "build",
+    "report",
+    "revert",
     "simulate",
     "validate",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in ("apply", "report", "revert"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.zero_bubble import patching
+
+    return getattr(patching, name)

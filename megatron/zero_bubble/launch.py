@@ -8,11 +8,10 @@ CPU ranks over gloo. Our flags are listed in the script's own --help.
 
 from __future__ import annotations
 
-import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,43 +34,48 @@ def main(argv: Sequence[str]) -> int:
         return 2
     # As `python script.py` has it: the script's folder comes first, and a checkout's megatron.core before any other.
     sys.path[0] = str(script.resolve().parent)
-    try:
-        arguments, rewritten = modernize(argv[1:])
-        options, _ = parse_ours(arguments)
-        on_cpu = _prepare_device(options.zero_bubble_device)
-    except FlagError as error:
-        return _refuse(error)
-    for line in rewritten:
-        _say(line)
-    if not has_schedule(options):
-        _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")
-    sys.argv = [str(script), *arguments]
-    if any(argument.startswith(_OURS) for argument in arguments):
-        return _run_joined(script, options)
+    sys.argv = list(argv)
+    join()
     runpy.run_path(str(script), run_name="__main__")
     return 0
 
 
-def _run_joined(script: Path, options: argparse.Namespace) -> int:
-    """Run a job with our flags among its own."""
-    from megatron.zero_bubble.patching import PatchError, SeamError, megatron_lm
-    from megatron.zero_bubble.runtime.p2p import PeerError
+def join() -> None:
+    """Join the job whose script this process runs, before it imports megatron: ``patches/`` puts this call there.
 
-    try:
+    Flags are read from ``sys.argv`` and, where they are the authors' fork's, rewritten there. What is wrong with them,
+    or with the job, ends the process with a sentence, here or when Megatron has validated its flags.
+    """
+    sys.excepthook = _in_a_sentence(sys.excepthook)
+    arguments, rewritten = modernize(sys.argv[1:])
+    options, _ = parse_ours(arguments)
+    sys.argv[1:] = arguments
+    for line in rewritten:
+        _say(line)
+    on_cpu = _prepare_device(options.zero_bubble_device)
+    if not has_schedule(options):
+        _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")
+    if any(argument.startswith(_OURS) for argument in arguments):
+        from megatron.zero_bubble.patching import megatron_lm
+
         megatron_lm.install(options, _say)
-        runpy.run_path(str(script), run_name="__main__")
-    except (JobError, PatchError, SeamError) as error:
-        return _refuse(error)
-    except PeerError as error:
-        print(f"zero-bubble: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
-        return 1
-    return 0
 
 
-def _refuse(error: Exception) -> int:
-    """For what is wrong on every rank alike."""
-    _say(str(error), sys.stderr)
-    return 2
+def _in_a_sentence(original: Callable[..., Any]) -> Callable[..., Any]:
+    """An excepthook without a traceback for what is meant for people; ``original`` gets the rest."""
+
+    def excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        from megatron.zero_bubble.patching import PatchError, SeamError
+        from megatron.zero_bubble.runtime.p2p import PeerError
+
+        if isinstance(error, (FlagError, JobError, PatchError, SeamError)):  # the same on every rank
+            _say(str(error), sys.stderr)
+        elif isinstance(error, PeerError):
+            print(f"zero-bubble: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+        else:
+            original(kind, error, traceback)
+
+    return excepthook
 
 
 def _prepare_device(name: str) -> bool:

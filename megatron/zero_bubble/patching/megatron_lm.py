@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import megatron.core
 import torch
 from megatron.core import parallel_state
 
@@ -26,6 +27,7 @@ from megatron.zero_bubble.runtime.placement import (
     believing,
     copy_tied_embedding,
     embedding_ranks,
+    group_believing,
     groups_believing,
     is_megatrons_own,
 )
@@ -57,13 +59,14 @@ def install(options: argparse.Namespace, say: Callable[[str], None] = print) -> 
 
 
 def revert() -> None:
-    """Give the job its names back."""
+    """Give the job, and megatron-core, every name back."""
+    patches.revert()
     _job.revert()
 
 
 def report() -> list[str]:
-    """One line for each name of the job that is replaced now."""
-    return _job.report()
+    """One line for each name that is replaced now."""
+    return [*_job.report(), *patches.report()]
 
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,14 +107,17 @@ def _refusing() -> Iterator[None]:
 def _put_in_force(config: ZeroBubbleConfig, placement: Placement, seams: Seams, say: Callable[[str], None]) -> None:
     patches.apply(config, say=say)
     if not is_megatrons_own(placement):
-        builder = functools.partial(_building_where, placement)
-        _job.replace(
-            [
-                (seams.process_groups, lambda original: _grouping_ends(original, placement)),
-                *((seam, builder) for seam in seams.models),
-            ]
-        )
-    say("; ".join(line.partition(":")[0] for line in (*report(), *patches.report())))
+        builder = _Builder(placement)
+        replacements: list[Replacement] = [
+            (seams.process_groups, lambda original: _grouping_ends(original, placement)),
+            *((seam, builder.building) for seam in seams.models),
+        ]
+        if seams.pipeline_group is not None:
+            replacements.append((seams.pipeline_group, builder.asked_for_group))
+        _job.replace(replacements)
+    taken = ", ".join(line.partition(":")[0].removeprefix("megatron.") for line in report())
+    name = config.schedule or config.schedule_file
+    say(f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {taken}")
 
 
 def _grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:
@@ -123,41 +129,55 @@ def _grouping_ends(initialize: Callable[..., None], placement: Placement) -> Cal
     return initialize_model_parallel
 
 
-def _building_where(placement: Placement, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that builds chunks through its first argument, building each where the placement has it."""
+class _Builder:
+    """Builds model chunks, each as if on the rank where Megatron would have it."""
 
-    @functools.wraps(build_chunks)
-    def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return build_chunks(_Chunks(placement, build_chunk), *args, **kwargs)
-
-    return build
-
-
-class _Chunks:
-    """Builds the chunks of this rank one after the other, each as if on the rank where Megatron would have it."""
-
-    def __init__(self, placement: Placement, build_chunk: Callable[..., Any]) -> None:
+    def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._build_chunk = build_chunk
-        self._built: list[torch.nn.Module] = []
+        self._believed: int | None = None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        """Megatron calls it with the groups first, or among the keywords, or without any."""
+    def building(self, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for a function whose first argument builds one chunk."""
+
+        @functools.wraps(build_chunks)
+        def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            built: list[torch.nn.Module] = []
+
+            def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
+                built.append(self._build(build_chunk, *groups, **of_chunk))
+                copy_tied_embedding(built)
+                return built[-1]
+
+            return build_chunks(build_where_placed, *args, **kwargs)
+
+        return build
+
+    def asked_for_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for the function that a chunk asks for its pipeline group."""
+
+        @functools.wraps(get_group)
+        def get_pipeline_model_parallel_group(*args: Any, **kwargs: Any) -> Any:
+            group = get_group(*args, **kwargs)
+            return group if self._believed is None else group_believing(group, self._believed)
+
+        return get_pipeline_model_parallel_group
+
+    def _build(self, build_chunk: Callable[..., Any], *groups: Any, vp_stage: int, **kwargs: Any) -> torch.nn.Module:
+        """One chunk; Megatron hands over the process groups first, or among the keywords, or not at all."""
         rank = parallel_state.get_pipeline_model_parallel_group().rank()
-        vp_stage = kwargs["vp_stage"]
         stage = self._placement.stages_of(rank)[vp_stage]
         believed = believed_rank(self._placement, rank, vp_stage)
         kwargs["pre_process"] = stage == 0
         kwargs["post_process"] = stage == self._placement.num_stages - 1
-        if args:
-            args = (groups_believing(believed, args[0]), *args[1:])
-        elif kwargs.get("pg_collection") is not None:
+        if kwargs.get("pg_collection") is not None:
             kwargs["pg_collection"] = groups_believing(believed, kwargs["pg_collection"])
         with believing(believed):
-            chunk = self._build_chunk(*args, **kwargs)
+            self._believed = believed
+            try:
+                chunk = build_chunk(*(groups_believing(believed, g) for g in groups), vp_stage=vp_stage, **kwargs)
+            finally:
+                self._believed = None
         _describe_state_where(chunk, believed)
-        self._built.append(chunk)
-        copy_tied_embedding(self._built)
         return chunk
 
 

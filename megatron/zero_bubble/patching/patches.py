@@ -27,13 +27,14 @@ _active = Replaced()
 
 
 def apply(
-    config: ZeroBubbleConfig, observer: PassObserver | None = None, say: Callable[[str], None] = print
+    config: ZeroBubbleConfig | str, observer: PassObserver | None = None, say: Callable[[str], None] = print
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
     Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns ours.
 
     Args:
+        config: or the name of a schedule, with everything else as it is by default.
         observer: told of every pass (``runtime.measure.Recorder``).
         say: where ``zb-auto`` reports what it measured and planned, on rank 0.
 
@@ -46,6 +47,7 @@ def apply(
         ValueError: an unknown schedule or a bad schedule file.
     """
     seams = installed_seams()
+    config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     pipeline = _pipeline(config, observer, say)
     replacements: list[Replacement] = [
         (seams.schedule, lambda _: pipeline.forward_backward),

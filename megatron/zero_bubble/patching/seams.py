@@ -24,6 +24,7 @@ class Seams:
         flags, validated_flags: of a Megatron-LM job.
         process_groups, models: of a Megatron-LM job whose placement is not Megatron's own; every name of ``models``
             takes a function that builds one chunk.
+        pipeline_group: the same, where a chunk asks for its pipeline group whatever groups it was given.
     """
 
     schedule: Seam
@@ -37,6 +38,7 @@ class Seams:
     validated_flags: Seam
     process_groups: Seam
     models: tuple[Seam, ...]
+    pipeline_group: Seam | None = None
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -142,6 +144,15 @@ _BUILDER = Seam(
     ("build_model_func", "pg_collection", "vp_size"),
     "builds each model chunk where the placement has it, for models that come from a configuration",
 )
+_ASKS_FOR_GROUPS = replace(
+    _SEAMS,
+    pipeline_group=Seam(
+        "megatron.core.parallel_state",
+        "get_pipeline_model_parallel_group",
+        ("check_initialized",),
+        "tells a model chunk, while it is built, where Megatron expects it",
+    ),
+)
 _SINCE_0_18 = replace(
     _SEAMS,
     validated_flags=replace(_SEAMS.validated_flags, module="megatron.training.arguments"),
@@ -151,7 +162,7 @@ _SINCE_0_18 = replace(
 MINORS: dict[str, Seams] = {
     "0.13": _SEAMS,
     "0.14": _SEAMS,
-    "0.15": _SEAMS,
+    "0.15": _ASKS_FOR_GROUPS,
     "0.16": _SEAMS,
     "0.17": _SEAMS,
     "0.18": _SINCE_0_18,

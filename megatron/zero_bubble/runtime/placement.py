@@ -48,8 +48,13 @@ def groups_believing(rank: int, groups: Any = None) -> Any:
     groups = groups or models_process_groups()
     if groups.pp.rank() != rank:
         groups = copy(groups)
-        groups.pp = _Believing(groups.pp, rank)
+        groups.pp = group_believing(groups.pp, rank)
     return groups
+
+
+def group_believing(group: Any, rank: int) -> Any:
+    """``group`` for what only asks it for this process's rank, which is answered with ``rank``."""
+    return _Believing(group, rank)
 
 
 class _Believing:

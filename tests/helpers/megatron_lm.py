@@ -1,0 +1,165 @@
+"""Whole jobs of Megatron-LM's own scripts, out of checkouts that ``ZB_MEGATRON_LM`` names.
+
+The variable holds folders, separated as in ``PATH``: clones of Megatron-LM at core_r0.13.0 to main. megatron-core of a
+checkout is the checkout's own. Tests that need one are skipped without it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+VARIABLE = "ZB_MEGATRON_LM"
+ROOT = Path(__file__).resolve().parents[2]
+# A GPT of four layers; what a CPU has no kernels for is off.
+BASE_FLAGS = """
+    --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
+    --micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --lr-warmup-iters 2 --weight-decay 0.01 --attention-dropout 0 --hidden-dropout 0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 5000 --make-vocab-size-divisible-by 8 --split 99,1,0
+    --eval-iters 1 --eval-interval 1000 --log-interval 1 --num-workers 0
+    --transformer-impl local --distributed-backend gloo --position-embedding-type rope --no-rope-fusion
+    --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --attention-backend unfused
+"""
+_ITERATION = re.compile(r"iteration +\d+/.*nan iterations: +\d+")
+_EVALUATION = re.compile(r"validation loss.*\|")
+_TIMES = re.compile(r"(elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)): [\d.]+ \| ?")
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """One of them, and the minor of its megatron-core."""
+
+    path: Path
+    minor: str
+
+    def __str__(self) -> str:
+        return self.minor
+
+    @property
+    def needs_newer_python(self) -> bool:
+        """Since 0.18 it uses ``typing.override`` of Python 3.12."""
+        return int(self.minor.partition(".")[2]) >= 18 and sys.version_info < (3, 12)
+
+
+def checkouts() -> list[Checkout]:
+    """Those that the variable names, the oldest first."""
+    found = []
+    for folder in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
+        info = (Path(folder) / "megatron/core/package_info.py").read_text()
+        numbers = dict(re.findall(r"^(MAJOR|MINOR) = (\d+)", info, re.MULTILINE))
+        found.append(Checkout(Path(folder).resolve(), f"{numbers['MAJOR']}.{numbers['MINOR']}"))
+    return sorted(found, key=lambda checkout: int(checkout.minor.partition(".")[2]))
+
+
+@dataclass(frozen=True)
+class Log:
+    """What a job printed, all ranks together, and how it ended."""
+
+    text: str
+    exit_codes: tuple[int, ...]
+
+    @property
+    def figures(self) -> list[str]:
+        """The lines of iterations and evaluations as printed, without times."""
+        lines = (_ITERATION.search(line) or _EVALUATION.search(line) for line in self.text.splitlines())
+        return [_TIMES.sub("", found[0]) for found in lines if found]
+
+    def of(self, start: str) -> list[str]:
+        """The lines that begin so."""
+        return [line for line in self.text.splitlines() if line.startswith(start)]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A script on so many CPU ranks.
+
+    Attributes:
+        before: what comes between the interpreter and the script.
+    """
+
+    script: Path
+    num_ranks: int
+    flags: tuple[str, ...]
+    before: tuple[str, ...] = ("-m", "megatron.zero_bubble.launch")
+
+    def run(self, timeout: float = 240) -> Log:
+        """All ranks to their end; those that are left when one fails are ended too.
+
+        Raises:
+            TimeoutError: with what they printed so far.
+        """
+        with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+            probe.close()
+            outputs = [Path(folder, f"rank-{rank}") for rank in range(self.num_ranks)]
+            ranks = [self._start(rank, port, output) for rank, output in enumerate(outputs)]
+            try:
+                codes = _wait(ranks, timeout)
+            finally:
+                for rank in ranks:
+                    rank.kill()
+                    rank.wait()
+            text = "".join(output.read_text(errors="replace") for output in outputs)
+        if codes is None:
+            raise TimeoutError(f"no end within {timeout:.0f} s:\n{text[-4000:]}")
+        return Log(text, codes)
+
+    def _start(self, rank: int, port: int, output: Path) -> subprocess.Popen[bytes]:
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(self.num_ranks),
+            "LOCAL_WORLD_SIZE": str(self.num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "OMP_NUM_THREADS": "1",
+            "TORCHDYNAMO_DISABLE": "1",
+            "PYTHONPATH": str(ROOT),
+        }
+        command = [sys.executable, *self.before, str(self.script), *self.flags]
+        with output.open("wb") as file:
+            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd="/")
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[int, ...] | None:
+    """Their exit codes; a rank that fails has the others killed after a while. None when time is up."""
+    import time
+
+    deadline = time.monotonic() + timeout
+    while any(rank.poll() is None for rank in ranks):
+        if time.monotonic() > deadline:
+            if any(rank.poll() for rank in ranks):
+                break
+            return None
+        if any(rank.poll() for rank in ranks):
+            deadline = min(deadline, time.monotonic() + 10)
+        time.sleep(0.05)
+    return tuple(-9 if rank.poll() is None else rank.returncode for rank in ranks)
+
+
+def pretrain_gpt(checkout: Checkout, num_ranks: int, flags: str, schedule: str | None, more: Sequence[str] = ()) -> Log:
+    """``pretrain_gpt.py`` of the checkout on CPU ranks, under our schedule or, with None, under its own."""
+    own = ["--zero-bubble-device", "cpu"]
+    if schedule is not None:
+        own += ["--zero-bubble-schedule", schedule, "--zero-bubble-exact"]
+    arguments = (*BASE_FLAGS.split(), *flags.split(), *own, *more)
+    return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments).run()
+
+
+@functools.cache
+def stock(checkout: Checkout, num_ranks: int, flags: str, more: tuple[str, ...] = ()) -> Log:
+    """The same job under Megatron's own schedule; run once."""
+    log = pretrain_gpt(checkout, num_ranks, flags, None, more)
+    assert log.exit_codes == (0,) * num_ranks, log.text[-4000:]
+    return log
