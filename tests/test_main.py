@@ -53,7 +53,7 @@ def test_no_new_flags() -> None:
         "compare": [
             "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms",
             "--activation-memory", "--wgrad-memory", "--costs", "--config", "--gpu", "--no-flash-attention",
-            "--memory-limit", "--placement", "--objective", "--max-chunks", "--format",
+            "--memory-limit", "--placement", "--objective", "--max-chunks", "--equal-passes", "--format",
         ],
     }  # fmt: skip
 
