@@ -29,7 +29,8 @@ here="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 [[ -f "$here/scripts/launch_torchrun.sh" ]] || here="${SLURM_SUBMIT_DIR:-$here}"
 export ZB_ROOT="${ZB_ROOT:-$here}"
 launcher="$ZB_ROOT/scripts/launch_torchrun.sh"
-[[ -f "$launcher" ]] || fail "needs the checkout, but there is no $launcher; call sbatch from it, or name it in ZB_ROOT"
+[[ -f "$launcher" ]] ||
+    fail "needs the checkout, but there is no $launcher; call sbatch from it, or name it in ZB_ROOT"
 
 if [[ -n "${SLURM_JOB_ID:-}" ]]; then
     export NNODES="${NNODES:-$SLURM_JOB_NUM_NODES}"
@@ -61,8 +62,8 @@ fi
 # Two jobs may share node 0 where --exclusive is not granted: their ports differ as their numbers do.
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 
-# --kill-on-bad-exit: a node that fails ends the others, which would wait for it. --cpus-per-task: all cores of the node,
-# for srun binds a task to one of them otherwise. SLURM_NODEID differs from node to node, so it is read there.
+# --kill-on-bad-exit: a node that fails ends the others, which would wait for it. --cpus-per-task: all cores of the
+# node, for srun binds a task to one of them otherwise. SLURM_NODEID differs from node to node, so it is read there.
 step=(srun --nodes "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=1)
 [[ -z "${SLURM_CPUS_ON_NODE:-}" ]] || step+=(--cpus-per-task "$SLURM_CPUS_ON_NODE")
 # shellcheck disable=SC2016

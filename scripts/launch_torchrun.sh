@@ -40,7 +40,8 @@ while (($#)); do
     esac
     shift
 done
-[[ -n "$dry_run" || ${#dry[@]} -eq 0 ]] || fail "${dry[0]} belongs to --dry-run, which is not given; add it or drop both"
+[[ -n "$dry_run" || ${#dry[@]} -eq 0 ]] ||
+    fail "${dry[0]} belongs to --dry-run, which is not given; add it or drop both"
 
 command -v "$python" >/dev/null || fail "needs the Python of the training, but there is no '$python'; name it in PYTHON"
 processes="${NPROC:-${GPUS_PER_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)}}"
@@ -62,13 +63,14 @@ else
     fi
     [[ "$node" == @node@ || ("$node" =~ ^[0-9]+$ && "$node" -lt "$nodes") ]] ||
         fail "NODE_RANK must be 0 to $((nodes - 1)) with NNODES=$nodes, got '$node'; set another on every node"
-    [[ -n "$address" ]] || fail "MASTER_ADDR must name node 0 with NNODES=$nodes, got nothing; set the same on every node"
+    [[ -n "$address" ]] ||
+        fail "MASTER_ADDR must name node 0 with NNODES=$nodes, got nothing; set the same on every node"
     rendezvous=(--node-rank "$node" --master-addr "$address" --master-port "${MASTER_PORT:-29500}")
 fi
 
 if [[ -n "${MEGATRON_PATH:-}" ]]; then
     [[ -f "$MEGATRON_PATH/pretrain_gpt.py" ]] ||
-        fail "MEGATRON_PATH must be a checkout of Megatron-LM, got $MEGATRON_PATH, which has no pretrain_gpt.py; mend it"
+        fail "MEGATRON_PATH must be a checkout of Megatron-LM, got $MEGATRON_PATH without a pretrain_gpt.py; mend it"
     script=(-m megatron.zero_bubble.launch "$MEGATRON_PATH/pretrain_gpt.py")
     dry+=(--megatron-lm)
 else
@@ -92,12 +94,12 @@ settings=(
     "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
 )
 # These depend on the cluster, and are handed on when they are set:
-#   NCCL_SOCKET_IFNAME  the interface on which ranks of other nodes find each other, where there are several. Messages of
-#   GLOO_SOCKET_IFNAME  the pipeline then go over what NCCL finds best, InfiniBand or RoCE; gloo moves those of CPU ranks.
-#   NCCL_IB_HCA         the adapters to use, where some are for storage: a pipeline's messages go through the one that
-#                       is nearest to the GPU, among these.
-#   NCCL_NET_GDR_LEVEL  up to which distance an adapter reads the GPU's memory itself; beyond it, messages between nodes
-#                       are staged in host memory.
+#   NCCL_SOCKET_IFNAME  the interface on which ranks of other nodes find each other, where there are several; the
+#                       pipeline's messages then go over what NCCL finds best, InfiniBand or RoCE before this interface.
+#   GLOO_SOCKET_IFNAME  the same for gloo, which moves the messages of CPU ranks over it as well.
+#   NCCL_IB_HCA         the adapters to use, where some are for storage; of these NCCL takes the nearest to the GPU.
+#   NCCL_NET_GDR_LEVEL  up to which distance an adapter reads the GPU's memory itself; beyond it, messages between
+#                       nodes are staged in host memory.
 for name in NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_IB_HCA NCCL_NET_GDR_LEVEL; do
     [[ -z "${!name:-}" ]] || settings+=("$name=${!name}")
 done

@@ -41,12 +41,21 @@ def test_groups_of_experts_are_megatrons() -> None:
     assert "expert           4 groups of 4    each on one node" in groups.text()
 
 
-def test_pipeline_ranks_are_megatrons() -> None:
+@pytest.mark.parametrize("flags", ["", "--use-tp-pp-dp-mapping"])
+def test_pipeline_ranks_are_megatrons(flags: str) -> None:
     """The global ranks that are at one place of their pipeline."""
-    groups = groups_of(2, 2, 3, 3, 8)
+    groups = groups_of(2, 2, 3, 3, 8, flags)
     for rank in range(3):
         assert sorted(groups.pipeline_rank(rank)) == sorted(group[rank] for group in groups.groups("pipeline"))
-    assert groups.nodes(groups.pipeline_rank(1)) == (1,)
+    assert groups.nodes(groups.pipeline_rank(1)) == ((0, 2) if flags else (1,))
+
+
+def test_the_other_order_of_megatron_lm() -> None:
+    groups = groups_of(2, 2, 3, 3, 8, "--use-tp-pp-dp-mapping")
+    generator = RankGenerator(tp=2, ep=1, dp=2, pp=3, cp=2, order="tp-cp-ep-pp-dp")
+    for kind, token in TOKENS.items():
+        assert sorted(groups.groups(kind)) == sorted(map(tuple, generator.get_ranks(token)))
+    assert "tensor 2 x context 2 x pipeline 3 x data 2" in groups.text()
 
 
 def test_a_tensor_group_across_nodes_is_warned_of() -> None:

@@ -166,11 +166,11 @@ def _ranks_text(groups: RankGroups, layers: tuple[int, ...], timeline: Timeline,
     placement = timeline.schedule.placement
     memory = _memory(timeline, costs)
     unit = "GiB" if costs.in_bytes else "microbatches"
-    head = f"{'pipeline rank':15}{'ranks':12}{'nodes':10}{'stage: layers':36}{unit + ' of activations':>20}"
+    head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
     lines = [head + (f"{'weights, optimizer':>20}{'together':>10}" if costs.weight_bytes else "")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
-        line = f"{rank:<15}{show(ranks):12}{show(groups.nodes(ranks)):10}{_stages(placement, rank, layers):36}"
+        line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
         kept, weights = memory[rank]
         if costs.in_bytes:
             line += f"{kept / _GIB:20.1f}"

@@ -1,8 +1,8 @@
 """Which global ranks make up which parallel group, and on which node each of them is, before any process exists.
 
 megatron-core numbers ranks with the tensor-parallel ones next to each other, then context, data and, farthest apart,
-pipeline: ``rank = tensor + T * (context + C * (data + D * pipeline))``. Experts divide the same ranks anew, by expert
-tensor, expert and expert data.
+pipeline: ``rank = tensor + T * (context + C * (data + D * pipeline))``. With Megatron-LM's ``--use-tp-pp-dp-mapping``
+the data-parallel ones are farthest apart. Experts divide the same ranks anew, by expert tensor, expert and expert data.
 """
 
 from __future__ import annotations
@@ -30,20 +30,16 @@ class RankGroups:
     @classmethod
     def of(cls, args: argparse.Namespace, num_nodes: int, node_size: int) -> RankGroups:
         """Those of checked ``args``."""
-        pipeline = args.pipeline_model_parallel_size
-        sizes = {
-            "tensor": args.tensor_model_parallel_size,
-            "context": args.context_parallel_size,
-            "data": args.data_parallel_size,
-            "pipeline": pipeline,
-        }
+        pipeline, pipeline_first = args.pipeline_model_parallel_size, args.use_tp_pp_dp_mapping
+        near = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size}
+        sizes = {**near, **_far("data", args.data_parallel_size, pipeline, pipeline_first)}
         if args.num_moe_experts is None:
             return cls(node_size, sizes, {})
         expert = args.expert_model_parallel_size
         expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
         data = num_nodes * node_size // (expert_tensor * expert * pipeline)
-        expert_sizes = {"expert tensor": expert_tensor, "expert": expert, "expert data": data, "pipeline": pipeline}
-        return cls(node_size, sizes, expert_sizes)
+        near = {"expert tensor": expert_tensor, "expert": expert}
+        return cls(node_size, sizes, {**near, **_far("expert data", data, pipeline, pipeline_first)})
 
     @property
     def num_ranks(self) -> int:
@@ -55,9 +51,7 @@ class RankGroups:
 
     def groups(self, kind: str) -> list[tuple[int, ...]]:
         """The global ranks of every group of ``kind``."""
-        sizes = self.sizes if kind in self.sizes else self.expert_sizes
-        stride = math.prod(list(sizes.values())[: list(sizes).index(kind)])
-        span = stride * sizes[kind]
+        stride, span = self._strides(kind)
         firsts = (rank for rank in range(self.num_ranks) if rank % span < stride)
         return [tuple(range(first, first + span, stride)) for first in firsts]
 
@@ -65,10 +59,16 @@ class RankGroups:
         """Where ``ranks`` are."""
         return tuple(sorted({rank // self.node_size for rank in ranks}))
 
-    def pipeline_rank(self, rank: int) -> range:
+    def pipeline_rank(self, rank: int) -> tuple[int, ...]:
         """The global ranks that are pipeline rank ``rank``: copies of each other, and parts of the same layers."""
-        width = self.num_ranks // self.sizes["pipeline"]
-        return range(rank * width, (rank + 1) * width)
+        stride, span = self._strides("pipeline")
+        return tuple(one for one in range(self.num_ranks) if one % span // stride == rank)
+
+    def _strides(self, kind: str) -> tuple[int, int]:
+        """From one rank of a group to the next, and from its first to behind its last."""
+        sizes = self.sizes if kind in self.sizes else self.expert_sizes
+        stride = math.prod(list(sizes.values())[: list(sizes).index(kind)])
+        return stride, stride * sizes[kind]
 
     def text(self) -> str:
         """A line a kind of group with more than one rank."""
@@ -96,6 +96,11 @@ class RankGroups:
                     f"{self.node_size}, a multiple of --tensor-model-parallel-size, {len(group)}\n"
                 )
         return ""
+
+
+def _far(data_kind: str, data: int, pipeline: int, pipeline_first: bool) -> dict[str, int]:
+    sizes = {data_kind: data, "pipeline": pipeline}
+    return dict(reversed(sizes.items())) if pipeline_first else sizes
 
 
 def show(numbers: Sequence[int]) -> str:

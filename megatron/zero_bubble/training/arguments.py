@@ -57,6 +57,7 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     parser.set_defaults(tokenizer_type=None)
     parser.add_argument("--context-parallel-size", type=int, default=1)
     parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
     args, others = parser.parse_known_args(argv)
     each = args.num_layers_per_virtual_pipeline_stage
     if each and args.num_layers:
@@ -74,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags (configs/); explicit flags override it")
-    parser.set_defaults(context_parallel_size=1)  # of Megatron-LM's jobs only
+    parser.set_defaults(context_parallel_size=1, use_tp_pp_dp_mapping=False)  # of Megatron-LM's jobs only
     for add_group in (
         _add_zero_bubble,
         _add_parallel,
