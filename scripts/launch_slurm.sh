@@ -35,7 +35,7 @@ launcher="$ZB_ROOT/scripts/launch_torchrun.sh"
 if [[ -n "${SLURM_JOB_ID:-}" ]]; then
     export NNODES="${NNODES:-$SLURM_JOB_NUM_NODES}"
     [[ "$NNODES" == "$SLURM_JOB_NUM_NODES" ]] ||
-        fail "NNODES must be the nodes of the allocation, $SLURM_JOB_NUM_NODES, got $NNODES; unset it or allocate as many"
+        fail "NNODES must be the nodes of the allocation, $SLURM_JOB_NUM_NODES, got $NNODES; unset it or allocate more"
     if [[ -z "${NPROC:-}${GPUS_PER_NODE:-}" && -n "${SLURM_GPUS_ON_NODE:-}" ]]; then
         export GPUS_PER_NODE="$SLURM_GPUS_ON_NODE"
     fi
