@@ -159,14 +159,20 @@ def test_measured_costs_replace_the_estimate(capsys: Capture, tmp_path: Path) ->
     costs = PassCosts.uniform(placement, 30.0, 20.0, 10.0)
     file.write_text(costs_to_json(costs, memory))
     job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1"]
-    out = run(capsys, [*FOUR, "--costs", str(file)], job)
+    own = ["--costs", str(file)]
+    out = run(capsys, [*FOUR, *own], job)
     assert f"Costs of {file}." in out and "estimated" not in out
     assert rows(out)[0][4] == "4.0"
     makespan = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
     assert f"zb-h1: 4 ranks, 16 microbatches, {makespan:,.1f} ms" in out
     experts = [*job, "--num-experts", "4"]
     assert "Passes of one length are assumed" in run(capsys, FOUR, experts)
-    assert rows(run(capsys, [*FOUR, "--costs", str(file)], experts))[0][4:] == ["4.0"]
+    assert rows(run(capsys, [*FOUR, *own], experts))[0][4:] == ["4.0"]
+    assert "those of experts are not estimated" in refusal(capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], experts)
+    file.write_text(costs_to_json(costs))
+    counted = run(capsys, [*FOUR, *own], job)
+    assert "microbatches of activations\n" in counted
+    assert [row[4:] for row in rows(counted)] == [["4"], ["4"], ["4"], ["4"]]
 
 
 def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:

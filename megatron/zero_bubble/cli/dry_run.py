@@ -148,6 +148,10 @@ def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
             f"--gpu-memory is in bytes, as 80GiB, and so must be what is known of the model's memory; got {text}; give "
             "another size, or --costs of a run that recorded its memory"
         )
+    if costs.weight_bytes is None:
+        raise ValueError(
+            "--gpu-memory needs the weights of every rank, and those of experts are not estimated; drop it"
+        )
     limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
     needs = [sum(parts) for parts in _memory(timeline, costs)]
     fullest = max(range(len(needs)), key=needs.__getitem__)
@@ -167,7 +171,7 @@ def _ranks_text(groups: RankGroups, layers: tuple[int, ...], timeline: Timeline,
     memory = _memory(timeline, costs)
     unit = "GiB" if costs.in_bytes else "microbatches"
     head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
-    lines = [head + (f"{'weights, optimizer':>20}{'together':>10}" if costs.weight_bytes else "")]
+    lines = [head + (f"{'weights, optimizer':>20}{'together':>10}" if costs.in_bytes and costs.weight_bytes else "")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
         line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
