@@ -1,13 +1,21 @@
-"""Layers that do not divide evenly over the stages."""
+"""How many layers each stage gets, evenly or not."""
 
 from __future__ import annotations
+
+import argparse
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.layers import balanced_layout
+from megatron.zero_bubble.layers import balanced_layout, stage_layers
+from megatron.zero_bubble.training.arguments import parse
+from megatron.zero_bubble.training.checks import check_layout
+from megatron.zero_bubble.training.errors import UsageError
+
+SHAPES = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2 --pipeline-model-parallel-size"
+ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
 def by_rank(layout: str, placement: Placement) -> list[int]:
@@ -43,3 +51,68 @@ def test_every_rank_has_about_the_same(p: int, make, layers: int) -> None:
 def test_too_few_layers() -> None:
     with pytest.raises(ValueError, match="5 layers do not fill 8 pipeline stages .* use at least 6 layers"):
         balanced_layout(Placement.vee(4), 5)
+
+
+def job(flags: str) -> argparse.Namespace:
+    args = parse(f"{SHAPES} {flags}".split())
+    check_layout(args, args.pipeline_model_parallel_size)
+    return args
+
+
+def megatrons(args: argparse.Namespace) -> list[int]:
+    """What megatron-core would build, stage after stage."""
+    import torch
+    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+
+    names = (
+        "num_layers hidden_size num_attention_heads num_layers_in_first_pipeline_stage pipeline_model_parallel_size "
+    )
+    names += "num_layers_in_last_pipeline_stage virtual_pipeline_model_parallel_size "
+    names += "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split"
+    given = {name: getattr(args, name) for name in names.split()}
+    config = TransformerConfig(**given, pipeline_dtype=torch.float32)
+    p, chunks = args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size
+    stages = ((rank, chunk if chunks else None) for chunk in range(chunks or 1) for rank in range(p))
+    return [get_num_layers_to_build(config, chunk, rank) for rank, chunk in stages]
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("1 --num-layers 5", [5]),
+        ("4 --num-layers 8", [2, 2, 2, 2]),
+        ("4 --num-layers 11 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 4", [1, 3, 3, 4]),
+        ("2 --num-layers 5 --decoder-first-pipeline-num-layers 2 --decoder-last-pipeline-num-layers 3", [2, 3]),
+        (
+            f"2 --num-layers 6 {ENDS} --num-virtual-stages-per-pipeline-rank 2 --global-batch-size 4",
+            [1, 2, 2, 1],
+        ),
+        ("3 --num-layers 10 --decoder-last-pipeline-num-layers 2 --zero-bubble-schedule zb-v", [2, 2, 1, 2, 2, 1]),
+    ],
+)
+def test_every_stage_has_the_layers_that_megatron_builds(flags: str, layers: list[int]) -> None:
+    args = job(flags)
+    assert list(stage_layers(args)) == layers == megatrons(args)
+
+
+@pytest.mark.parametrize(
+    ("flags", "layers"),
+    [
+        ("4 --num-layers 10 --zero-bubble-schedule zb-h1", [2, 3, 3, 2]),  # the balanced layout
+        ("4 --num-layers 7 --pipeline-model-parallel-layout Et*2|(tt|)*2,tL", [2, 2, 2, 1]),
+        ("2 --num-layers 3 --pipeline-model-parallel-layout E(t|t)*1tL", [1, 2]),
+    ],
+)
+def test_a_layout_is_read_as_megatron_reads_it(flags: str, layers: list[int]) -> None:
+    from megatron.core.transformer.enums import LayerType
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    args = job(flags)
+    stages = PipelineParallelLayerLayout.parse_str_to_list(args.pipeline_model_parallel_layout)
+    assert list(stage_layers(args)) == layers == [stage.count(LayerType.decoder) for stage in stages]
+
+
+def test_a_layout_of_other_stages_or_layers_is_refused() -> None:
+    with pytest.raises(UsageError, match="got 2 stages and 3 layers for 2 and 4; change either"):
+        stage_layers(job("2 --num-layers 4 --pipeline-model-parallel-layout Et|ttL"))

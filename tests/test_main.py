@@ -17,6 +17,8 @@ from megatron.zero_bubble.costs import costs_to_json
 
 TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()
 PLAN = ["plan", "--schedule", "zb-h1", "--num-ranks", "2", "--num-microbatches", "4"]
+JOB = "--num-layers 2 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --micro-batch-size 1".split()
+JOB += "--train-iters 1 --lr 1 --mock-data --global-batch-size 8".split()
 Capture = pytest.CaptureFixture[str]
 
 
@@ -41,7 +43,9 @@ def fails(capsys: Capture, *arguments: str) -> str:
 def test_no_new_flags() -> None:
     """New knobs are deliberate: whoever adds one changes this list and the README with it."""
     (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
-    flags = {name: [a.option_strings[-1] for a in verb._actions] for name, verb in verbs.choices.items()}
+    flags = {
+        name: [a.option_strings[-1] for a in verb._actions if a.option_strings] for name, verb in verbs.choices.items()
+    }
     assert flags == {
         "list": ["--help"],
         "plan": [
@@ -53,7 +57,11 @@ def test_no_new_flags() -> None:
         "compare": [
             "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms", "--comm-ms",
             "--activation-memory", "--wgrad-memory", "--costs", "--config", "--gpu", "--no-flash-attention",
-            "--memory-limit", "--placement", "--objective", "--max-chunks", "--format",
+            "--memory-limit", "--placement", "--objective", "--max-chunks", "--equal-passes", "--format",
+        ],
+        "dry-run": [
+            "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--megatron-lm",
+            "--launch-command",
         ],
     }  # fmt: skip
 
@@ -142,6 +150,8 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN, *TIMES, "--config", "x.yaml"], "--config estimates times and memory; leave out --forward-ms"),
         ([*PLAN, "--config", "none.yaml"], "cannot be read: none.yaml"),
         (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is missing"),
+        (["dry-run"], "a run needs --num-layers"),
+        (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written 1p"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(capsys: Capture, arguments: list[str], message: str) -> None:

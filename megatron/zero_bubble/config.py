@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir import Kind, Placement, Schedule
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.schedules import recipe
 
@@ -132,6 +132,45 @@ def check_placement(placement: Placement, num_ranks: int) -> None:
             f"the last stage on one rank or on the first and the last; got stages on ranks {list(rank_of)}; choose "
             "another placement"
         )
+
+
+def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
+    """Refuse a schedule of another size than the job's, and what a plan could do and a Megatron model, or exact
+    accumulation, cannot.
+
+    Raises:
+        ValueError: the rule, the values and the remedy.
+    """
+    if schedule.num_ranks != num_ranks or schedule.num_microbatches != num_microbatches:
+        raise ValueError(
+            f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
+            f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
+            "(global batch / micro batch / data-parallel size); plan it for the job's figures"
+        )
+    if schedule.num_slices > 1:
+        raise ValueError(
+            f"training needs a schedule of whole sequences; {schedule.name!r} has {schedule.num_slices} slices; plan "
+            "one without"
+        )
+    placement = schedule.placement
+    check_placement(placement, schedule.num_ranks)
+    for stage, rank in enumerate(placement.stage_to_rank):
+        row = [p for p in schedule.order[rank] if p.stage == stage]
+        forward = [p.microbatch for p in row if p.kind is Kind.F]
+        if forward != sorted(forward):
+            raise ValueError(
+                f"forwards of a stage must come in the order of the microbatches, as its data do; {schedule.name!r} "
+                f"runs stage {stage} in the order {forward}; sort them"
+            )
+        backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
+        weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
+        if weight != backward:
+            early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
+            raise ValueError(
+                f"weight gradients must be accumulated in the order of the backwards, which keeps them exact and lets "
+                f"data parallelism reduce them after the last; stage {stage} of {schedule.name!r} runs W of microbatch "
+                f"{early} before that of an earlier backward; move it behind"
+            )
 
 
 def check_model_config(config: Any) -> None:

@@ -1,8 +1,12 @@
-"""How many layers each stage gets where they do not divide evenly: 46 layers on 16 ranks, for example."""
+"""How many layers each stage gets, also where they do not divide evenly: 46 layers on 16 ranks, for example."""
 
 from __future__ import annotations
 
+import argparse
+import re
+
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.training.errors import UsageError
 
 
 def balanced_layout(placement: Placement, num_layers: int) -> str:
@@ -40,3 +44,37 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
     return "|".join(
         f"{'E' if stage == 0 else ''}{'t' * count}{'L' if stage == last else ''}" for stage, count in enumerate(counts)
     )
+
+
+def stage_layers(args: argparse.Namespace) -> tuple[int, ...]:
+    """The transformer layers of every stage, in the order of the model, as megatron-core divides checked ``args``.
+
+    Raises:
+        UsageError: a ``--pipeline-model-parallel-layout`` of other stages or layers than the job's.
+    """
+    num_stages, p = args.placement.num_stages, args.pipeline_model_parallel_size
+    if args.pipeline_model_parallel_layout is not None:
+        counts = tuple(stage.count("t") for stage in _unrolled(args.pipeline_model_parallel_layout).split("|"))
+        if (len(counts), sum(counts)) != (num_stages, args.num_layers):
+            raise UsageError(
+                "--pipeline-model-parallel-layout must have every stage and every layer of the job, got "
+                f"{len(counts)} stages and {sum(counts)} layers for {num_stages} and {args.num_layers}; change either"
+            )
+        return counts
+    ends = {0: args.num_layers_in_first_pipeline_stage, p - 1: args.num_layers_in_last_pipeline_stage}
+    given = {rank: count for rank, count in ends.items() if count is not None}
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    left = args.num_layers + embedding + loss - sum(given.values())
+    # Megatron counts a stage as of the rank where its own interleaved schedule would have it.
+    by_rank = [given[rank] if rank in given else left // (p - len(given)) for rank in range(p)]
+    each = [by_rank[stage % p] // (num_stages // p) for stage in range(num_stages)]
+    each[0] -= embedding
+    each[-1] -= loss
+    return tuple(each)
+
+
+def _unrolled(layout: str) -> str:
+    """``Et*2|(t|)*2L`` as ``Ett|t|t|L``."""
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
+    return layout

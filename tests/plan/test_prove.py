@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Pass, Placement, Schedule, build
-from megatron.zero_bubble.plan import Compute, Op, Plan, PlanError, Recv, Send, lower, prove
+from megatron.zero_bubble.plan import Compute, Op, Plan, PlanError, Recv, Send, lower, prove, prove_single_queue
 from tests.helpers.strategies import schedules
 
 
@@ -76,3 +76,6 @@ def test_a_single_queue_refuses_what_several_queues_allow() -> None:
     plan = lower(schedule)
     with pytest.raises(PlanError, match="the ranks wait for each other"):
         prove(plan, single_queue=True)
+    with pytest.raises(PlanError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 8, or choose another schedule"):
+        prove_single_queue(plan)
+    prove_single_queue(lower(build("zb-h2", num_ranks=3, num_microbatches=6)))

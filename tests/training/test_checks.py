@@ -216,8 +216,9 @@ def test_a_missing_package_is_told_before_it_is_needed(monkeypatch: pytest.Monke
     assert package in refusal("--save x" if package == "psutil" else "--transformer-impl transformer_engine")
 
 
-@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("gpt*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_configurations_that_we_ship_hold(config: Path) -> None:
     base = f"--config {config}"
-    ranks = parse(base.split()).pipeline_model_parallel_size
+    sizes = parse(base.split())
+    ranks = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size
     checked("--mock-data --zero-bubble-schedule zb-h1", ranks, base)

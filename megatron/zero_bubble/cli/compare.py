@@ -71,6 +71,9 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         metavar="V",
         help="of interleaved schedules (default: a rank's layers by --config, at most 4)",
     )
+    verb.add_argument(
+        "--equal-passes", action="store_true", help=f"schedules as published only, without the rows {FITTED!r} to costs"
+    )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
     verb.set_defaults(command=compare)
 
@@ -84,7 +87,8 @@ def compare(options: argparse.Namespace) -> str:
         placements = tuple(_PLACEMENTS)
     found, absent = [], []
     chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
-    for make in _candidates(costs, chunks, limit, placements, options.objective):
+    refit = not options.equal_passes
+    for make in _candidates(costs, chunks, limit, placements, options.objective, refit):
         try:
             schedule = make()
             found.append(simulate(schedule, *costs.on(schedule.placement)))
@@ -103,7 +107,12 @@ def compare(options: argparse.Namespace) -> str:
 
 
 def _candidates(
-    costs: Figures, max_chunks: int, limit: float, placements: Sequence[PlacementChoice], objective: Metric
+    costs: Figures,
+    max_chunks: int,
+    limit: float,
+    placements: Sequence[PlacementChoice],
+    objective: Metric,
+    refit: bool,
 ) -> Iterator[Callable[[], Schedule]]:
     """How to make every schedule; making one may raise a ``ValueError`` where it does not exist."""
     p, m = costs.num_ranks, costs.num_microbatches
@@ -113,7 +122,7 @@ def _candidates(
                 yield partial(_looped, recipe.name, p, m, chunks)
         else:
             yield partial(build, recipe.name, num_ranks=p, num_microbatches=m)
-        if recipe.adapts:
+        if recipe.adapts and refit:
             yield partial(_fitted, recipe.name, costs, objective)
     for placement in placements:
         yield partial(auto, costs, limit, placement, objective)

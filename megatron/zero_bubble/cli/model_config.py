@@ -6,7 +6,7 @@ import argparse
 
 from megatron.zero_bubble.estimate import Model, Recompute
 
-_VOCABULARY = 50_304
+VOCABULARY = 50_304
 """GPT-2's, padded to a multiple of 128."""
 
 
@@ -28,9 +28,21 @@ def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, in
     if args.num_moe_experts is not None:
         raise ValueError(f"an estimate covers dense models; {file} has experts; record the costs of a run instead")
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
+    model = model_of(args, _layers(args, p, file), flash)
+    batch = args.global_batch_size or args.micro_batch_size
+    assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
+    if args.global_batch_size:
+        assumed.append(
+            f"The global batch of {batch} on one data-parallel rank, unless --num-microbatches says otherwise."
+        )
+    return model, max(1, batch // args.micro_batch_size), tuple(assumed)
+
+
+def model_of(args: argparse.Namespace, layers: tuple[int, ...], flash: bool = True) -> Model:
+    """The shapes in ``args``, with ``layers`` on every rank, or on every stage."""
     wide = 4 * args.hidden_size
-    model = Model(
-        layers=_layers(args, p, file),
+    return Model(
+        layers=layers,
         hidden=args.hidden_size,
         ffn=args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide),
         heads=args.num_attention_heads,
@@ -38,20 +50,13 @@ def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, in
         head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
         sequence=args.seq_length,
         microbatch=args.micro_batch_size,
-        vocabulary=args.vocab_size or _VOCABULARY,
+        vocabulary=args.vocab_size or VOCABULARY,
         gated=args.swiglu,
         flash=flash and args.attention_backend not in ("unfused", "local"),
         recompute=_recompute(args),
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
     )
-    batch = args.global_batch_size or args.micro_batch_size
-    assumed = [] if args.vocab_size else [f"A vocabulary of {_VOCABULARY:,} is assumed."]
-    if args.global_batch_size:
-        assumed.append(
-            f"The global batch of {batch} on one data-parallel rank, unless --num-microbatches says otherwise."
-        )
-    return model, max(1, batch // args.micro_batch_size), tuple(assumed)
 
 
 def _recompute(args: argparse.Namespace) -> Recompute:

@@ -2,7 +2,7 @@
 
 from megatron.zero_bubble.plan.communicate import lower, lower_forward_only
 from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle, Validate
-from megatron.zero_bubble.plan.prove import PlanError, prove
+from megatron.zero_bubble.plan.prove import PlanError, prove, prove_single_queue
 from megatron.zero_bubble.plan.validation import with_validation
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "lower",
     "lower_forward_only",
     "prove",
+    "prove_single_queue",
     "with_validation",
 ]

@@ -38,6 +38,21 @@ def prove(plan: Plan, single_queue: bool = False) -> None:
         _Proof(replace(plan, ops=stopped), single_queue, stopped=True).run()
 
 
+def prove_single_queue(plan: Plan) -> None:
+    """The proof for a GPU with the one hardware queue that Megatron asks for.
+
+    Raises:
+        PlanError: the ranks would block each other; with what to do about it.
+    """
+    try:
+        prove(plan, single_queue=True)
+    except PlanError as error:
+        raise PlanError(
+            f"schedule {plan.schedule.name!r} needs several hardware queues a GPU, CUDA_DEVICE_MAX_CONNECTIONS is 1; "
+            f"set it to 8, or choose another schedule. {error}"
+        ) from error
+
+
 class _Proof:
     """One run.
 

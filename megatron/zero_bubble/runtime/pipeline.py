@@ -20,10 +20,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.config import JobError, check_model_config, check_placement
+from megatron.zero_bubble.config import JobError, check_model_config, check_runnable
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Kind, Schedule
-from megatron.zero_bubble.plan import Plan, PlanError, lower, lower_forward_only, prove, with_validation
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
 from megatron.zero_bubble.runtime.iteration import Boundary, Iteration
@@ -223,14 +223,8 @@ class Pipeline:
     def _plan(self, group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Plan:
         """The schedule for this many microbatches, checked and lowered."""
         schedule = self._make_schedule(group.size(), num_microbatches)
-        if schedule.num_ranks != group.size() or schedule.num_microbatches != num_microbatches:
-            raise ValueError(
-                f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
-                f"microbatches, but the job runs {group.size()} pipeline ranks and {num_microbatches} microbatches "
-                "(global batch / micro batch / data-parallel size); plan it for the job's figures"
-            )
+        check_runnable(schedule, group.size(), num_microbatches)
         validate(schedule)
-        _check_runnable(schedule)
         plan = lower_forward_only(schedule) if forward_only else lower(schedule)
         if self._validates and not forward_only:
             plan = with_validation(plan)
@@ -320,45 +314,11 @@ def _finalized(
     finalize(chunks, num_tokens, **rest)
 
 
-def _check_runnable(schedule: Schedule) -> None:
-    """Raises ValueError for what the plan could do and a Megatron model, or exact accumulation, cannot."""
-    if schedule.num_slices > 1:
-        raise ValueError(
-            f"training needs a schedule of whole sequences; {schedule.name!r} has {schedule.num_slices} slices; plan "
-            "one without"
-        )
-    placement = schedule.placement
-    check_placement(placement, schedule.num_ranks)
-    for stage, rank in enumerate(placement.stage_to_rank):
-        row = [p for p in schedule.order[rank] if p.stage == stage]
-        forward = [p.microbatch for p in row if p.kind is Kind.F]
-        if forward != sorted(forward):
-            raise ValueError(
-                f"forwards of a stage must come in the order of the microbatches, as its data do; {schedule.name!r} "
-                f"runs stage {stage} in the order {forward}; sort them"
-            )
-        backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
-        weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
-        if weight != backward:
-            early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
-            raise ValueError(
-                f"weight gradients must be accumulated in the order of the backwards, which keeps them exact and lets "
-                f"data parallelism reduce them after the last; stage {stage} of {schedule.name!r} runs W of microbatch "
-                f"{early} before that of an earlier backward; move it behind"
-            )
-
-
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     """Raises PlanError when a single hardware queue, which Megatron asks for, would let the ranks block each other."""
     if dist.get_backend(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
-    try:
-        prove(plan, single_queue=True)
-    except PlanError as error:
-        raise PlanError(
-            f"schedule {plan.schedule.name!r} needs several hardware queues a GPU, CUDA_DEVICE_MAX_CONNECTIONS is 1; "
-            f"set it to 8, or choose another schedule. {error}"
-        ) from error
+    prove_single_queue(plan)
 
 
 def process_groups(pg_collection: Any) -> Any:

@@ -43,6 +43,31 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args([*tokens, *argv])
 
 
+def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The flags of a job of Megatron-LM's own script, as far as ours are among them, and the names of the others.
+
+    Values that only Megatron-LM knows, of its other tokenizers for example, are taken as they are.
+
+    Raises:
+        UsageError: values of the wrong kind, flags of ours that are wrong.
+    """
+    parser = build_parser()
+    for action in parser._actions:
+        if not action.dest.startswith("zero_bubble"):
+            action.choices = None
+    parser.set_defaults(tokenizer_type=None)
+    parser.add_argument("--context-parallel-size", type=int, default=1)
+    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
+    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    args, others = parser.parse_known_args(argv)
+    each = args.num_layers_per_virtual_pipeline_stage
+    if each and args.num_layers:
+        stages = args.num_layers // each
+        args.virtual_pipeline_model_parallel_size = stages // args.pipeline_model_parallel_size
+    unread = [token.partition("=")[0] for token in others if token.startswith("--")]
+    return args, tuple(unread if args.config is None else ["--config", *unread])
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser with every flag; its list is frozen by a test."""
     parser = _Parser(
@@ -51,6 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags (configs/); explicit flags override it")
+    parser.set_defaults(context_parallel_size=1, use_tp_pp_dp_mapping=False)  # of Megatron-LM's jobs only
     for add_group in (
         add_flags,
         _add_measurements,

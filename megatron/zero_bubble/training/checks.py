@@ -6,6 +6,7 @@ Every rank runs the same checks on the same values, so all ranks stop together a
 from __future__ import annotations
 
 import argparse
+import math
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,14 +28,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     Raises:
         UsageError: the first rule that does not hold.
     """
-    _check_required(args)
-    _check_parallel_sizes(args, world_size)
-    _check_schedule(args)
-    _check_layers(args)
-    _check_widths(args)
-    _check_batch_sizes(args)
-    _check_experts(args, world_size)
-    _check_overlaps(args)
+    check_layout(args, world_size, _REQUIRED)
     _check_recompute(args)
     _check_precision(args)
     _check_learning_rate(args)
@@ -44,9 +38,20 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_checkpoint(args)
 
 
-def _check_required(args: argparse.Namespace) -> None:
-    missing = [_flag(name) for name in _REQUIRED if getattr(args, name) is None]
-    if missing:
+def check_layout(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
+    """The rules of what each rank holds and runs, which a job of Megatron-LM's own script obeys as well."""
+    _check_required(args, required)
+    _check_parallel_sizes(args, world_size)
+    _check_schedule(args)
+    _check_layers(args)
+    _check_widths(args)
+    _check_batch_sizes(args)
+    _check_experts(args, world_size)
+    _check_overlaps(args)
+
+
+def _check_required(args: argparse.Namespace, required: tuple[str, ...]) -> None:
+    if missing := [_flag(name) for name in required if getattr(args, name) is None]:
         raise UsageError(
             f"a run needs {', '.join(missing)}; give them on the command line or with --config configs/gpt_tiny.yaml"
         )
@@ -68,16 +73,19 @@ def _check_required(args: argparse.Namespace) -> None:
         if value is not None and not value > 0:
             raise UsageError(f"{_flag(name)} must be positive, got {value}")
     for name in ("eval_iters", "lr_warmup_iters", "num_workers", "lr", "min_lr", "clip_grad"):
-        if getattr(args, name) < 0:
-            raise UsageError(f"{_flag(name)} must not be negative, got {getattr(args, name)}")
+        if (value := getattr(args, name)) is not None and value < 0:
+            raise UsageError(f"{_flag(name)} must not be negative, got {value}")
 
 
 def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
-    model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
+    sizes = {"tensor": args.tensor_model_parallel_size, "pipeline": args.pipeline_model_parallel_size}
+    if args.context_parallel_size > 1:
+        sizes["context"] = args.context_parallel_size
+    model = math.prod(sizes.values())
     if world_size % model:
         raise UsageError(
-            "the number of processes must be divisible by tensor * pipeline parallel size, got "
-            f"{world_size} and {args.tensor_model_parallel_size} * {args.pipeline_model_parallel_size}; "
+            f"the number of processes must be divisible by {' * '.join(sizes)} parallel size, got "
+            f"{world_size} and {' * '.join(map(str, sizes.values()))}; "
             f"start a multiple of {model} (torchrun --nproc-per-node {model}) or change the sizes"
         )
     args.data_parallel_size = world_size // model

@@ -1,0 +1,202 @@
+"""``zero-bubble dry-run``: what a training job would be, or why it cannot be, before a node is allocated.
+
+The flags of the job go through the parser and the rules of the training itself, and its schedule through the proofs
+that a run makes. No process is started, and neither torch nor a GPU is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.cli.figures import Figures
+from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.plan import auto, rank_memory
+from megatron.zero_bubble.cli.rank_groups import RankGroups, show
+from megatron.zero_bubble.config import AUTO, check_runnable, parse_memory_limit
+from megatron.zero_bubble.estimate import DEVICES
+from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.plan_file import read_schedule_file
+from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.schedules import build
+
+_NODE = "@node@"
+_GIB = 2**30
+
+
+def add_dry_run(verb: argparse.ArgumentParser) -> None:
+    """The flags of ``dry-run``; those of the job come after ``--``."""
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="of the job (default: 1)")
+    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="processes on each (default: 8)")
+    verb.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="what to estimate for (default: a100)")
+    verb.add_argument("--gpu-memory", metavar="SIZE", help="refuse a job that needs more on a rank: 80GiB")
+    verb.add_argument("--costs", metavar="FILE", help="measured pass times and memory, instead of the estimate")
+    verb.add_argument("--megatron-lm", action="store_true", help="the job runs Megatron-LM's own script")
+    verb.add_argument(
+        "--launch-command", metavar="TEXT", help=f"to print for every node, {_NODE} in it replaced by the node's number"
+    )
+    verb.add_argument("job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the training script")
+    verb.set_defaults(command=dry_run)
+
+
+def dry_run(options: argparse.Namespace) -> str:
+    """The whole report.
+
+    Raises:
+        ValueError: the sentence that the run would have ended with, or memory beyond ``--gpu-memory``.
+    """
+    from megatron.zero_bubble.layers import stage_layers
+
+    for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
+        if count < 1:
+            raise ValueError(f"{flag} must be 1 or more; got {count}")
+    args, unread = _checked_job(options)
+    layers = stage_layers(args)
+    groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
+    costs = job_figures(args, layers, options.gpu, options.costs)
+    schedule = _schedule(args, costs, costs.num_microbatches)
+    proved = _prove(args, costs)
+    timeline = simulate(schedule, *costs.on(args.placement))
+    if options.gpu_memory is not None:
+        _check_memory(options.gpu_memory, timeline, costs)
+    sections = [
+        groups.text() + groups.warning(),
+        _ranks_text(groups, layers, timeline, costs),
+        "".join(f"{line}\n" for line in (headline(timeline), proved, *costs.notes)),
+        _commands(options),
+    ]
+    if unread:
+        sections.insert(3, f"not checked here, but by Megatron-LM: {' '.join(unread)}\n")
+    return "\n".join(section for section in sections if section)
+
+
+def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]]:
+    """The job's flags by the run's own parser and rules, and the names of those that only Megatron-LM knows."""
+    from megatron.zero_bubble.training.arguments import parse, parse_megatron
+    from megatron.zero_bubble.training.checks import check, check_layout
+
+    job = options.job[1:] if options.job[:1] == ["--"] else options.job
+    world_size = options.nodes * options.gpus_per_node
+    if options.megatron_lm:
+        args, unread = parse_megatron(job)
+        check_layout(args, world_size)
+        return args, unread
+    args = parse(job)
+    check(args, world_size)
+    return args, ()
+
+
+def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
+    """What a run would have in force for this number of microbatches."""
+    if args.zero_bubble_schedule_file:
+        return read_schedule_file(args.zero_bubble_schedule_file)
+    if args.zero_bubble_schedule == AUTO:
+        objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
+        return auto(costs, costs.limit(args.zero_bubble_memory_limit), args.zero_bubble_placement, objective)
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": num_microbatches}
+    if args.zero_bubble_schedule:
+        return build(args.zero_bubble_schedule, **sizes, num_chunks=args.zero_bubble.num_chunks)
+    chunks = args.virtual_pipeline_model_parallel_size
+    return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
+
+
+def _prove(args: argparse.Namespace, costs: Figures) -> str:
+    """Make the proofs that the run makes of its plans, for every batch size it will have; what was proved."""
+    if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
+        return "Megatron's own schedule: it makes no proofs."
+    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and _uses_nccl(args)
+    batches = args.batch_sizes
+    counts = sorted({size // batches.granule for size in batches.steps})
+    if args.zero_bubble_schedule == AUTO:
+        counts = counts[-1:]  # the others are planned when their time comes
+    for count in counts:
+        schedule = _schedule(args, costs, count)
+        check_runnable(schedule, costs.num_ranks, count)
+        validate(schedule)
+        plan = lower(schedule)
+        for own in (with_validation(plan) if args.zero_bubble_post_validation else plan, lower_forward_only(schedule)):
+            if one_queue:
+                prove_single_queue(own)
+    listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
+    queue = ", with one hardware queue a GPU" if one_queue else ""
+    return f"Proved free of deadlock for {listed} microbatches{queue}."
+
+
+def _uses_nccl(args: argparse.Namespace) -> bool:
+    """As the run decides it, where ``auto`` finds GPUs."""
+    if args.distributed_backend is not None:
+        return bool(args.distributed_backend == "nccl")
+    return bool(args.zero_bubble_device != "cpu")
+
+
+def _memory(timeline: Timeline, costs: Figures) -> list[tuple[float, float]]:
+    """Bytes of every pipeline rank: activations, and weights with gradients and optimizer."""
+    placement = timeline.schedule.placement
+    weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
+    return list(zip(rank_memory(timeline, costs), weights, strict=True))
+
+
+def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
+    amount, unit = parse_memory_limit(text)
+    if unit == "p" or not costs.in_bytes:
+        raise ValueError(
+            f"--gpu-memory is in bytes, as 80GiB, and so must be what is known of the model's memory; got {text}; give "
+            "another size, or --costs of a run that recorded its memory"
+        )
+    if costs.weight_bytes is None:
+        raise ValueError(
+            "--gpu-memory needs the weights of every rank, and those of experts are not estimated; drop it"
+        )
+    limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
+    needs = [sum(parts) for parts in _memory(timeline, costs)]
+    fullest = max(range(len(needs)), key=needs.__getitem__)
+    if needs[fullest] > limit:
+        kept, weights = _memory(timeline, costs)[fullest]
+        raise ValueError(
+            f"every rank must fit --gpu-memory {text}, got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
+            f"({kept / _GIB:.3g} of activations, {weights / _GIB:.3g} of weights and optimizer, before the framework's "
+            "own); use a schedule that keeps less (zero-bubble compare), more tensor or pipeline ranks, "
+            "--use-distributed-optimizer or recomputation"
+        )
+
+
+def _ranks_text(groups: RankGroups, layers: tuple[int, ...], timeline: Timeline, costs: Figures) -> str:
+    """A line a pipeline rank: its global ranks, nodes, stages and memory."""
+    placement = timeline.schedule.placement
+    memory = _memory(timeline, costs)
+    unit = "GiB" if costs.in_bytes else "microbatches"
+    head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
+    lines = [head + (f"{'weights, optimizer':>20}{'together':>10}" if costs.in_bytes and costs.weight_bytes else "")]
+    for rank in range(placement.num_ranks):
+        ranks = groups.pipeline_rank(rank)
+        line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
+        kept, weights = memory[rank]
+        if costs.in_bytes:
+            line += f"{kept / _GIB:20.1f}"
+            line += f"{weights / _GIB:20.1f}{(kept + weights) / _GIB:10.1f}" if costs.weight_bytes else ""
+        else:
+            line += f"{timeline.peak_activation[rank]:20.4g}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def _stages(placement: Placement, rank: int, layers: tuple[int, ...]) -> str:
+    last = placement.num_stages - 1
+    return ", ".join(
+        f"{stage}: {'embedding+' if stage == 0 else ''}{layers[stage]}{'+loss' if stage == last else ''}"
+        for stage in placement.stages_of(rank)
+    )
+
+
+def _commands(options: argparse.Namespace) -> str:
+    """What to run where."""
+    if options.launch_command is None:
+        return ""
+    return "".join(
+        f"node {node}: {options.launch_command.replace(_NODE, str(node)).strip()}\n" for node in range(options.nodes)
+    )

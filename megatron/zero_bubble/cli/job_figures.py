@@ -1,0 +1,85 @@
+"""The figures of a training job: what its flags let one estimate, or a costs file of an earlier run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+from megatron.zero_bubble.cli.figures import Figures
+from megatron.zero_bubble.cli.model_config import VOCABULARY, model_of
+from megatron.zero_bubble.costs import PassCosts, PassMemory, read_costs_file
+from megatron.zero_bubble.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.ir import Placement
+
+
+def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:
+    """Costs and memory of checked ``args`` with these ``layers`` on the stages; see ``Figures`` for what they mean."""
+    sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
+    dense = args.num_moe_experts is None
+    # Context parallelism gives every rank a part of the sequence.
+    model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
+    vocabulary = _vocabulary(args)
+    if vocabulary is not None:
+        model = replace(model, vocabulary=vocabulary)
+    if costs_file is not None:
+        figures = _measured(sizes, costs_file, args.placement)
+    elif dense:
+        figures = _estimated(sizes, model, gpu)
+        if vocabulary is None:
+            figures = _noting(figures, f"A vocabulary of {VOCABULARY:,} is assumed.")
+        if args.context_parallel_size > 1:
+            figures = _noting(figures, "Attention is counted within a context-parallel rank's part of the sequence.")
+    else:
+        figures = _equal(sizes)
+    if not dense:
+        return figures
+    each = _bytes_a_parameter(args)
+    note = f"Weights, gradients and optimizer at {each:.3g} bytes a parameter. Not counted: CUDA's context, NCCL's "
+    note += "buffers, fragmentation" + (", what a rollback keeps." if args.zero_bubble_post_validation else ".")
+    return replace(
+        _noting(figures, note),
+        weight_bytes=lambda placement: tuple(each * count for count in model.weights(placement)),
+    )
+
+
+def _vocabulary(args: argparse.Namespace) -> int | None:
+    """What the tokenizer of the flags has, padded; None for one that only Megatron-LM knows."""
+    from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
+
+    if args.vocab_size is None and args.tokenizer_type != "ByteLevelTokenizer":
+        return None
+    return padded_vocab_size(args, build_tokenizer(args))
+
+
+def _measured(sizes: tuple[int, int], file: str, placement: Placement) -> Figures:
+    costs, memory = read_costs_file(file, placement)
+    kept = PassMemory.uniform(placement) if memory is None else memory
+    return Figures(*sizes, lambda on: (costs.fit(on), kept.fit(on)), memory is not None, notes=(f"Costs of {file}.",))
+
+
+def _estimated(sizes: tuple[int, int], model: Model, gpu: str) -> Figures:
+    device = DEVICES[gpu]
+    notes = (
+        "Times and memory are estimated from the model's shapes, not measured; --costs takes those of a run.",
+        f"{device}.",
+        f"Attention {'by flash kernels' if model.flash else 'keeps its scores'}, recompute {model.recompute}.",
+    )
+    return Figures(*sizes, lambda on: estimate(model, device, on), True, notes=notes)
+
+
+def _equal(sizes: tuple[int, int]) -> Figures:
+    notes = ("Passes of one length are assumed: there is no estimate of experts; --costs takes figures of a run.",)
+    return Figures(*sizes, lambda on: (PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on)), notes=notes)
+
+
+def _noting(figures: Figures, note: str) -> Figures:
+    return replace(figures, notes=(*figures.notes, note))
+
+
+def _bytes_a_parameter(args: argparse.Namespace) -> float:
+    """Weight, gradient, and the optimizer's own, which ``--use-distributed-optimizer`` divides among the replicas."""
+    low = args.bf16 or args.fp16
+    weight, gradient = (2 if low else 4), (2 if args.grad_reduce_in_bf16 else 4)
+    own = (4 if args.optimizer == "sgd" else 8) + (4 if low else 0)
+    replicas = args.data_parallel_size * args.context_parallel_size
+    return weight + gradient + own / (replicas if args.use_distributed_optimizer else 1)

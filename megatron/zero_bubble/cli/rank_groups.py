@@ -1,0 +1,121 @@
+"""Which global ranks make up which parallel group, and on which node each of them is, before any process exists.
+
+megatron-core numbers ranks with the tensor-parallel ones next to each other, then context, data and, farthest apart,
+pipeline: ``rank = tensor + T * (context + C * (data + D * pipeline))``. With Megatron-LM's ``--use-tp-pp-dp-mapping``
+the data-parallel ones are farthest apart. Experts divide the same ranks anew, by expert tensor, expert and expert data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_SHOWN = 60
+"""Characters of a line that list groups."""
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The groups of a job with ``node_size`` ranks on every node; ``sizes`` by kind, neighbours first.
+
+    ``expert_sizes`` is empty for a dense model.
+    """
+
+    node_size: int
+    sizes: dict[str, int]
+    expert_sizes: dict[str, int]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, num_nodes: int, node_size: int) -> RankGroups:
+        """Those of checked ``args``."""
+        pipeline, pipeline_first = args.pipeline_model_parallel_size, args.use_tp_pp_dp_mapping
+        near = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size}
+        sizes = {**near, **_far("data", args.data_parallel_size, pipeline, pipeline_first)}
+        if args.num_moe_experts is None:
+            return cls(node_size, sizes, {})
+        expert = args.expert_model_parallel_size
+        expert_tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+        data = num_nodes * node_size // (expert_tensor * expert * pipeline)
+        near = {"expert tensor": expert_tensor, "expert": expert}
+        return cls(node_size, sizes, {**near, **_far("expert data", data, pipeline, pipeline_first)})
+
+    @property
+    def num_ranks(self) -> int:
+        return math.prod(self.sizes.values())
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return tuple({**self.sizes, **self.expert_sizes})
+
+    def groups(self, kind: str) -> list[tuple[int, ...]]:
+        """The global ranks of every group of ``kind``."""
+        stride, span = self._strides(kind)
+        firsts = (rank for rank in range(self.num_ranks) if rank % span < stride)
+        return [tuple(range(first, first + span, stride)) for first in firsts]
+
+    def nodes(self, ranks: Sequence[int]) -> tuple[int, ...]:
+        """Where ``ranks`` are."""
+        return tuple(sorted({rank // self.node_size for rank in ranks}))
+
+    def pipeline_rank(self, rank: int) -> tuple[int, ...]:
+        """The global ranks that are pipeline rank ``rank``: copies of each other, and parts of the same layers."""
+        stride, span = self._strides("pipeline")
+        return tuple(one for one in range(self.num_ranks) if one % span // stride == rank)
+
+    def _strides(self, kind: str) -> tuple[int, int]:
+        """From one rank of a group to the next, and from its first to behind its last."""
+        sizes = self.sizes if kind in self.sizes else self.expert_sizes
+        stride = math.prod(list(sizes.values())[: list(sizes).index(kind)])
+        return stride, stride * sizes[kind]
+
+    def text(self) -> str:
+        """A line a kind of group with more than one rank."""
+        head = " x ".join(f"{kind} {size}" for kind, size in self.sizes.items() if kind != "context" or size > 1)
+        num_nodes = len(self.nodes(range(self.num_ranks)))
+        nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
+        lines = [f"{nodes} x {self.node_size} processes = {self.num_ranks} ranks: {head}"]
+        for kind in self.kinds:
+            groups = self.groups(kind)
+            if len(groups[0]) == 1:
+                continue
+            most = max(len(self.nodes(group)) for group in groups)
+            where = "each on one node" if most == 1 else f"each on up to {most} nodes"
+            lines.append(f"{kind:14}{len(groups):4} groups of {len(groups[0]):<4} {where:24}{_listed(groups)}")
+        return "\n".join(lines) + "\n"
+
+    def warning(self) -> str:
+        """A sentence where a tensor-parallel group crosses nodes, else nothing."""
+        for group in self.groups("tensor"):
+            nodes = self.nodes(group)
+            if len(nodes) > 1:
+                return (
+                    "warning: the ranks of a tensor-parallel group exchange activations in every layer and should be "
+                    f"on one node, got ranks {show(group)} on nodes {show(nodes)}; make the processes of a node, "
+                    f"{self.node_size}, a multiple of --tensor-model-parallel-size, {len(group)}\n"
+                )
+        return ""
+
+
+def _far(data_kind: str, data: int, pipeline: int, pipeline_first: bool) -> dict[str, int]:
+    sizes = {data_kind: data, "pipeline": pipeline}
+    return dict(reversed(sizes.items())) if pipeline_first else sizes
+
+
+def show(numbers: Sequence[int]) -> str:
+    """``0-7`` for neighbours, ``0,8,16`` for others, ``0,8..120`` for many."""
+    numbers = tuple(numbers)
+    if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers)) if len(numbers) <= 8 else f"{numbers[0]},{numbers[1]}..{numbers[-1]}"
+
+
+def _listed(groups: Sequence[tuple[int, ...]]) -> str:
+    """As many as a line holds, and the last."""
+    shown = [show(group) for group in groups]
+    if len("  ".join(shown)) > _SHOWN:
+        while len("  ".join(shown)) > _SHOWN - 20 and len(shown) > 1:
+            shown.pop()
+        shown += ["...", show(groups[-1])]
+    return "  ".join(shown)

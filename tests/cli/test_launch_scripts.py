@@ -1,0 +1,213 @@
+"""The launch scripts: the command of every node, with SLURM's commands and the interpreter played by short scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHAPES = (
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --micro-batch-size 1 "
+    "--global-batch-size 4 --pipeline-model-parallel-size 2"
+)
+JOB = f"{SHAPES} --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data --zero-bubble-device cpu".split()
+
+# Prints how torchrun was called, and is Python otherwise.
+PYTHON = f"""#!/usr/bin/env bash
+if [[ "$2" == torch.distributed.run ]]; then
+    printf '%s\\n' "$CUDA_DEVICE_MAX_CONNECTIONS $NCCL_DEBUG" "$@"
+else
+    exec {shlex.quote(sys.executable)} "$@"
+fi
+"""
+# What SLURM would do with its options, less the options.
+SRUN = """#!/usr/bin/env bash
+printf '%s\\n' "srun $*" >&2
+while [[ "$1" == --* ]]; do
+    [[ "$1" == *=* ]] || shift
+    shift
+done
+for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
+    SLURM_NODEID=$node "$@" &
+done
+wait -n && wait -n
+"""
+SBATCH = """#!/usr/bin/env bash
+printf '%s\\n' "ROOT=$ZB_ROOT" "$@"
+"""
+SCONTROL = """#!/usr/bin/env bash
+[[ "$*" == "show hostnames there-[1-2]" ]] && printf '127.0.0.1\\nthere-2\\n'
+"""
+
+
+def launch(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Without what the shell of this test has set."""
+    ours = (
+        "NNODES",
+        "NODE_RANK",
+        "GPUS_PER_NODE",
+        "NPROC",
+        "MASTER_",
+        "MEGATRON_PATH",
+        "SLURM_",
+        "NCCL_",
+        "CUDA_DEVICE",
+    )
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return subprocess.run(
+        ["bash", str(ROOT / "scripts" / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env={"PYTHON": sys.executable, **kept, **environment},
+        timeout=240,
+    )
+
+
+@pytest.fixture
+def stubs(tmp_path: Path) -> Path:
+    """A folder with a Python that prints how torchrun is called, and with SLURM's commands."""
+    for name, text in (("python", PYTHON), ("srun", SRUN), ("sbatch", SBATCH), ("scontrol", SCONTROL)):
+        file = tmp_path / name
+        file.write_text(text)
+        file.chmod(0o755)
+    return tmp_path
+
+
+def path_with(stubs: Path) -> str:
+    return f"{stubs}:{os.environ['PATH']}"
+
+
+def test_the_dry_run_prints_the_command_that_a_node_would_run(stubs: Path) -> None:
+    python = {"PYTHON": str(stubs / "python")}
+    nodes = {"NNODES": "2", "NPROC": "2", "MASTER_ADDR": "node-a", "MASTER_PORT": "1234", **python}
+    odd = ["--save", "a folder/of $HOME"]
+    dry = launch("launch_torchrun.sh", "--dry-run", *JOB, *odd, **nodes)
+    assert (dry.returncode, dry.stderr) == (0, "")
+    printed = [line for line in dry.stdout.splitlines() if line.startswith("node 1: ")]
+    assert dry.stdout.startswith("2 nodes x 2 processes = 4 ranks: tensor 1 x data 2 x pipeline 2\n")
+    real = launch("launch_torchrun.sh", *JOB, *odd, NODE_RANK="1", **nodes)
+    settings, *called = real.stdout.splitlines()
+    assert settings == "1 WARN"
+    assert called[:10] == (
+        "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr node-a".split()
+    )
+    assert called[10:] == ["--master-port", "1234", str(ROOT / "scripts/pretrain_gpt.py"), *JOB, *odd]
+    # The very same through a shell.
+    again = subprocess.run(
+        ["bash", "-c", printed[0].removeprefix("node 1: ")], capture_output=True, text=True, check=True
+    )
+    assert again.stdout == real.stdout
+
+
+def test_what_is_set_stays_as_it_is(stubs: Path) -> None:
+    python = {"PYTHON": str(stubs / "python"), "NCCL_SOCKET_IFNAME": "ib0"}
+    real = launch("launch_torchrun.sh", *JOB, NPROC="2", CUDA_DEVICE_MAX_CONNECTIONS="8", NCCL_DEBUG="INFO", **python)
+    assert real.stdout.splitlines()[0] == "8 INFO"
+    assert "--standalone" in real.stdout.splitlines()
+    dry = launch("launch_torchrun.sh", "--dry-run", *JOB, NPROC="2", **python)
+    assert "node 0: env CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG=WARN OMP_NUM_THREADS=1 NCCL_SOCKET_IFNAME=ib0 " in (
+        dry.stdout
+    )
+
+
+@pytest.mark.parametrize("script", ["launch_torchrun.sh", "launch_slurm.sh"])
+def test_a_bad_layout_is_refused_before_anything_starts(script: str) -> None:
+    """Nodes of three processes and a pipeline of two."""
+    done = launch(script, *JOB, "--dry-run", NNODES="3", GPUS_PER_NODE="3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "zero-bubble dry-run: the number of processes must be divisible by tensor * pipeline parallel size, got 9 and "
+        "1 * 2; start a multiple of 2 (torchrun --nproc-per-node 2) or change the sizes\n"
+    )
+
+
+def test_options_of_the_dry_run_reach_it() -> None:
+    done = launch("launch_torchrun.sh", *JOB, "--gpu-memory", "1KiB", "--dry-run", "--gpu", "h200", NPROC="2")
+    assert done.returncode == 2
+    assert "every rank must fit --gpu-memory 1KiB" in done.stderr
+    assert "h200: 989 TFLOPS" in launch("launch_torchrun.sh", *JOB, "--dry-run", "--gpu", "h200", NPROC="2").stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "arguments", "sentence"),
+    [
+        ({"NPROC": "0"}, "", "NNODES and GPUS_PER_NODE must be 1 or more, got 1 and 0"),
+        ({"NPROC": "2", "NNODES": "2"}, "", "NODE_RANK must be 0 to 1 with NNODES=2, got ''"),
+        ({"NPROC": "2", "NNODES": "2", "NODE_RANK": "2"}, "", "NODE_RANK must be 0 to 1 with NNODES=2, got '2'"),
+        (
+            {"NPROC": "2", "NNODES": "2", "NODE_RANK": "0"},
+            "",
+            "MASTER_ADDR must name node 0 with NNODES=2, got nothing",
+        ),
+        ({"NPROC": "2"}, "--gpu-memory 80GiB", "--gpu-memory belongs to --dry-run, which is not given"),
+        ({"NPROC": "2"}, "--dry-run --gpu", "--gpu takes a value, got none"),
+        ({"NPROC": "2", "MEGATRON_PATH": "/none"}, "", "MEGATRON_PATH must be a checkout of Megatron-LM, got /none"),
+        ({"NPROC": "2", "PYTHON": "no-python"}, "", "there is no 'no-python'; name it in PYTHON"),
+    ],
+)
+def test_what_is_missing_is_one_sentence(environment: dict[str, str], arguments: str, sentence: str) -> None:
+    done = launch("launch_torchrun.sh", *arguments.split(), **environment)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("launch_torchrun.sh: ") and sentence in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_checkout_of_megatron_lm_is_launched_through_us(stubs: Path) -> None:
+    checkout = stubs / "Megatron-LM"
+    checkout.mkdir()
+    (checkout / "pretrain_gpt.py").touch()
+    job = {"NPROC": "2", "MEGATRON_PATH": str(checkout), "PYTHON": str(stubs / "python")}
+    flags = [*SHAPES.split(), "--use-mcore-models", "--tokenizer-type", "HuggingFaceTokenizer"]
+    real = launch("launch_torchrun.sh", *flags, **job)
+    start = ["-m", "megatron.zero_bubble.launch", str(checkout / "pretrain_gpt.py")]
+    assert real.stdout.splitlines()[-len(flags) - 3 :] == [*start, *flags]
+    dry = launch("launch_torchrun.sh", "--dry-run", *flags, **job)
+    assert "not checked here, but by Megatron-LM: --use-mcore-models\n" in dry.stdout
+    assert " ".join(start) in dry.stdout.splitlines()[-1]
+
+
+def test_slurm_outside_an_allocation_submits_itself(stubs: Path) -> None:
+    done = launch("launch_slurm.sh", *JOB, NNODES="4", GPUS_PER_NODE="8", PATH=path_with(stubs))
+    script = str(ROOT / "scripts/launch_slurm.sh")
+    assert done.stdout.splitlines() == [f"ROOT={ROOT}", *"--nodes 4 --gpus-per-node 8".split(), script, *JOB]
+
+
+def test_slurm_tells_every_node_who_it_is(stubs: Path) -> None:
+    allocation = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "there-[1-2]"}
+    gpus = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "PYTHON": str(stubs / "python")}
+    spool = stubs / "spool"  # sbatch runs a copy of the script
+    spool.mkdir()
+    (spool / "job").write_text((ROOT / "scripts/launch_slurm.sh").read_text())
+    environment = {**allocation, **gpus, "PATH": path_with(stubs), "SLURM_SUBMIT_DIR": str(ROOT)}
+    done = launch(str(spool / "job"), *JOB, **environment)
+    assert done.stderr.startswith("srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit=1 --cpus-per-task 96 bash -c")
+    words = done.stdout.split()
+    assert sorted(own for flag, own in pairwise(words) if flag == "--node-rank") == ["0", "1"]
+    assert words.count("127.0.0.1") == 2 and words.count("23456") == 2
+    assert words[words.index("--nproc-per-node") + 1] == "8"
+    wrong = launch("launch_slurm.sh", *JOB, **environment, NNODES="3")
+    assert wrong.returncode == 2
+    assert "NNODES must be the nodes of the allocation, 2, got 3" in wrong.stderr
+
+
+def test_two_nodes_train_under_slurm(stubs: Path, tmp_path: Path) -> None:
+    """Two torchruns on this machine, each of one process, find each other and train."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    metrics = tmp_path / "metrics.jsonl"
+    allocation = {"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "there-[1-2]", "NPROC": "1"}
+    schedule = ["--zero-bubble-schedule", "zb-h1", "--metrics-file", str(metrics)]
+    done = launch("launch_slurm.sh", *JOB, *schedule, **allocation, MASTER_PORT=port, PATH=path_with(stubs))
+    assert done.returncode == 0, done.stderr
+    assert [json.loads(line)["iteration"] for line in metrics.read_text().splitlines()] == [1, 2]
