@@ -6,7 +6,6 @@ import argparse
 import re
 
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.training.errors import UsageError
 
 
 def balanced_layout(placement: Placement, num_layers: int) -> str:
@@ -50,13 +49,13 @@ def stage_layers(args: argparse.Namespace) -> tuple[int, ...]:
     """The transformer layers of every stage, in the order of the model, as megatron-core divides checked ``args``.
 
     Raises:
-        UsageError: a ``--pipeline-model-parallel-layout`` of other stages or layers than the job's.
+        ValueError: a ``--pipeline-model-parallel-layout`` of other stages or layers than the job's.
     """
     num_stages, p = args.placement.num_stages, args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is not None:
         counts = tuple(stage.count("t") for stage in _unrolled(args.pipeline_model_parallel_layout).split("|"))
         if (len(counts), sum(counts)) != (num_stages, args.num_layers):
-            raise UsageError(
+            raise ValueError(
                 "--pipeline-model-parallel-layout must have every stage and every layer of the job, got "
                 f"{len(counts)} stages and {sum(counts)} layers for {num_stages} and {args.num_layers}; change either"
             )

@@ -20,6 +20,7 @@ from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.config import AUTO, check_runnable, parse_memory_limit
 from megatron.zero_bubble.estimate import DEVICES
 from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.layers import stage_layers
 from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.render.text import headline
@@ -50,8 +51,6 @@ def dry_run(options: argparse.Namespace) -> str:
     Raises:
         ValueError: the sentence that the run would have ended with, or memory beyond ``--gpu-memory``.
     """
-    from megatron.zero_bubble.layers import stage_layers
-
     for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if count < 1:
             raise ValueError(f"{flag} must be 1 or more; got {count}")
