@@ -91,7 +91,7 @@ class Job:
     flags: tuple[str, ...]
     before: tuple[str, ...] = ("-m", "megatron.zero_bubble.launch")
 
-    def run(self, timeout: float = 240) -> Log:
+    def run(self, timeout: float = 500) -> Log:
         """All ranks to their end; those that are left when one fails are ended too.
 
         Raises:
