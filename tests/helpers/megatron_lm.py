@@ -44,11 +44,6 @@ class Checkout:
     def __str__(self) -> str:
         return self.minor
 
-    @property
-    def needs_newer_python(self) -> bool:
-        """Since 0.18 it uses ``typing.override`` of Python 3.12."""
-        return int(self.minor.partition(".")[2]) >= 18 and sys.version_info < (3, 12)
-
 
 def checkouts() -> list[Checkout]:
     """Those that the variable names, the oldest first."""
@@ -125,7 +120,7 @@ class Job:
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
             "OMP_NUM_THREADS": "1",
             "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers/newer_typing")]),
         }
         command = [sys.executable, *self.before, str(self.script), *self.flags]
         with output.open("wb") as file:

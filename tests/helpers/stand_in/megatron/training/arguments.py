@@ -1,0 +1,39 @@
+"""A few of the flags, with what a pipeline needs."""
+
+import argparse
+from typing import Any
+
+_NUMBERS = {
+    "pipeline-model-parallel-size": 1,
+    "num-layers": 4,
+    "num-layers-per-virtual-pipeline-stage": None,
+    "num-virtual-stages-per-pipeline-rank": None,
+    "decoder-first-pipeline-num-layers": None,
+    "decoder-last-pipeline-num-layers": None,
+    "mtp-num-layers": None,
+    "distributed-timeout-minutes": 10,
+}
+_SWITCHES = ("delay-wgrad-compute", "use-megatron-fsdp", "account-for-embedding-in-pipeline-split")
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """As upstream: adds all and returns the parser."""
+    for name, default in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    for name in (*_SWITCHES, "account-for-loss-in-pipeline-split"):
+        parser.add_argument(f"--{name}", action="store_true")
+    for name in ("pipeline-model-parallel-layout", "save", "load"):
+        parser.add_argument(f"--{name}")
+    parser.add_argument("--ckpt-format", default="torch_dist")
+    return parser
+
+
+def parse_args() -> argparse.Namespace:
+    """As upstream: refuses what it does not know."""
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
+
+
+def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (as upstream)
+    """As upstream: says how many stages a rank has."""
+    args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
+    return args

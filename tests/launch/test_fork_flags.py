@@ -1,0 +1,100 @@
+"""The authors' fork's flags, in today's spelling."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.flags import FlagError, config_of, parse_ours
+from megatron.zero_bubble.fork_flags import modernize
+
+PIPELINE = "--pipeline-model-parallel-size 8"
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--enable-zero-bubble", "--zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1p"),
+        (
+            f"--enable-zero-bubble --zero-bubble-max-pending-backward 16 {PIPELINE}",
+            f"{PIPELINE} --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 2p",
+        ),
+        (
+            f"--enable-zero-bubble --zero-bubble-max-pending-backward=12 {PIPELINE}",
+            f"{PIPELINE} --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1.5p",
+        ),
+        (
+            "--enable-zero-bubble --zero-bubble-max-pending-backward auto",
+            "--zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1p",
+        ),
+        ("--enable-zero-bubble --zero-bubble-v-schedule", "--zero-bubble-schedule zb-v"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup zb", "--zero-bubble-schedule zb-v"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup half", "--zero-bubble-schedule v-half"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup min", "--zero-bubble-schedule v-min"),
+        (
+            "--zero-bubble-v-schedule --enable-optimizer-post-validation --enable-exactly-numeric-match",
+            "--zero-bubble-schedule zb-v --zero-bubble-post-validation --zero-bubble-rollback exact",
+        ),
+        ("--allow-padding-num-layers --enable-zb-runtime --lr 1", "--lr 1"),
+        ("--zero-bubble-pipeline-timers-start-iter 5 --zero-bubble-pipeline-timers-end-iter 9", ""),
+        ("--zero-bubble-v-schedule-mem-setup half", ""),
+    ],
+)
+def test_the_same_in_our_words(old: str, new: str) -> None:
+    arguments, said = modernize(old.split())
+    assert arguments == new.split()
+    assert said
+
+
+def test_nothing_is_touched_without_them() -> None:
+    flags = [*PIPELINE.split(), "--lr", "1", "--zero-bubble-schedule", "zb-h1"]
+    assert modernize(flags) == (flags, [])
+
+
+def test_every_flag_is_said_once() -> None:
+    old = "--enable-zero-bubble --enable-optimizer-post-validation --allow-padding-num-layers"
+    assert modernize(old.split())[1] == [
+        "--enable-zero-bubble is --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1p now",
+        "--enable-optimizer-post-validation is --zero-bubble-post-validation now",
+        (
+            "--allow-padding-num-layers is not needed any more: stages get a balanced layout where layers do not "
+            "divide evenly"
+        ),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "sentence"),
+    [
+        (
+            "--enable-1f1b-v",
+            "--enable-1f1b-v of the authors' fork has no equal here; give --zero-bubble-schedule v-half",
+        ),
+        ("--num-seq-splits 2", "has no equal here; drop it: sequences are not split here"),
+        ("--enable-zero-bubble --zero-bubble-schedule zb-h1", "got both; drop the fork's"),
+        (f"--enable-zero-bubble --zero-bubble-max-pending-backward x {PIPELINE}", "got 'x' and .* 8; give"),
+        ("--enable-zero-bubble --zero-bubble-max-pending-backward 8", "got '8' and .* None; give"),
+        ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup most", "invalid choice: 'most'"),
+    ],
+)
+def test_refused(old: str, sentence: str) -> None:
+    with pytest.raises(FlagError, match=sentence):
+        modernize(old.split())
+
+
+def test_ours_among_others() -> None:
+    options, others = parse_ours(["--lr", "1", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact", "--bf16"])
+    assert others == ["--lr", "1", "--bf16"]
+    config = config_of(options, peer_timeout_s=5)
+    assert (config.schedule, config.fuse_wgrad, config.peer_timeout_s) == ("zb-h1", False, 5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists"),
+        ("--zero-bubble-device gpu", "invalid choice: 'gpu'"),
+    ],
+)
+def test_ours_misspelt(flags: str, sentence: str) -> None:
+    with pytest.raises(FlagError, match=sentence):
+        parse_ours(flags.split())

@@ -1,0 +1,88 @@
+"""A script under the launcher: its own when nothing is asked for, one sentence when something is wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.megatron_lm import Job
+
+STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
+PIPELINE = ("--pipeline-model-parallel-size", "2", "--zero-bubble-device", "cpu")
+FSDP = (
+    "zero-bubble schedules need --use-megatron-fsdp to be off, because its gradients take a way of their own; "
+    "got True; drop it"
+)
+pytestmark = pytest.mark.timeout(200)
+
+
+def launch(*flags: str, script: Path = STAND_IN / "job.py") -> tuple[list[str], int]:
+    log = Job(script, 1, flags).run(timeout=120)
+    return log.text.splitlines(), log.exit_codes[0]
+
+
+def test_without_our_flags_the_script_is_its_own(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys\n"
+        "print(__name__, sys.argv, sys.path[0], sorted(n for n in sys.modules if n.startswith('megatron.core')))\n"
+        "sys.exit(7)\n"
+    )
+    flags = ("--lr", "1", "-v")
+    plain = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False)
+    lines, code = launch(*flags, script=script)
+    assert lines == [
+        "zero-bubble: no --zero-bubble-schedule; the script runs as it is, on CPU ranks",
+        *plain.stdout.splitlines(),
+    ]
+    assert code == plain.returncode == 7
+
+
+def test_our_flags_are_among_the_jobs() -> None:
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact")
+    assert code == 0, lines
+    taken = [line for line in lines if line.startswith("zero-bubble: ")]
+    assert len(taken) == 1
+    assert taken[0].startswith("zero-bubble: schedule zb-h1 in megatron-core 0.")
+    assert "training.arguments.add_megatron_arguments, training.initialize.validate_args, core.pipeline" in taken[0]
+    assert "zero_bubble_schedule = zb-h1" in lines
+    assert "zero_bubble_exact = True" in lines
+
+
+def test_a_v_has_two_stages_a_rank() -> None:
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-v")
+    assert code == 0, lines
+    assert "num_virtual_stages_per_pipeline_rank = 2" in lines
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-v", "--num-layers", "5")
+    assert code == 0, lines
+    assert "pipeline_model_parallel_layout = Et|tt|t|tL" in lines
+
+
+def test_they_are_in_the_jobs_help() -> None:
+    lines, code = launch("--help")
+    assert code == 0
+    assert "zero bubble:" in lines
+    assert any("--zero-bubble-schedule NAME" in line for line in lines)
+    assert any("--pipeline-model-parallel-size" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists those that there are"),
+        ("--use-megatron-fsdp --zero-bubble-schedule zb-h1", FSDP),
+    ],
+)
+def test_one_sentence(flags: str, sentence: str) -> None:
+    lines, code = launch(*PIPELINE, *flags.split())
+    assert lines == [f"zero-bubble: {sentence}"]
+    assert code == 1
+
+
+def test_a_script_that_is_not_there() -> None:
+    lines, code = launch(script=Path("nowhere.py"))
+    assert lines == ["zero-bubble: the first argument is the script to run, got 'nowhere.py', which is no file"]
+    assert code == 2

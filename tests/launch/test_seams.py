@@ -1,0 +1,179 @@
+"""A job gets every name back, and is refused whole where one of its names is not as known."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble.flags import parse_ours
+from tests.helpers.ranks import RankPool
+
+STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
+MODULES = (
+    "megatron.training.arguments",
+    "megatron.training.initialize",
+    "megatron.training.training",
+    "megatron.core.parallel_state",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel.layers",
+    "megatron.core.distributed.finalize_model_grads",
+)
+V = ["--zero-bubble-schedule", "zb-v"]
+
+
+def beside_the_stand_in(rank: int, test: Callable[[], None]) -> None:
+    """``test`` where ``megatron.training`` is the stand-in's; on a rank, which has megatron-core."""
+    import importlib
+
+    sys.path.insert(0, str(STAND_IN))
+    argv, sys.argv = sys.argv, ["job.py", "--pipeline-model-parallel-size", "2", *V]
+    try:
+        for name in MODULES:
+            importlib.import_module(name)
+        test()
+    finally:
+        sys.argv = argv
+        sys.path.remove(str(STAND_IN))
+        for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+            del sys.modules[name]
+
+
+def names() -> dict[str, int]:
+    return {f"{module}.{name}": id(value) for module in MODULES for name, value in vars(sys.modules[module]).items()}
+
+
+def changed(before: dict[str, int]) -> set[str]:
+    now = names()
+    return {name for name in before if now.get(name) != before[name]}
+
+
+def takes_and_gives_back() -> None:
+    from megatron.zero_bubble.patching import megatron_lm
+
+    before, said = names(), []
+    megatron_lm.install(parse_ours(V)[0], said.append)
+    try:
+        assert changed(before) == {MODULES[0] + ".add_megatron_arguments", MODULES[1] + ".validate_args"}
+        assert said == []
+        sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        taken = changed(before)
+        assert taken == {line.partition(":")[0] for line in megatron_lm.report()}
+        assert {MODULES[2] + ".get_model", MODULES[3] + ".initialize_model_parallel"} < taken
+        assert all(name.removeprefix("megatron.") in said[0] for name in taken)
+    finally:
+        megatron_lm.revert()
+    assert changed(before) == set()
+    assert megatron_lm.report() == []
+
+
+def test_every_name_comes_back(ranks: RankPool) -> None:
+    ranks.run(1, beside_the_stand_in, takes_and_gives_back)
+
+
+def refuses(spoil: Callable[[Any], None], sentence: str) -> None:
+    from megatron.zero_bubble.patching import SeamError, megatron_lm
+
+    with pytest.MonkeyPatch.context() as patch:
+        spoil(patch)
+        before = names()
+        with pytest.raises(SeamError, match=sentence):
+            megatron_lm.install(parse_ours(V)[0])
+        assert changed(before) == set()
+
+
+def refuses_a_changed_signature() -> None:
+    def spoil(patch: Any) -> None:
+        patch.setattr(f"{MODULES[2]}.get_model", lambda provider: provider)
+
+    refuses(
+        spoil, MODULES[2], r"training\.training\.get_model must accept model_provider_func, model_type in this order"
+    )
+
+
+def refuses_a_missing_name() -> None:
+    refuses(
+        lambda patch: patch.delattr(f"{MODULES[0]}.add_megatron_arguments"),
+        "megatron.training.arguments has no add_megatron_arguments, which zero-bubble training replaces",
+    )
+
+
+def refuses_an_unknown_version() -> None:
+    refuses(
+        lambda patch: patch.setattr("megatron.core.__version__", "0.21.0"),
+        r"knows the seams of megatron-core 0\.13, 0\.14, .*, 0\.20; this is 0\.21\.0; install a known one",
+    )
+
+
+@pytest.mark.parametrize(
+    "test", [refuses_a_changed_signature, refuses_a_missing_name, refuses_an_unknown_version], ids=lambda t: t.__name__
+)
+def test_refused_before_the_job_starts(ranks: RankPool, test: Callable[[], None]) -> None:
+    ranks.run(1, beside_the_stand_in, test)
+
+
+def refuses_the_job(flags: list[str], sentence: str) -> None:
+    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.patching import megatron_lm
+
+    pipeline = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", "2"]
+    sys.argv = ["job.py", *pipeline, *flags]
+    megatron_lm.install(parse_ours(flags)[0])
+    try:
+        with pytest.raises(JobError) as caught:
+            sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+    finally:
+        megatron_lm.revert()
+    assert str(caught.value) == sentence
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (
+            "--zero-bubble-schedule zb-h1 --pipeline-model-parallel-size 1",
+            (
+                "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size 1; "
+                "raise it or drop the schedule"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
+            ("schedule 'zb-v' has 2 stages a rank; got 3; leave the number out"),
+        ),
+        (
+            "--zero-bubble-schedule zb-h1 --delay-wgrad-compute",
+            (
+                "zero-bubble schedules need delay_wgrad_compute=False because it defers W a second time; got True; "
+                "drop --delay-wgrad-compute"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-v --mtp-num-layers 1",
+            (
+                "zero-bubble schedules of this placement need --mtp-num-layers to be off, because Megatron has "
+                "multi-token prediction on the last rank; got 1; drop it"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-v --save x --ckpt-format torch",
+            (
+                "checkpoints of --ckpt-format torch are files of ranks, and this schedule has its stages on other "
+                "ranks; give --ckpt-format torch_dist"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 2",
+            (
+                "the schedule has 1 stage a rank, the job 2; drop --num-layers-per-virtual-pipeline-stage, "
+                "--num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout"
+            ),
+        ),
+    ],
+)
+def test_jobs_that_the_schedule_cannot_be_for(ranks: RankPool, flags: str, sentence: str) -> None:
+    ranks.run(1, beside_the_stand_in, functools.partial(refuses_the_job, flags.split(), sentence))
