@@ -23,6 +23,7 @@ class Use:
     name: str
     log: list[str]
     gathers: bool = False
+    num_elements: int = 1
 
     def prefetch(self) -> None:
         self.log.append(f"fetch {self.name}")

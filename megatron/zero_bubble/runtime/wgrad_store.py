@@ -3,6 +3,9 @@
 A deferred gradient is a value that knows how to compute and accumulate itself; the store only keeps them by the pass
 they belong to. One store serves all the stages of a rank.
 
+A source of gradients that delays them by a rule of its own (TransformerEngine) delays those of an unsplit backward too:
+they are put for a W that runs right behind it.
+
 The W's at the end of an iteration may be grouped by weight: the same gradients in the same order for every weight, but
 one weight is ready after the other, so that data parallelism reduces the first while the last are computed (Zero
 Bubble paper, appendix A).
@@ -25,7 +28,14 @@ class Deferred(Protocol):
     """The weight gradient of one use of one weight in one microbatch."""
 
     @property
-    def weight(self) -> torch.nn.Parameter: ...
+    def weight(self) -> torch.nn.Parameter:
+        """Says which gradients belong together; the first of several that one call computes."""
+        ...
+
+    @property
+    def num_elements(self) -> int:
+        """Of all that it computes."""
+        ...
 
     @property
     def gathers(self) -> bool:
@@ -65,6 +75,22 @@ class Accumulator(Protocol):
         ...
 
 
+class Source(Protocol):
+    """What puts gradients in and keeps a queue of its own behind them."""
+
+    def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """These run the iteration that comes."""
+        ...
+
+    def settle(self) -> None:
+        """A backward is over: what autograd accumulated since the last one is its own."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything that was put in."""
+        ...
+
+
 class _Entry(NamedTuple):
     origin: Pass
     deferred: Deferred
@@ -80,21 +106,46 @@ class WgradStore:
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
         self._stored: dict[Pass, list[_Entry]] = {}
+        self._sources: list[Source] = []
         self._current: Pass | None = None
+        self._is_split = False
+
+    def attach(self, source: Source) -> None:
+        """Tell ``source`` from now on what the store is told."""
+        self._sources.append(source)
+
+    def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """These model chunks run the iteration that comes.
+
+        Raises:
+            JobError: a source cannot serve them.
+        """
+        for source in self._sources:
+            source.watch(chunks)
+
+    @property
+    def current(self) -> Pass | None:
+        """The W that a gradient belongs to which is put now; None outside the passes of a schedule."""
+        return self._current
 
     @property
     def deferring(self) -> bool:
         """Whether the pass that runs now has a W of its own, so that linears leave their weight gradient here."""
-        return self._current is not None
+        return self._is_split
 
     @contextmanager
-    def defer(self, work: Pass) -> Iterator[None]:
-        """Within the F and the B of a split microbatch: linears defer, and B's gradients are stored for its W."""
-        self._current = Pass(work.stage, Kind.W, work.microbatch, work.slice)
+    def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
+        """Within the F and the B of a split microbatch: linears defer, and B's gradients are stored for its W.
+
+        With ``split=False``, within an unsplit backward: only what sources put is stored, for a W right behind it.
+        """
+        self._current, self._is_split = Pass(work.stage, Kind.W, work.microbatch, work.slice), split
         try:
             yield
+            for source in self._sources:
+                source.settle()
         finally:
-            self._current = None
+            self._current, self._is_split = None, False
 
     def put(self, deferred: Deferred) -> None:
         """Store a gradient for the W of the pass that runs now."""
@@ -109,7 +160,7 @@ class WgradStore:
         last_first = sorted(entries, key=lambda entry: entry.origin != works[-1])
         order = {weight: i for i, weight in enumerate(dict.fromkeys(id(e.deferred.weight) for e in last_first))}
         entries.sort(key=lambda entry: order[id(entry.deferred.weight)])
-        sizes = [entry.deferred.weight.numel() for entry in entries]
+        sizes = [entry.deferred.num_elements for entry in entries]
         for entry, before, size in zip(entries, accumulate(sizes, initial=0), sizes, strict=False):
             share = (2 * before + size) * len(works) // (2 * sum(sizes))  # where its middle lies
             self._stored.setdefault(works[share], []).append(entry)
@@ -156,6 +207,8 @@ class WgradStore:
         """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""
         self._stored.clear()
         self._accumulator.clear()
+        for source in self._sources:
+            source.clear()
 
     def __len__(self) -> int:
         return sum(map(len, self._stored.values())) + len(self._accumulator)
