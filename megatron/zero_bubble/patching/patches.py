@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.patching import core_0_16
+from megatron.zero_bubble.patching import core_0_16, transformer_engine
 from megatron.zero_bubble.patching.seam import Seam
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.platforms import select
@@ -41,7 +41,7 @@ class _Patches:
     """Replaced names with their originals, in the order of replacement."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Seam, ModuleType, Callable[..., Any]]] = []
+        self._replaced: list[tuple[Seam, ModuleType | type, Callable[..., Any]]] = []
         self._close: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
@@ -50,16 +50,16 @@ class _Patches:
     def replace(self, replacements: list[_Replacement], close: Callable[[], None]) -> None:
         """Check every seam first, then replace all of them: nothing is left half done; ``close`` comes with revert."""
         resolved = [(seam, make, *seam.resolve()) for seam, make in replacements]
-        for seam, make, module, original in resolved:
-            setattr(module, seam.name, make(original))
-            self._replaced.append((seam, module, original))
+        for seam, make, holder, original in resolved:
+            setattr(holder, seam.attribute, make(original))
+            self._replaced.append((seam, holder, original))
         self._close = close
 
     def revert(self) -> None:
         close, self._close = self._close, lambda: None
         while self._replaced:
-            seam, module, original = self._replaced.pop()
-            setattr(module, seam.name, original)
+            seam, holder, original = self._replaced.pop()
+            setattr(holder, seam.attribute, original)
         close()
 
     def report(self) -> list[str]:
@@ -101,7 +101,13 @@ def apply(
             (seams.LAST_STAGE, lambda original: last_stage_of(placement_on, original)),
             (seams.TIED_GRADIENTS, add_tied_gradients),
         ]
-    _replace(replacements, pipeline.close)
+    engine = transformer_engine.split(pipeline.store)
+
+    def close() -> None:
+        engine.close()
+        pipeline.close()
+
+    _replace([*replacements, *engine.replacements], close)
     return pipeline
 
 
