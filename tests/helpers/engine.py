@@ -175,7 +175,8 @@ class Linear(TransformerEngineBaseModule):
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         tokens = x.reshape(-1, x.shape[-1])
-        y = self._multiply(tokens, [len(tokens)], is_first_microbatch).view(*x.shape[:-1], -1)
+        y = self._multiply(tokens, [len(tokens)], is_first_microbatch)
+        y = y.view(*x.shape[:-1], y.shape[-1])
         return (y, self.bias if self.use_bias else None) if self.return_bias else y
 
 
