@@ -6,18 +6,21 @@ it: see ``tests/gpu/test_transformer_engine.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import engine
-from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers.faults import Fault, train_with_faults
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 
 OVERLAP = "--overlap-grad-reduce --no-align-grad-reduce --ddp-bucket-size 1000"
-
 # Layout, microbatches, fused accumulation, fp8, flags.
 ROWS = {
     "tied": (Layout(2), 3, False, False, ""),
@@ -104,25 +107,34 @@ def with_engine(spec: Any) -> Any:
     return spec
 
 
+@contextmanager
+def engine_layers(fused: bool, fp8: bool) -> Iterator[None]:
+    """Models are built of these linears."""
+    from megatron.zero_bubble.training import model
+
+    make = model._layer_spec
+    with engine.installed(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_Wrapper, "fused", fused)
+        patch.setattr(_Wrapper, "fp8_layers", fp8)
+        patch.setattr(model, "_layer_spec", lambda *args: with_engine(make(*args)))
+        yield
+
+
 def train_with_engine(
     rank: int, flags: str, schedules: Sequence[str | None], fused: bool, fp8: bool
 ) -> tuple[list[Outcome], list[str], int]:
     """The training; what was reported as replaced, and how many weight gradients went through the store."""
     from megatron.zero_bubble import patching
     from megatron.zero_bubble.runtime.transformer_engine import DelayedGradient
-    from megatron.zero_bubble.training import model
 
-    make, run, reported, ran = model._layer_spec, DelayedGradient.run, [], []
+    run, reported, ran = DelayedGradient.run, [], []
 
     def counted(self: DelayedGradient) -> None:
         reported[:] = patching.report()
         ran.append(self)
         run(self)
 
-    with engine.installed(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_Wrapper, "fused", fused)
-        patch.setattr(_Wrapper, "fp8_layers", fp8)
-        patch.setattr(model, "_layer_spec", lambda *args: with_engine(make(*args)))
+    with engine_layers(fused, fp8), pytest.MonkeyPatch.context() as patch:
         patch.setattr(DelayedGradient, "run", counted)
         outcomes = train(rank, flags, schedules)
     return outcomes, reported, len(ran)
@@ -139,3 +151,26 @@ def test_bits_of_stock(
     for _, reported, num_ran in results:
         assert any("WeightGradStore.put" in line for line in reported)
         assert "num-experts" in options or num_ran == 5 * 3 * 4 * num_microbatches, "steps, schedules, linears"
+
+
+def test_bits_of_stock_on_a_v(ranks: RankPool) -> None:
+    layout = Layout(2, data=2, num_layers=4)
+    flags, schedules = layout.flags(3, f"--untie-embeddings-and-output-weights {OVERLAP}"), [None, "zb-v"]
+    results = ranks.run(layout.num_ranks, train_with_engine, flags, schedules, True, True, timeout=200)
+    assert_same_model([outcomes for outcomes, _, _ in results], schedules, layout)
+
+
+def train_again(rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fault], fused: bool) -> list[Outcome]:
+    with engine_layers(fused, fp8=True):
+        return train_with_faults(rank, flags, modes, faults, math.inf)
+
+
+@pytest.mark.parametrize("options, fused", [("", False), ("--bf16", True)])
+def test_iterations_that_start_anew(ranks: RankPool, options: str, fused: bool) -> None:
+    """Steps are validated by the passes of the next iteration, which run again where a step was wrong."""
+    flags = Layout(2).flags(3, f"--clip-grad 100 --zero-bubble-schedule zb-h2 --train-iters 20 {options}")
+    faults, modes = [Fault(10, 1, 0, 1e6), Fault(15, 0, 1, 1e6)], ["", "--zero-bubble-post-validation"]
+    results = ranks.run(2, train_again, flags, modes, faults, fused, timeout=200)
+    assert_same_bits(results, modes, 20)
+    counts = sum((ahead.counts for _, ahead in results), Counter())
+    assert {"ahead", "repeated"} <= counts.keys(), counts

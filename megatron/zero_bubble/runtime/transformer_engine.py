@@ -184,11 +184,9 @@ class _DelayedModule:
             bias.grad = None
 
     def clear(self) -> None:
-        """Forget what waits."""
+        """Forget what waits; gradients are zeroed by whoever starts an iteration."""
         self._latest = -1
         self._unsettled.clear()
-        for parameter in (*self.weights, *self._biases):
-            parameter.grad = None
 
 
 class TransformerEngineSplit:
@@ -201,6 +199,7 @@ class TransformerEngineSplit:
     def __init__(self, store: WgradStore) -> None:
         self._store = store
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = weakref.WeakKeyDictionary()  # by its own store
         store.attach(self)
 
@@ -273,6 +272,9 @@ class TransformerEngineSplit:
             JobError: a module was built before the split was in force.
         """
         for chunk in chunks:
+            if chunk in self._watched:
+                continue
+            self._watched.add(chunk)
             for module in chunk.modules():
                 if module not in self._built and (own := _own_class(module)) is not None and own.__name__ in SPLIT:
                     raise JobError(

@@ -142,8 +142,9 @@ class WgradStore:
         self._current, self._is_split = Pass(work.stage, Kind.W, work.microbatch, work.slice), split
         try:
             yield
-            for source in self._sources:
-                source.settle()
+            if work.kind is not Kind.F:
+                for source in self._sources:
+                    source.settle()
         finally:
             self._current, self._is_split = None, False
 
