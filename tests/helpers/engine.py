@@ -30,6 +30,12 @@ class WeightGradStore:
     def delay_wgrad_compute(self) -> bool:
         return self.enabled
 
+    def enable_delay_wgrad_compute(self) -> None:
+        self.enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self.enabled = False
+
     def put(self, tensor_list: list[Any], func: Callable[..., Any]) -> None:
         assert self.enabled
         self.context.put([tensor_list, func])

@@ -32,7 +32,7 @@ class DataParallel(torch.nn.Module):
         for name, parameter in own.items():
             parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
             parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            hook = self._hook(name, parameter)
+            hook = self._make_backward_post_hook(parameter)
             if ddp_config.delay_wgrad_compute and getattr(parameter, "skip_backward_post_hook", False):
                 owner = module.get_submodule(name.rpartition(".")[0])
                 owner.register_wgrad_accumulation_and_reduce_hooks(hook)  # type: ignore[operator]
@@ -41,7 +41,9 @@ class DataParallel(torch.nn.Module):
                 node.register_hook(hook)
                 parameter.node = node  # type: ignore[attr-defined]
 
-    def _hook(self, name: str, parameter: Any) -> Callable[..., None]:
+    def _make_backward_post_hook(self, parameter: Any) -> Callable[..., None]:
+        (name,) = [name for name, own in self.module.named_parameters() if own is parameter]
+
         def hook(*unused: Any) -> None:
             assert parameter.grad is not None, "overlap_grad_reduce"
             if not parameter.grad_added_to_main_grad:
@@ -119,9 +121,8 @@ class Run:
             with nullcontext() if store is None else store.defer(work, split):
                 y.backward(y.detach().cos())
             self.input_grads[work.microbatch] = x.grad
-        if store is not None and work.kind in (Kind.W, Kind.BW):
-            w = work._replace(kind=Kind.W)
-            store.run(w, lambda origin: origin.microbatch != LAST, self.ddp.no_sync)
+        if store is not None and work.kind is Kind.W:
+            store.run(work, lambda origin: origin.microbatch != LAST, self.ddp.no_sync)
 
 
 @contextmanager
@@ -210,6 +211,9 @@ def test_what_waits_is_counted_in_bytes() -> None:
         assert all(p.grad is None for p in own.ddp.parameters()), "no stand-ins as large as the weights"
         (entry,) = store._stored[Pass(0, Kind.W, 0)]
         assert entry.deferred.num_elements == 2 * IN * OUT
+        del entry
+        own.passes("W0 F1 BW1")
+        assert not len(store), "an unsplit backward leaves nothing"
 
 
 @pytest.mark.parametrize("model", [Layers, Experts])  # fp8: only then TransformerEngine gives such biases a gradient

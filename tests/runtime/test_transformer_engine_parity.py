@@ -19,6 +19,7 @@ from tests.helpers import engine
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
+from tests.runtime.test_fused_wgrad import train_half_split
 
 OVERLAP = "--overlap-grad-reduce --no-align-grad-reduce --ddp-bucket-size 1000"
 # Layout, microbatches, fused accumulation, fp8, flags.
@@ -150,7 +151,18 @@ def test_bits_of_stock(
     assert_same_bits([outcomes for outcomes, _, _ in results], schedules)
     for _, reported, num_ran in results:
         assert any("WeightGradStore.put" in line for line in reported)
-        assert "num-experts" in options or num_ran == 5 * 3 * 4 * num_microbatches, "steps, schedules, linears"
+        assert "num-experts" in options or num_ran == 5 * 2 * 4 * num_microbatches, "steps, schedules with W, linears"
+
+
+def train_mixed(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
+    with engine_layers(fused=True, fp8=True):
+        return train_half_split(rank, flags, train, schedules)
+
+
+def test_split_and_unsplit_backwards_of_a_weight(ranks: RankPool) -> None:
+    layout = Layout(2, data=2)
+    flags, schedules = layout.flags(4, f"--untie-embeddings-and-output-weights {OVERLAP}"), [None, "1f1b"]
+    assert_same_bits(ranks.run(layout.num_ranks, train_mixed, flags, schedules, timeout=200), schedules)
 
 
 def test_bits_of_stock_on_a_v(ranks: RankPool) -> None:

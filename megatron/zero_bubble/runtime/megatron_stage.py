@@ -173,10 +173,7 @@ class MegatronStage:
         if not split:
             self._store.join()
         with self._believing(), self._store.defer(work, split):
-            x_grad = schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
-        if not split:  # TransformerEngine's modules know split backwards only
-            self.backward_weight(work._replace(kind=Kind.W))
-        return x_grad
+            return schedules.backward_step(x, y, grad, get_model_type(self._model), self._step.config)
 
     def backward_weight(self, work: Pass) -> None:
         if self._sync is None or not self._sync.enabled:

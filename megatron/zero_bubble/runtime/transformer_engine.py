@@ -4,14 +4,14 @@ Built with ``delay_wgrad_compute=True``, a ``Linear``, ``LayerNormLinear`` or ``
 weight gradient into a queue of its own in its backward, and ``backward_dw`` computes the oldest in it by the call that
 an undelayed backward makes (TransformerEngine 2.8 to 2.20, ``pytorch/module``: ``_common.WeightGradStore``,
 ``base.TransformerEngineBaseModule.backward_dw``). So W is theirs, FP8 included, and has the bits of an undelayed run;
-this module says when. TransformerEngine expects each W before the next B of its module. Three things let the B's of
-other microbatches lie in between:
+this module says when.
 
-* a put tells our ``WgradStore``, which runs the queue in its order: as a microbatch's own W, or right behind an unsplit
-  backward;
-* what autograd accumulates at B stays with the W of that microbatch: the gradient of a bias that is added outside, or
-  reduced before the quantization;
+* A put tells our ``WgradStore``, which runs the queue in its order.
+* TransformerEngine expects each W before the next B of its module. Others may lie in between, since what autograd
+  accumulates at B is kept with the W of that microbatch: the gradient of a bias that is added outside, or that is
+  reduced before the quantization.
 * megatron-core's DDP leaves its hooks to ``backward_dw``, as its own ``delay_wgrad_compute`` makes it.
+* Within an unsplit backward the delay is off, and the hooks are called where DDP has them without it.
 
 Nothing here imports TransformerEngine. ``patching`` puts ``build``, ``put`` and ``wrap`` in their places.
 """
@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ class _DelayedModule:
     def __init__(self, module: Any) -> None:
         self._module = weakref.ref(module)
         self._backward_dw: Callable[[Any], None] = _own_class(module).backward_dw  # past Megatron's wrappers of it
+        self._accumulated: list[Any] = []
         self._unsettled: list[DelayedGradient] = []
         self._latest = -1
         self._biases: list[torch.nn.Parameter] = []
@@ -116,6 +118,19 @@ class _DelayedModule:
             for bias in self._biases:
                 bias.skip_backward_post_hook = False  # type: ignore[attr-defined]
             self._biases = []
+
+    def hook(self, make_hook: Callable[[torch.nn.Parameter], Callable[[], None]], waits: Callable[[], bool]) -> None:
+        """Call the hooks of data parallelism where autograd accumulates as well, but for a backward that ``waits``."""
+
+        def unless_it_waits(hook: Callable[[], None], *_: Any) -> None:
+            if not waits():
+                hook()
+
+        for parameter in (*self.weights, *self._biases):
+            if parameter.requires_grad:
+                node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node.register_hook(functools.partial(unless_it_waits, make_hook(parameter)))
+                self._accumulated.append(node)  # autograd keeps it weakly
 
     def use(self, operands: list[Any], microbatch: int) -> DelayedGradient:
         """Its backward is about to put ``operands`` into its queue.
@@ -201,6 +216,7 @@ class TransformerEngineSplit:
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
         self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = weakref.WeakKeyDictionary()  # by its own store
+        self._waits = True
         store.attach(self)
 
     def build(self, original: Callable[..., None]) -> Callable[..., None]:
@@ -262,6 +278,8 @@ class TransformerEngineSplit:
                 original(ddp, config, ddp_config, module, *args, **named)
             finally:
                 ddp_config.delay_wgrad_compute = before
+            for one in delayed:
+                one.hook(ddp._make_backward_post_hook, lambda: self._waits)
 
         return init
 
@@ -283,10 +301,23 @@ class TransformerEngineSplit:
                         "built before"
                     )
 
-    def settle(self) -> None:
+    @contextmanager
+    def backward(self, split: bool) -> Iterator[None]:
         """See ``wgrad_store.Source``."""
-        for module in self._delayed.values():
-            module.settle()
+        if split:
+            yield
+            for module in self._delayed.values():
+                module.settle()
+            return
+        for queue in self._delayed:
+            queue.disable_delay_wgrad_compute()
+        self._waits = False
+        try:
+            yield
+        finally:
+            self._waits = True
+            for queue in self._delayed:
+                queue.enable_delay_wgrad_compute()
 
     def clear(self) -> None:
         """See ``wgrad_store.Source``; drops TransformerEngine's own queues."""

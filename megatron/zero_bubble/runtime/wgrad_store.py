@@ -3,9 +3,6 @@
 A deferred gradient is a value that knows how to compute and accumulate itself; the store only keeps them by the pass
 they belong to. One store serves all the stages of a rank.
 
-A source of gradients that delays them by a rule of its own (TransformerEngine) delays those of an unsplit backward too:
-they are put for a W that runs right behind it.
-
 The W's at the end of an iteration may be grouped by weight: the same gradients in the same order for every weight, but
 one weight is ready after the other, so that data parallelism reduces the first while the last are computed (Zero
 Bubble paper, appendix A).
@@ -15,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -82,8 +79,8 @@ class Source(Protocol):
         """These run the iteration that comes."""
         ...
 
-    def settle(self) -> None:
-        """A backward is over: what autograd accumulated since the last one is its own."""
+    def backward(self, split: bool) -> AbstractContextManager[None]:
+        """Around a backward; ``split`` says whether it has a W of its own."""
         ...
 
     def clear(self) -> None:
@@ -108,7 +105,6 @@ class WgradStore:
         self._stored: dict[Pass, list[_Entry]] = {}
         self._sources: list[Source] = []
         self._current: Pass | None = None
-        self._is_split = False
 
     def attach(self, source: Source) -> None:
         """Tell ``source`` from now on what the store is told."""
@@ -125,28 +121,29 @@ class WgradStore:
 
     @property
     def current(self) -> Pass | None:
-        """The W that a gradient belongs to which is put now; None outside the passes of a schedule."""
+        """The W that a gradient belongs to which is put now, if any."""
         return self._current
 
     @property
     def deferring(self) -> bool:
         """Whether the pass that runs now has a W of its own, so that linears leave their weight gradient here."""
-        return self._is_split
+        return self._current is not None
 
     @contextmanager
     def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
         """Within the F and the B of a split microbatch: linears defer, and B's gradients are stored for its W.
 
-        With ``split=False``, within an unsplit backward: only what sources put is stored, for a W right behind it.
+        With ``split=False``, within an unsplit backward: nothing is stored.
         """
-        self._current, self._is_split = Pass(work.stage, Kind.W, work.microbatch, work.slice), split
+        w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
+        self._current = w if split else None
         try:
-            yield
-            if work.kind is not Kind.F:
-                for source in self._sources:
-                    source.settle()
+            with ExitStack() as sources:
+                for source in self._sources if work.kind is not Kind.F else ():
+                    sources.enter_context(source.backward(split))
+                yield
         finally:
-            self._current, self._is_split = None, False
+            self._current = None
 
     def put(self, deferred: Deferred) -> None:
         """Store a gradient for the W of the pass that runs now."""
