@@ -171,12 +171,17 @@ class Linear(TransformerEngineBaseModule):
         return_bias: bool = False,
         params_dtype: Any = None,
         parameters_split: Any = None,
+        parallel_mode: Any = None,
+        ub_overlap_ag: bool = False,
+        ub_bulk_dgrad: bool = False,
         ub_bulk_wgrad: bool = False,
         delay_wgrad_compute: bool = False,
     ) -> None:
         shape = (in_features, out_features)
         super().__init__([""], shape, fuse_wgrad_accumulation, bias, return_bias, params_dtype)
         self.return_bias = return_bias
+        self.ub_bulk_dgrad = ub_bulk_dgrad and parallel_mode == "column"
+        self.ub_overlap_ag_dgrad = ub_overlap_ag and parallel_mode == "row"
         self.delay(delay_wgrad_compute, ub_bulk_wgrad)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:

@@ -292,6 +292,16 @@ def bulk_reduction(store: WgradStore) -> None:
     engine.Linear(IN, OUT, ub_bulk_wgrad=True)
 
 
+def inputs_in_a_shared_buffer(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, parallel_mode="row", ub_bulk_dgrad=True)
+    engine.Linear(IN, OUT, parallel_mode="column", ub_bulk_dgrad=True)
+
+
+def gradients_in_a_shared_buffer(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, parallel_mode="column", ub_overlap_ag=True)
+    engine.Linear(IN, OUT, parallel_mode="row", ub_overlap_ag=True)
+
+
 def outside_of_a_schedule(store: WgradStore) -> None:
     Run(Layers, False, store).ddp.module(torch.ones(2, IN, requires_grad=True), 0).sum().backward()
 
@@ -320,7 +330,9 @@ def a_bias_used_alone(store: WgradStore) -> None:
 @pytest.mark.parametrize(
     "train, sentence",
     [
-        (bulk_reduction, r"--tp-comm-overlap with tp_comm_bulk_wgrad=True; add --disable"),
+        (bulk_reduction, r"of --tp-comm-overlap; got tp_comm_bulk_wgrad=True; .* \(--disable-tp-comm-bulk-wgrad\)"),
+        (inputs_in_a_shared_buffer, "got tp_comm_bulk_dgrad=True; set it to False"),
+        (gradients_in_a_shared_buffer, "got tp_comm_overlap_ag=True; set it to False"),
         (outside_of_a_schedule, "outside of one, where no W would compute its weight gradient"),
         (without_data_parallelism, "Linear has none; wrap the model in it"),
         (a_later_microbatch_first, "that of microbatch 1 before it; sort the backwards"),

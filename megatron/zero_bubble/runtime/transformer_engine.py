@@ -33,6 +33,14 @@ SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
 keeps its W in B."""
 
+_OVERLAPS = {
+    "ub_bulk_wgrad": "tp_comm_bulk_wgrad",
+    "ub_bulk_dgrad": "tp_comm_bulk_dgrad",
+    "ub_overlap_ag_dgrad": "tp_comm_overlap_ag",
+}
+"""Overlaps that a weight gradient cannot wait for, by Megatron's names: the first is computed with another's reduction;
+the others gather its operands into a buffer that the next layer overwrites."""
+
 
 class DelayedGradient:
     """The weight gradients of one use of a TransformerEngine module: the entry of its queue with the same number.
@@ -227,16 +235,13 @@ class TransformerEngineSplit:
         @functools.wraps(original)
         def init(module: Any, *args: Any, **options: Any) -> None:
             ours = "delay_wgrad_compute" not in options and options.get("parameters_split") is None
-            if ours and options.get("ub_bulk_wgrad"):
-                raise JobError(
-                    "TransformerEngine cannot delay a weight gradient whose reduction it overlaps in bulk; got "
-                    "--tp-comm-overlap with tp_comm_bulk_wgrad=True; add --disable-tp-comm-bulk-wgrad"
-                )
             if ours:
+                _check_overlaps(options.get)
                 options["delay_wgrad_compute"] = True
             original(module, *args, **options)
             self._built.add(module)
             if ours:
+                _check_overlaps(functools.partial(getattr, module))
                 self._delayed[module.wgrad_store] = _DelayedModule(module)
 
         return init
@@ -345,6 +350,16 @@ class _Closed:
 
     def empty(self) -> bool:
         return True
+
+
+def _check_overlaps(value_of: Callable[[str, bool], Any]) -> None:
+    """Raises JobError where one of ``_OVERLAPS`` is on."""
+    for name, option in _OVERLAPS.items():
+        if value_of(name, False):
+            raise JobError(
+                "TransformerEngine's weight gradients can wait for W only where their operands are not in the buffers "
+                f"of --tp-comm-overlap; got {option}=True; set it to False (--disable-{option.replace('_', '-')})"
+            )
 
 
 def _homeless() -> JobError:
