@@ -227,6 +227,46 @@ class GroupedLinear(TransformerEngineBaseModule):
         self._take(tensor_list[2], bias_grads)
 
 
+class DataParallel(torch.nn.Module):
+    """As megatron-core's: ``main_grad``, its hook where autograd or the module calls it, and what becomes ready."""
+
+    def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module, self.is_last = module, False
+        self.ready: list[str] = []
+        own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        for name, parameter in own.items():
+            parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
+            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            hook = self._make_backward_post_hook(parameter)
+            if ddp_config.delay_wgrad_compute and getattr(parameter, "skip_backward_post_hook", False):
+                owner = module.get_submodule(name.rpartition(".")[0])
+                owner.register_wgrad_accumulation_and_reduce_hooks(hook)  # type: ignore[operator]
+            else:
+                node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+                node.register_hook(hook)
+                parameter.node = node  # type: ignore[attr-defined]
+
+    def _make_backward_post_hook(self, parameter: Any) -> Callable[..., None]:
+        (name,) = [name for name, own in self.module.named_parameters() if own is parameter]
+
+        def hook(*unused: Any) -> None:
+            assert parameter.grad is not None, "overlap_grad_reduce"
+            if not parameter.grad_added_to_main_grad:
+                parameter.main_grad.add_(parameter.grad)
+            parameter.grad = None
+            if self.is_last:
+                self.ready.append(name)
+
+        return hook
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self.is_last = self.is_last, False
+        yield
+        self.is_last = before
+
+
 _PLACES: dict[str, list[type]] = {
     "_common": [WeightGradStore],
     "base": [TransformerEngineBaseModule],

@@ -22,45 +22,6 @@ LAST = 3
 SPLIT_ORDER = "F0 F1 F2 F3 B0 B1 W0 B2 B3 W1 W2 W3"
 
 
-class DataParallel(torch.nn.Module):
-    """As megatron-core's: ``main_grad``, its hook where autograd or the module calls it, and what becomes ready."""
-
-    def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module, self.is_last, self.ready = module, False, []
-        own = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        for name, parameter in own.items():
-            parameter.main_grad = torch.zeros(parameter.shape)  # type: ignore[attr-defined]
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
-            hook = self._make_backward_post_hook(parameter)
-            if ddp_config.delay_wgrad_compute and getattr(parameter, "skip_backward_post_hook", False):
-                owner = module.get_submodule(name.rpartition(".")[0])
-                owner.register_wgrad_accumulation_and_reduce_hooks(hook)  # type: ignore[operator]
-            else:
-                node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                node.register_hook(hook)
-                parameter.node = node  # type: ignore[attr-defined]
-
-    def _make_backward_post_hook(self, parameter: Any) -> Callable[..., None]:
-        (name,) = [name for name, own in self.module.named_parameters() if own is parameter]
-
-        def hook(*unused: Any) -> None:
-            assert parameter.grad is not None, "overlap_grad_reduce"
-            if not parameter.grad_added_to_main_grad:
-                parameter.main_grad.add_(parameter.grad)
-            parameter.grad = None
-            if self.is_last:
-                self.ready.append(name)
-
-        return hook
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self.is_last = self.is_last, False
-        yield
-        self.is_last = before
-
-
 class Experts(torch.nn.Module):
     """Two experts; in microbatch 1 the first one has no tokens."""
 
@@ -98,7 +59,7 @@ class Run:
         for one in module.modules():
             if hasattr(one, "fp8"):
                 one.fp8 = fp8
-        self.ddp = DataParallel(None, SimpleNamespace(delay_wgrad_compute=False), module)
+        self.ddp = engine.DataParallel(None, SimpleNamespace(delay_wgrad_compute=False), module)
         self._generator = torch.Generator().manual_seed(2)
         self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.input_grads: dict[int, Any] = {}
@@ -136,7 +97,7 @@ def split() -> Iterator[WgradStore]:
         for linear in (engine.Linear, engine.LayerNormLinear, engine.GroupedLinear):
             patch.setattr(linear, "__init__", own.build(linear.__init__))
         patch.setattr(engine.WeightGradStore, "put", own.put(engine.WeightGradStore.put))
-        patch.setattr(DataParallel, "__init__", own.wrap(DataParallel.__init__))
+        patch.setattr(engine.DataParallel, "__init__", own.wrap(engine.DataParallel.__init__))
         yield store
 
 
@@ -271,19 +232,29 @@ def test_evaluation_leaves_nothing() -> None:
         assert not len(store) and own.ddp.module.second.wgrad_store.context.empty()  # type: ignore[union-attr]
 
 
-def test_an_iteration_that_starts_anew() -> None:
-    """It broke behind some of its passes; nothing of it reaches the gradients, which data parallelism zeroes."""
-    make = Layers
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_iteration_that_starts_anew(fused: bool) -> None:
+    """It broke within a backward; nothing of it reaches the gradients, which the optimizer zeroes."""
+
+    def make() -> torch.nn.Module:
+        return Layers(fuse_wgrad_accumulation=fused)
+
+    def broken_backward(run: Run) -> None:
+        with store.defer(Pass(0, Kind.B, 2)):
+            run._outputs[2][1].sum().backward()
+            raise RuntimeError("broken")
+
     expected = stock(make, SPLIT_ORDER, fp8=True)
     with split() as store:
         own = Run(make, True, store)
-        own.passes("F0 F1 F2 B0 B1 W0 B2")
-        own._outputs.clear()
+        own.passes("F0 F1 F2 B0 B1 W0")
+        with pytest.raises(RuntimeError, match="broken"):
+            broken_backward(own)
         store.clear()
         assert not len(store)
         for parameter in own.ddp.parameters():
             parameter.main_grad.zero_()
-            parameter.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            parameter.grad, parameter.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
         own._generator.manual_seed(2)
         assert_same_bits(own.passes(SPLIT_ORDER), gradients(expected))
 
@@ -321,6 +292,12 @@ def a_weight_used_elsewhere(store: WgradStore) -> None:
         run.ddp.module.second.weight.sum().backward()  # type: ignore[union-attr, operator]
 
 
+def a_weight_used_here_and_elsewhere(store: WgradStore) -> None:
+    module: Any = Run(Layers, False, store).ddp.module
+    with store.defer(Pass(0, Kind.B, 0)):
+        (module(torch.ones(2, IN, requires_grad=True), 0).sum() + module.second.weight.sum()).backward()
+
+
 def a_bias_used_alone(store: WgradStore) -> None:
     run = Run(Layers, False, store)
     with store.defer(Pass(0, Kind.B, 0)):
@@ -337,6 +314,7 @@ def a_bias_used_alone(store: WgradStore) -> None:
         (without_data_parallelism, "Linear has none; wrap the model in it"),
         (a_later_microbatch_first, "that of microbatch 1 before it; sort the backwards"),
         (a_weight_used_elsewhere, "a weight of Linear got a gradient beside"),
+        (a_weight_used_here_and_elsewhere, "a weight of Linear got a gradient beside"),
         (a_bias_used_alone, "a bias of Linear got a gradient and its weight none"),
     ],
 )
@@ -367,7 +345,7 @@ def test_who_says_itself_whether_to_delay_is_left_alone() -> None:
 
 def test_a_data_parallel_that_cannot_wait() -> None:
     with split(), pytest.raises(JobError, match=r"0\.14 or newer"):
-        DataParallel(None, SimpleNamespace(), Layers())
+        engine.DataParallel(None, SimpleNamespace(), Layers())
 
 
 def test_a_model_of_a_schedule_that_is_gone_refuses_to_train() -> None:
@@ -383,7 +361,7 @@ def test_a_model_of_a_schedule_that_is_gone_refuses_to_train() -> None:
 def test_the_users_own_choice_of_hooks_stays() -> None:
     ddp_config = SimpleNamespace(delay_wgrad_compute=False)
     with split():
-        DataParallel(None, ddp_config, Layers())
+        engine.DataParallel(None, ddp_config, Layers())
     assert ddp_config.delay_wgrad_compute is False
 
 
