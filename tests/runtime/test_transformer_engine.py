@@ -232,6 +232,16 @@ def test_evaluation_leaves_nothing() -> None:
         assert not len(store) and own.ddp.module.second.wgrad_store.context.empty()  # type: ignore[union-attr]
 
 
+def test_forwards_leave_the_gradients_of_the_last_step() -> None:
+    """Where steps are validated later, the parameters have them until then."""
+    with split() as store:
+        module: Any = Run(Layers, False, store).ddp.module
+        module.second.bias.grad = torch.ones(OUT)
+        with store.defer(Pass(0, Kind.F, 0)):
+            module(torch.ones(2, IN), 0)
+        assert module.second.bias.grad is not None
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_iteration_that_starts_anew(fused: bool) -> None:
     """It broke within a backward; nothing of it reaches the gradients, which the optimizer zeroes."""
