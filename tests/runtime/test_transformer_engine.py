@@ -238,7 +238,7 @@ def test_forwards_leave_the_gradients_of_the_last_step() -> None:
         module: Any = Run(Layers, False, store).ddp.module
         module.second.bias.grad = torch.ones(OUT)
         with store.defer(Pass(0, Kind.F, 0)):
-            module(torch.ones(2, IN), 0)
+            module(torch.ones(2, IN, requires_grad=True), 0)
         assert module.second.bias.grad is not None
 
 
