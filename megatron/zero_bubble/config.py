@@ -201,6 +201,18 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
     ),
     ("delay_wgrad_compute", False, "it defers W a second time", "drop --delay-wgrad-compute"),
     (
+        "overlap_dispatch_backward_with_experts_wgrad",
+        False,
+        "it runs the W of experts inside their B",
+        "drop --overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    (
+        "use_transformer_engine_op_fuser",
+        False,
+        "fused operations compute the weight gradients of modules whose gradients wait for W",
+        "drop --use-transformer-engine-op-fuser",
+    ),
+    (
         "fine_grained_activation_offloading",
         False,
         "it assumes Megatron's order of chunks",

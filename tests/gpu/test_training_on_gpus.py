@@ -26,13 +26,13 @@ pytestmark = [
 ]
 
 
-def train(folder: Path, *flags: str) -> list[tuple[float, float]]:
+def train(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py") -> list[tuple[float, float]]:
     """Losses and gradient norms of five steps on two ranks."""
     metrics = folder / f"{len(list(folder.iterdir()))}.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     flags = (*FLAGS.split(), "--metrics-file", str(metrics), *flags)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([*command, str(ROOT / "scripts/pretrain_gpt.py"), *flags], env=environment, check=True)
+    subprocess.run([*command, str(ROOT / script), *flags], env=environment, check=True)
     steps = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(step["lm_loss"], step["grad_norm"]) for step in steps if step["kind"] == "train"]
 

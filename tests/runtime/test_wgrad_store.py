@@ -23,6 +23,7 @@ class Use:
     name: str
     log: list[str]
     gathers: bool = False
+    num_elements: int = 1
 
     def prefetch(self) -> None:
         self.log.append(f"fetch {self.name}")
@@ -139,3 +140,9 @@ def test_the_late_are_done_together_and_the_others_one_by_one() -> None:
 def test_a_gradient_outside_a_split_backward_is_refused() -> None:
     with pytest.raises(AssertionError, match="outside a split B"):
         WgradStore(Log([])).put(Use(WEIGHTS["a"], "a", []))
+
+
+def test_an_unsplit_backward_defers_nothing() -> None:
+    store = WgradStore(Log([]))
+    with store.defer(Pass(0, Kind.BW, 0), split=False):
+        assert not store.deferring and store.current is None

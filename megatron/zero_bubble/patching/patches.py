@@ -10,6 +10,7 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.patching import transformer_engine
 from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan_file import read_schedule_file
@@ -60,7 +61,13 @@ def apply(
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
             (seams.tied_gradients, add_tied_gradients),
         ]
-    _replace(replacements, pipeline.close)
+    engine = transformer_engine.split(pipeline.store)
+
+    def close() -> None:
+        engine.close()
+        pipeline.close()
+
+    _replace([*replacements, *engine.replacements], close)
     return pipeline
 
 

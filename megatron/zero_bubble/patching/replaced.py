@@ -20,7 +20,7 @@ class Replaced:
     """Names in the order of their replacement; the one place of the package that assigns to a foreign module."""
 
     def __init__(self) -> None:
-        self._replaced: list[tuple[Seam, ModuleType, Callable[..., Any]]] = []
+        self._replaced: list[tuple[Seam, ModuleType | type, Callable[..., Any]]] = []
         self._close: Callable[[], None] = lambda: None
 
     def __bool__(self) -> bool:
@@ -29,17 +29,17 @@ class Replaced:
     def replace(self, replacements: Iterable[Replacement], close: Callable[[], None] = lambda: None) -> None:
         """Check every seam first, then replace all of them: nothing is left half done; ``close`` comes with revert."""
         resolved = [(seam, make, *seam.resolve()) for seam, make in replacements]
-        for seam, make, module, original in resolved:
-            setattr(module, seam.name, make(original))
-            self._replaced.append((seam, module, original))
+        for seam, make, holder, original in resolved:
+            setattr(holder, seam.attribute, make(original))
+            self._replaced.append((seam, holder, original))
         self._close = close
 
     def revert(self) -> None:
         """Put the originals back, the last first."""
         close, self._close = self._close, lambda: None
         while self._replaced:
-            seam, module, original = self._replaced.pop()
-            setattr(module, seam.name, original)
+            seam, holder, original = self._replaced.pop()
+            setattr(holder, seam.attribute, original)
         close()
 
     def report(self) -> list[str]:

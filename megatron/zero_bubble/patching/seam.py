@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 
 class SeamError(RuntimeError):
@@ -16,11 +15,11 @@ class SeamError(RuntimeError):
 
 @dataclass(frozen=True)
 class Seam:
-    """A function of an upstream module.
+    """A function of an upstream module, or of one of its classes.
 
     Attributes:
         module: where the name is looked up by its callers at each call.
-        name: the function.
+        name: the function; ``Class.method`` for one that the class itself defines.
         parameters: names it must accept, in this order; it may have others between and after them.
         why: one line for ``report``.
     """
@@ -30,14 +29,21 @@ class Seam:
     parameters: tuple[str, ...]
     why: str
 
-    def resolve(self) -> tuple[ModuleType, Callable[..., Any]]:
-        """The module and its function, checked.
+    @property
+    def attribute(self) -> str:
+        """The name in what holds it."""
+        return self.name.rpartition(".")[2]
+
+    def resolve(self) -> tuple[ModuleType | type, Callable]:
+        """The module or the class that holds the function, and the function, checked.
 
         Raises:
             SeamError: the name is missing, or its signature is not the known one.
         """
-        module = importlib.import_module(self.module)
-        function = getattr(module, self.name, None)
+        holder: ModuleType | type = importlib.import_module(self.module)
+        if "." in self.name:
+            holder = getattr(holder, self.name.partition(".")[0], type(None))
+        function = getattr(holder, "__dict__", {}).get(self.attribute)
         if function is None:
             raise SeamError(
                 f"{self.module} has no {self.name}, which zero-bubble training replaces; "
@@ -50,4 +56,4 @@ class Seam:
                 f"{self.module}.{self.name} must accept {', '.join(self.parameters)} in this order; it has "
                 f"({', '.join(found)}); install a supported megatron-core (see README) or update this package"
             )
-        return module, function
+        return holder, function

@@ -104,6 +104,11 @@ class DeferredLinear:
         return (self._input,) if self._grad_output is None else (self._input, self._grad_output)
 
     @property
+    def num_elements(self) -> int:
+        """Of the weight."""
+        return self.weight.numel()
+
+    @property
     def gathers(self) -> bool:
         """Whether the input is a shard."""
         return self._tp_group is not None

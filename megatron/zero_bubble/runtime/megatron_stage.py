@@ -173,7 +173,7 @@ class MegatronStage:
             self._sync.enable()
         if not split:
             self._store.join()
-        with self._believing(), self._store.defer(work) if split else nullcontext():
+        with self._believing(), self._store.defer(work, split):
             of_type = known(schedules.backward_step, model_type=self._model_type)
             return schedules.backward_step(x, y, grad, config=self._step.config, **of_type)
 

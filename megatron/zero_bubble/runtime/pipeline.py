@@ -157,6 +157,7 @@ class Pipeline:
         else:
             with _finalized(config, groups, prepared, chunks, results, force_all_reduce):
                 self.accumulate.watch(chunks)
+                self.store.watch(chunks)
                 syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
                 # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
                 iteration.train(syncs, config.grad_sync_func is None or prepared.rank == 0, self._optimizer)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
@@ -25,7 +25,14 @@ class Deferred(Protocol):
     """The weight gradient of one use of one weight in one microbatch."""
 
     @property
-    def weight(self) -> torch.nn.Parameter: ...
+    def weight(self) -> torch.nn.Parameter:
+        """Says which gradients belong together; the first of several that one call computes."""
+        ...
+
+    @property
+    def num_elements(self) -> int:
+        """Of all that it computes."""
+        ...
 
     @property
     def gathers(self) -> bool:
@@ -65,6 +72,22 @@ class Accumulator(Protocol):
         ...
 
 
+class Source(Protocol):
+    """What puts gradients in and keeps a queue of its own behind them."""
+
+    def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """These run the iteration that comes."""
+        ...
+
+    def backward(self, split: bool) -> AbstractContextManager[None]:
+        """Around a backward; ``split`` says whether it has a W of its own."""
+        ...
+
+    def clear(self) -> None:
+        """Forget everything that was put in."""
+        ...
+
+
 class _Entry(NamedTuple):
     origin: Pass
     deferred: Deferred
@@ -80,7 +103,26 @@ class WgradStore:
     def __init__(self, accumulator: Accumulator) -> None:
         self._accumulator = accumulator
         self._stored: dict[Pass, list[_Entry]] = {}
+        self._sources: list[Source] = []
         self._current: Pass | None = None
+
+    def attach(self, source: Source) -> None:
+        """Tell ``source`` from now on what the store is told."""
+        self._sources.append(source)
+
+    def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
+        """These model chunks run the iteration that comes.
+
+        Raises:
+            JobError: a source cannot serve them.
+        """
+        for source in self._sources:
+            source.watch(chunks)
+
+    @property
+    def current(self) -> Pass | None:
+        """The W that a gradient belongs to which is put now, if any."""
+        return self._current
 
     @property
     def deferring(self) -> bool:
@@ -88,11 +130,18 @@ class WgradStore:
         return self._current is not None
 
     @contextmanager
-    def defer(self, work: Pass) -> Iterator[None]:
-        """Within the F and the B of a split microbatch: linears defer, and B's gradients are stored for its W."""
-        self._current = Pass(work.stage, Kind.W, work.microbatch, work.slice)
+    def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
+        """Within the F and the B of a split microbatch: linears defer, and B's gradients are stored for its W.
+
+        With ``split=False``, within an unsplit backward: nothing is stored.
+        """
+        w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
+        self._current = w if split else None
         try:
-            yield
+            with ExitStack() as sources:
+                for source in self._sources if work.kind is not Kind.F else ():
+                    sources.enter_context(source.backward(split))
+                yield
         finally:
             self._current = None
 
@@ -109,7 +158,7 @@ class WgradStore:
         last_first = sorted(entries, key=lambda entry: entry.origin != works[-1])
         order = {weight: i for i, weight in enumerate(dict.fromkeys(id(e.deferred.weight) for e in last_first))}
         entries.sort(key=lambda entry: order[id(entry.deferred.weight)])
-        sizes = [entry.deferred.weight.numel() for entry in entries]
+        sizes = [entry.deferred.num_elements for entry in entries]
         for entry, before, size in zip(entries, accumulate(sizes, initial=0), sizes, strict=False):
             share = (2 * before + size) * len(works) // (2 * sum(sizes))  # where its middle lies
             self._stored.setdefault(works[share], []).append(entry)
@@ -156,6 +205,8 @@ class WgradStore:
         """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""
         self._stored.clear()
         self._accumulator.clear()
+        for source in self._sources:
+            source.clear()
 
     def __len__(self) -> int:
         return sum(map(len, self._stored.values())) + len(self._accumulator)

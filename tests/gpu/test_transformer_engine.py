@@ -1,0 +1,48 @@
+"""TransformerEngine itself: W through its own delayed weight gradients has the bits of the schedules that delay none.
+
+Its attention is asked for the backend whose backward is deterministic.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.test_training_on_gpus import train
+
+ENGINE = ("--transformer-impl", "transformer_engine", "--attention-backend", "unfused", "--bf16")
+FP8 = "tests/gpu/pretrain_fp8.py"
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU that torch can use"),
+    pytest.mark.skipif(find_spec("transformer_engine") is None, reason="TransformerEngine is not installed"),
+]
+
+
+def needs_fp8(script: str) -> None:
+    if script == FP8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 arithmetic")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.parametrize("script", ["scripts/pretrain_gpt.py", FP8], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("options", [[], ["--disable-bias-linear", "--swiglu"]], ids=["bias", "no bias"])
+def test_bits_of_stock(tmp_path: Path, script: str, options: list[str]) -> None:
+    needs_fp8(script)
+    reference = train(tmp_path, *ENGINE, *options, script=script)
+    for schedule in ("1f1b", "zb-h1", "zb-h2"):
+        assert train(tmp_path, *ENGINE, *options, "--zero-bubble-schedule", schedule, script=script) == reference
+
+
+@pytest.mark.parametrize("script", ["scripts/pretrain_gpt.py", FP8], ids=["bf16", "fp8"])
+def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path, script: str) -> None:
+    """Stock megatron-core cannot do this; the reference is our own 1F1B, which runs W right behind each backward."""
+    needs_fp8(script)
+    shared = (*ENGINE, "--distributed-backend", "gloo")
+    reference = train(tmp_path, *shared, "--zero-bubble-schedule", "1f1b", script=script)
+    assert train(tmp_path, *shared, "--zero-bubble-schedule", "zb-h1", script=script) == reference

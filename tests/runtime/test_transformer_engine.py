@@ -1,0 +1,380 @@
+"""TransformerEngine's linears, split, against a stand-in for them: the bits, hooks and order of undelayed modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.runtime.gradients import FusedAccumulator
+from megatron.zero_bubble.runtime.transformer_engine import TransformerEngineSplit
+from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from tests.helpers import engine
+
+IN, OUT, TOKENS = 6, 4, 5
+LAST = 3
+SPLIT_ORDER = "F0 F1 F2 F3 B0 B1 W0 B2 B3 W1 W2 W3"
+
+
+class Experts(torch.nn.Module):
+    """Two experts; in microbatch 1 the first one has no tokens."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.linear = engine.GroupedLinear(2, IN, OUT, **options)
+
+    def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+        return self.linear(x, [0, TOKENS] if microbatch == 1 else [2, TOKENS - 2], microbatch == 0)
+
+
+class Layers(torch.nn.Module):
+    """A norm with its linear, an activation, and a linear whose bias is added outside; the first one recomputed."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.first = engine.LayerNormLinear(IN, IN, **options)
+        self.second = engine.Linear(IN, OUT, return_bias=True, **options)
+
+    def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        x = checkpoint(self.first, x, microbatch == 0, use_reentrant=True)
+        y, bias = self.second(x.tanh(), microbatch == 0)
+        return y if bias is None else y + bias
+
+
+class Run:
+    """A model behind data parallelism, and its passes; undelayed where ``store`` is None."""
+
+    def __init__(self, model: Callable[[], torch.nn.Module], fp8: bool, store: WgradStore | None) -> None:
+        torch.manual_seed(1)
+        self.store = store
+        module = model()
+        for one in module.modules():
+            if hasattr(one, "fp8"):
+                one.fp8 = fp8
+        self.ddp = engine.DataParallel(None, SimpleNamespace(delay_wgrad_compute=False), module)
+        self._generator = torch.Generator().manual_seed(2)
+        self._outputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.input_grads: dict[int, Any] = {}
+
+    def passes(self, order: str) -> dict[str, torch.Tensor]:
+        """Run ``F0 B0 W0``, with BW for an unsplit backward; returns the gradients."""
+        for word in order.split():
+            self.run(Pass(0, Kind(word[:-1]), int(word[-1])))
+        return {name: p.main_grad for name, p in self.ddp.module.named_parameters() if hasattr(p, "main_grad")}
+
+    def run(self, work: Pass) -> None:
+        split = work.kind is not Kind.BW
+        store = self.store
+        if work.kind is Kind.F:
+            x = torch.randn(TOKENS, IN, generator=self._generator).requires_grad_()
+            self._outputs[work.microbatch] = x, self.ddp.module(x, work.microbatch)
+        elif work.kind is not Kind.W:
+            x, y = self._outputs.pop(work.microbatch)
+            self.ddp.is_last = work.microbatch == LAST
+            with nullcontext() if store is None else store.defer(work, split):
+                y.backward(y.detach().cos())
+            self.input_grads[work.microbatch] = x.grad
+        if store is not None and work.kind is Kind.W:
+            store.run(work, lambda origin: origin.microbatch != LAST, self.ddp.no_sync)
+
+
+@contextmanager
+def split() -> Iterator[WgradStore]:
+    """The split in force, as ``patching`` puts it there."""
+    store = WgradStore(FusedAccumulator())
+    own = TransformerEngineSplit(store)
+    with ExitStack() as stack:
+        stack.enter_context(engine.installed())
+        patch = stack.enter_context(pytest.MonkeyPatch.context())
+        for linear in (engine.Linear, engine.LayerNormLinear, engine.GroupedLinear):
+            patch.setattr(linear, "__init__", own.build(linear.__init__))
+        patch.setattr(engine.WeightGradStore, "put", own.put(engine.WeightGradStore.put))
+        patch.setattr(engine.DataParallel, "__init__", own.wrap(engine.DataParallel.__init__))
+        yield store
+
+
+def stock(model: Callable[[], torch.nn.Module], order: str, fp8: bool = False) -> Run:
+    run = Run(model, fp8, None)
+    run.passes(" ".join(word.replace("BW", "B") for word in order.split() if word[0] != "W"))
+    return run
+
+
+def gradients(run: Run) -> dict[str, torch.Tensor]:
+    return run.passes("")
+
+
+def assert_same_bits(own: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert own.keys() == expected.keys()
+    different = [name for name, grad in own.items() if not torch.equal(grad, expected[name])]
+    assert not different, different
+    assert all(bool(grad.any()) for grad in expected.values()), "every gradient is one"
+
+
+@pytest.mark.parametrize("model", [Layers, Experts])
+@pytest.mark.parametrize("fused", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("fp8", [False, True], ids=["fp32", "fp8"])
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        SPLIT_ORDER,
+        "F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3",
+        "F0 F1 BW0 F2 BW1 F3 BW2 BW3",
+        "F0 F1 BW0 F2 B1 F3 W1 BW2 B3 W3",
+    ],
+    ids=["split", "one by one", "unsplit", "mixed"],
+)
+def test_bits_and_hooks_of_undelayed_modules(
+    model: type[torch.nn.Module], fused: bool, fp8: bool, bias: bool, order: str
+) -> None:
+    def make() -> torch.nn.Module:
+        return model(fuse_wgrad_accumulation=fused, bias=bias)
+
+    expected = stock(make, order, fp8)
+    with split() as store:
+        own = Run(make, fp8, store)
+        assert_same_bits(own.passes(order), gradients(expected))
+    assert all(torch.equal(grad, expected.input_grads[i]) for i, grad in own.input_grads.items())
+    assert sorted(own.ddp.ready) == sorted(expected.ddp.ready), "each once, in the last microbatch"
+    assert all(parameter.grad is None for parameter in own.ddp.parameters())
+    assert not len(store)
+
+
+def test_grouped_by_weight() -> None:
+    make = Layers
+    expected = stock(make, SPLIT_ORDER)
+    with split() as store:
+        own = Run(make, False, store)
+        own.passes("F0 F1 F2 F3 B0 B1 B2 B3")
+        works = [Pass(0, Kind.W, microbatch) for microbatch in range(LAST + 1)]
+        store.group(works)
+        for work in works:
+            own.run(work)
+        assert_same_bits(gradients(own), gradients(expected))
+    second, first = sorted(own.ddp.ready[-4:])[2:], sorted(own.ddp.ready[-4:])[:2]
+    assert [name.split(".")[0] for name in (*first, *second)] == ["first"] * 2 + ["second"] * 2
+
+
+def test_what_waits_is_counted_in_bytes() -> None:
+    with split() as store:
+        own = Run(lambda: Experts(fuse_wgrad_accumulation=True), False, store)
+        own.passes("F0 B0")
+        kept = sum(t.numel() for t in store.tensors(Pass(0, Kind.W, 0)))
+        assert kept == TOKENS * (IN + OUT), "input and output gradient; main_grad stays anyway"
+        assert all(p.grad is None for p in own.ddp.parameters()), "no stand-ins as large as the weights"
+        (entry,) = store._stored[Pass(0, Kind.W, 0)]
+        assert entry.deferred.num_elements == 2 * IN * OUT
+        del entry
+        own.passes("W0 F1 BW1")
+        assert not len(store), "an unsplit backward leaves nothing"
+
+
+@pytest.mark.parametrize("model", [Layers, Experts])  # fp8: only then TransformerEngine gives such biases a gradient
+def test_frozen_weights_put_nothing_and_their_biases_do_not_wait(model: type[torch.nn.Module]) -> None:
+    def make() -> torch.nn.Module:
+        module = model()
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_("linear.weight" not in name and "second.weight" not in name)
+        return module
+
+    expected = stock(make, SPLIT_ORDER, fp8=True)
+    with split() as store:
+        own = Run(make, True, store)
+        assert_same_bits(own.passes(SPLIT_ORDER), gradients(expected))
+    assert sorted(own.ddp.ready) == sorted(expected.ddp.ready)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_frozen_bias_stays_without_a_gradient(fp8: bool) -> None:
+    def make() -> torch.nn.Module:
+        module = Layers()
+        for linear in (module.first, module.second):
+            linear.bias.requires_grad_(False)
+        return module
+
+    expected = stock(make, SPLIT_ORDER, fp8)
+    with split() as store:
+        own = Run(make, fp8, store)
+        assert_same_bits(own.passes(SPLIT_ORDER), gradients(expected))
+        assert own.ddp.module.second.bias.grad is None  # type: ignore[union-attr]
+
+
+def test_a_module_used_twice_in_a_microbatch() -> None:
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = engine.Linear(IN, IN)
+
+        def forward(self, x: torch.Tensor, microbatch: int) -> torch.Tensor:
+            return self.linear(self.linear(x).tanh())
+
+    for fp8 in (False, True):
+        expected = gradients(stock(Twice, SPLIT_ORDER, fp8))
+        with split() as store:
+            own = Run(Twice, fp8, store).passes(SPLIT_ORDER)
+        for name, grad in own.items():  # autograd adds the two before the hook does
+            torch.testing.assert_close(grad, expected[name])
+
+
+def test_evaluation_leaves_nothing() -> None:
+    with split() as store:
+        own = Run(Layers, False, store)
+        with torch.no_grad():
+            own.passes("F0 F1")
+        assert not len(store) and own.ddp.module.second.wgrad_store.context.empty()  # type: ignore[union-attr]
+
+
+def test_forwards_leave_the_gradients_of_the_last_step() -> None:
+    """Where steps are validated later, the parameters have them until then."""
+    with split() as store:
+        module: Any = Run(Layers, False, store).ddp.module
+        module.second.bias.grad = torch.ones(OUT)
+        with store.defer(Pass(0, Kind.F, 0)):
+            module(torch.ones(2, IN, requires_grad=True), 0)
+        assert module.second.bias.grad is not None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_iteration_that_starts_anew(fused: bool) -> None:
+    """It broke within a backward; nothing of it reaches the gradients, which the optimizer zeroes."""
+
+    def make() -> torch.nn.Module:
+        return Layers(fuse_wgrad_accumulation=fused)
+
+    def broken_backward(run: Run) -> None:
+        with store.defer(Pass(0, Kind.B, 2)):
+            run._outputs[2][1].sum().backward()
+            raise RuntimeError("broken")
+
+    expected = stock(make, SPLIT_ORDER, fp8=True)
+    with split() as store:
+        own = Run(make, True, store)
+        own.passes("F0 F1 F2 B0 B1 W0")
+        with pytest.raises(RuntimeError, match="broken"):
+            broken_backward(own)
+        store.clear()
+        assert not len(store)
+        for parameter in own.ddp.parameters():
+            parameter.main_grad.zero_()
+            parameter.grad, parameter.grad_added_to_main_grad = None, False  # type: ignore[attr-defined]
+        own._generator.manual_seed(2)
+        assert_same_bits(own.passes(SPLIT_ORDER), gradients(expected))
+
+
+def bulk_reduction(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, ub_bulk_wgrad=True)
+
+
+def inputs_in_a_shared_buffer(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, parallel_mode="row", ub_bulk_dgrad=True)
+    engine.Linear(IN, OUT, parallel_mode="column", ub_bulk_dgrad=True)
+
+
+def gradients_in_a_shared_buffer(store: WgradStore) -> None:
+    engine.Linear(IN, OUT, parallel_mode="column", ub_overlap_ag=True)
+    engine.Linear(IN, OUT, parallel_mode="row", ub_overlap_ag=True)
+
+
+def outside_of_a_schedule(store: WgradStore) -> None:
+    Run(Layers, False, store).ddp.module(torch.ones(2, IN, requires_grad=True), 0).sum().backward()
+
+
+def without_data_parallelism(store: WgradStore) -> None:
+    with store.defer(Pass(0, Kind.B, 0)):
+        engine.Linear(IN, OUT)(torch.ones(2, IN, requires_grad=True)).sum().backward()
+
+
+def a_later_microbatch_first(store: WgradStore) -> None:
+    Run(lambda: Layers(fuse_wgrad_accumulation=True), False, store).passes("F0 F1 B1 B0")
+
+
+def a_weight_used_elsewhere(store: WgradStore) -> None:
+    run = Run(Layers, False, store)
+    with store.defer(Pass(0, Kind.B, 0)):
+        run.ddp.module.second.weight.sum().backward()  # type: ignore[union-attr, operator]
+
+
+def a_weight_used_here_and_elsewhere(store: WgradStore) -> None:
+    module: Any = Run(Layers, False, store).ddp.module
+    with store.defer(Pass(0, Kind.B, 0)):
+        (module(torch.ones(2, IN, requires_grad=True), 0).sum() + module.second.weight.sum()).backward()
+
+
+def a_bias_used_alone(store: WgradStore) -> None:
+    run = Run(Layers, False, store)
+    with store.defer(Pass(0, Kind.B, 0)):
+        run.ddp.module.second.bias.sum().backward()  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize(
+    "train, sentence",
+    [
+        (bulk_reduction, r"of --tp-comm-overlap; got tp_comm_bulk_wgrad=True; .* \(--disable-tp-comm-bulk-wgrad\)"),
+        (inputs_in_a_shared_buffer, "got tp_comm_bulk_dgrad=True; set it to False"),
+        (gradients_in_a_shared_buffer, "got tp_comm_overlap_ag=True; set it to False"),
+        (outside_of_a_schedule, "outside of one, where no W would compute its weight gradient"),
+        (without_data_parallelism, "Linear has none; wrap the model in it"),
+        (a_later_microbatch_first, "that of microbatch 1 before it; sort the backwards"),
+        (a_weight_used_elsewhere, "a weight of Linear got a gradient beside"),
+        (a_weight_used_here_and_elsewhere, "a weight of Linear got a gradient beside"),
+        (a_bias_used_alone, "a bias of Linear got a gradient and its weight none"),
+    ],
+)
+def test_refusals(train: Callable[[WgradStore], None], sentence: str) -> None:
+    with split() as store, pytest.raises(JobError, match=sentence):
+        train(store)
+
+
+def test_a_model_built_before_is_refused() -> None:
+    with engine.installed():
+        before = Layers()
+        with split() as store:
+            store.watch([Layers()])
+            with pytest.raises(JobError, match="applied before the model is built, because LayerNormLinear"):
+                store.watch([before])
+
+
+def test_who_says_itself_whether_to_delay_is_left_alone() -> None:
+    with split() as store:
+        store.watch([engine.Linear(IN, OUT, delay_wgrad_compute=False)])
+        own = engine.Linear(IN, OUT, delay_wgrad_compute=False), engine.Linear(IN, OUT, parameters_split=("q", "k"))
+        assert not any(linear.wgrad_store.delay_wgrad_compute() for linear in own)
+        theirs = engine.Linear(IN, OUT, delay_wgrad_compute=True)
+        theirs(torch.ones(2, IN, requires_grad=True)).sum().backward()
+        theirs.backward_dw()
+        assert theirs.weight.grad is not None and not len(store)
+
+
+def test_a_data_parallel_that_cannot_wait() -> None:
+    with split(), pytest.raises(JobError, match=r"0\.14 or newer"):
+        engine.DataParallel(None, SimpleNamespace(), Layers())
+
+
+def test_a_model_of_a_schedule_that_is_gone_refuses_to_train() -> None:
+    with split() as store:
+        own = Run(Layers, False, store)
+    for source in store._sources:
+        source.close()  # type: ignore[attr-defined]
+    own.store = None
+    with pytest.raises(JobError, match=r"build the model anew after revert\(\)"):
+        own.passes("F0 B0")
+
+
+def test_the_users_own_choice_of_hooks_stays() -> None:
+    ddp_config = SimpleNamespace(delay_wgrad_compute=False)
+    with split():
+        engine.DataParallel(None, ddp_config, Layers())
+    assert ddp_config.delay_wgrad_compute is False
+
+
+def test_w_out_of_order_is_refused() -> None:
+    with split() as store, pytest.raises(AssertionError, match="in the order of its B's"):
+        Run(Layers, False, store).passes("F0 F1 B0 B1 W1")
