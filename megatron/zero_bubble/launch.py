@@ -65,17 +65,26 @@ def _in_a_sentence(original: Callable[..., Any]) -> Callable[..., Any]:
     """An excepthook without a traceback for what is meant for people; ``original`` gets the rest."""
 
     def excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        from megatron.zero_bubble.patching import PatchError, SeamError
-        from megatron.zero_bubble.runtime.p2p import PeerError
-
-        if isinstance(error, (FlagError, JobError, PatchError, SeamError)):  # the same on every rank
+        if isinstance(error, (FlagError, JobError)) or _is_refusal(error):  # the same on every rank
             _say(str(error), sys.stderr)
-        elif isinstance(error, PeerError):
+        elif _is_lost_peer(error):
             print(f"zero-bubble: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
         else:
             original(kind, error, traceback)
 
     return excepthook
+
+
+def _is_refusal(error: BaseException) -> bool:
+    from megatron.zero_bubble.patching import PatchError, SeamError
+
+    return isinstance(error, (PatchError, SeamError))
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    from megatron.zero_bubble.runtime.p2p import PeerError
+
+    return isinstance(error, PeerError)
 
 
 def _prepare_device(name: str) -> bool:
