@@ -52,15 +52,6 @@ def test_our_flags_are_among_the_jobs() -> None:
     assert "zero_bubble_exact = True" in lines
 
 
-def test_a_v_has_two_stages_a_rank() -> None:
-    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-v")
-    assert code == 0, lines
-    assert "num_virtual_stages_per_pipeline_rank = 2" in lines
-    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-v", "--num-layers", "5")
-    assert code == 0, lines
-    assert "pipeline_model_parallel_layout = Et|tt|t|tL" in lines
-
-
 def test_they_are_in_the_jobs_help() -> None:
     lines, code = launch("--help")
     assert code == 0

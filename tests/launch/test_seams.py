@@ -90,9 +90,7 @@ def refuses_a_changed_signature() -> None:
     def spoil(patch: Any) -> None:
         patch.setattr(f"{MODULES[2]}.get_model", lambda provider: provider)
 
-    refuses(
-        spoil, MODULES[2], r"training\.training\.get_model must accept model_provider_func, model_type in this order"
-    )
+    refuses(spoil, r"training\.get_model must accept model_provider_func, model_type in this order")
 
 
 def refuses_a_missing_name() -> None:
@@ -114,6 +112,26 @@ def refuses_an_unknown_version() -> None:
 )
 def test_refused_before_the_job_starts(ranks: RankPool, test: Callable[[], None]) -> None:
     ranks.run(1, beside_the_stand_in, test)
+
+
+def the_job_learns_its_stages() -> None:
+    from megatron.zero_bubble.patching import megatron_lm
+
+    for more, name, value in (
+        ([], "num_virtual_stages_per_pipeline_rank", 2),
+        (["--num-layers", "5"], "pipeline_model_parallel_layout", "Et|tt|t|tL"),
+    ):
+        sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *V, *more]
+        megatron_lm.install(parse_ours(V)[0], lambda line: None)
+        try:
+            args = sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        finally:
+            megatron_lm.revert()
+        assert getattr(args, name) == value
+
+
+def test_a_v_has_two_stages_a_rank(ranks: RankPool) -> None:
+    ranks.run(1, beside_the_stand_in, the_job_learns_its_stages)
 
 
 def refuses_the_job(flags: list[str], sentence: str) -> None:

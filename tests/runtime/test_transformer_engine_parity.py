@@ -141,7 +141,13 @@ def train_with_engine(
     return outcomes, reported, len(ran)
 
 
-@pytest.mark.parametrize("layout, num_microbatches, fused, fp8, options", ROWS.values(), ids=ROWS)
+IN_FULL = {"bf16, distributed optimizer, aligned, fused accumulation", "recompute, no bias", "experts one by one"}
+PARAMETERS = [
+    pytest.param(*row, id=name, marks=[pytest.mark.full] if name in IN_FULL else []) for name, row in ROWS.items()
+]
+
+
+@pytest.mark.parametrize("layout, num_microbatches, fused, fp8, options", PARAMETERS)
 def test_bits_of_stock(
     ranks: RankPool, layout: Layout, num_microbatches: int, fused: bool, fp8: bool, options: str
 ) -> None:

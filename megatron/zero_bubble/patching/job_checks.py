@@ -52,8 +52,9 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     chunks = placement.num_stages // ranks
     if asked not in (None, chunks):
         raise JobError(
-            f"the schedule has {chunks} stages a rank, the job {asked}; drop --num-layers-per-virtual-pipeline-stage, "
-            "--num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout"
+            f"the schedule has {chunks} stage{'s' * (chunks > 1)} a rank, the job {asked}; drop "
+            "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
+            "--pipeline-model-parallel-layout"
         )
     if chunks > 1 and asked is None:
         _ask_for(chunks, placement, args)
