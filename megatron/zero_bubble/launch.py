@@ -35,16 +35,25 @@ def main(argv: Sequence[str]) -> int:
     # As `python script.py` has it: the script's folder comes first, and a checkout's megatron.core before any other.
     sys.path[0] = str(script.resolve().parent)
     sys.argv = list(argv)
-    join()
+    asked = join()
     runpy.run_path(str(script), run_name="__main__")
+    if asked:
+        from megatron.zero_bubble.patching import megatron_lm
+
+        if not megatron_lm.in_force():
+            _say(f"{script} has not validated Megatron's flags, so the schedule was never in force", sys.stderr)
+            return 1
     return 0
 
 
-def join() -> None:
+def join() -> bool:
     """Join the job whose script this process runs, before it imports megatron: ``patches/`` puts this call there.
 
     Flags are read from ``sys.argv`` and, where they are the authors' fork's, rewritten there. What is wrong with them,
     or with the job, ends the process with a sentence, here or when Megatron has validated its flags.
+
+    Returns:
+        whether a schedule is asked for.
     """
     sys.excepthook = _in_a_sentence(sys.excepthook)
     arguments, rewritten = modernize(sys.argv[1:])
@@ -52,6 +61,10 @@ def join() -> None:
     sys.argv[1:] = arguments
     for line in rewritten:
         _say(line)
+    if has_schedule(options) and any(argument.partition("=")[0] == "--yaml-cfg" for argument in arguments):
+        raise FlagError(
+            "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
+        )
     on_cpu = _prepare_device(options.zero_bubble_device)
     if not has_schedule(options):
         _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")
@@ -59,6 +72,7 @@ def join() -> None:
         from megatron.zero_bubble.patching import megatron_lm
 
         megatron_lm.install(options, _say)
+    return has_schedule(options)
 
 
 def _in_a_sentence(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -64,6 +64,10 @@ def test_they_are_in_the_jobs_help() -> None:
     ("flags", "sentence"),
     [
         ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists those that there are"),
+        (
+            "--yaml-cfg=x.yaml --zero-bubble-schedule zb-h1",
+            "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead",
+        ),
         ("--use-megatron-fsdp --zero-bubble-schedule zb-h1", FSDP),
     ],
 )
@@ -71,6 +75,29 @@ def test_one_sentence(flags: str, sentence: str) -> None:
     lines, code = launch(*PIPELINE, *flags.split())
     assert [line for line in lines if line.startswith("zero-bubble: ")] == [f"zero-bubble: {sentence}"]
     assert not any("Traceback" in line for line in lines)
+    assert code == 1
+
+
+def test_a_schedule_that_never_came_into_force() -> None:
+    script = STAND_IN / "idle.py"
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
+    assert [line for line in lines if line == "done" or line.startswith("zero-bubble")] == [
+        "done",
+        f"zero-bubble: {script} has not validated Megatron's flags, so the schedule was never in force",
+    ]
+    assert code == 1
+
+
+def test_a_script_of_something_else(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("print('done')\n")
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
+    assert [line for line in lines if line == "done" or line.startswith("zero-bubble")] == [
+        (
+            "zero-bubble: there is no megatron.training, whose get_model zero-bubble training replaces; run a script "
+            "of a checkout of Megatron-LM, or put apply() into a training loop of your own"
+        )
+    ]
     assert code == 1
 
 

@@ -114,6 +114,26 @@ def test_refused_before_the_job_starts(ranks: RankPool, test: Callable[[], None]
     ranks.run(1, beside_the_stand_in, test)
 
 
+def a_job_validates_its_flags_again() -> None:
+    from megatron.zero_bubble.patching import megatron_lm
+
+    before, said = names(), []
+    megatron_lm.install(parse_ours(V)[0], said.append)
+    try:
+        sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        once = megatron_lm.report()
+        sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        assert megatron_lm.report() == once
+        assert len(said) == 2
+    finally:
+        megatron_lm.revert()
+    assert changed(before) == set()
+
+
+def test_a_job_that_restarts_in_its_process(ranks: RankPool) -> None:
+    ranks.run(1, beside_the_stand_in, a_job_validates_its_flags_again)
+
+
 def the_job_learns_its_stages() -> None:
     from megatron.zero_bubble.patching import megatron_lm
 

@@ -33,6 +33,7 @@ from megatron.zero_bubble.runtime.placement import (
 )
 
 _job = Replaced()
+_placed = Replaced()  # what a placement needs beyond megatron-core's schedules
 
 
 def install(options: argparse.Namespace, say: Callable[[str], None] = print) -> None:
@@ -60,13 +61,23 @@ def install(options: argparse.Namespace, say: Callable[[str], None] = print) -> 
 
 def revert() -> None:
     """Give the job, and megatron-core, every name back."""
-    patches.revert()
+    _withdraw()
     _job.revert()
+
+
+def in_force() -> bool:
+    """Whether the job has validated its flags and its schedule is in its place."""
+    return bool(patches.report())
+
+
+def _withdraw() -> None:
+    _placed.revert()
+    patches.revert()
 
 
 def report() -> list[str]:
     """One line for each name that is replaced now."""
-    return [*_job.report(), *patches.report()]
+    return [*_job.report(), *_placed.report(), *patches.report()]
 
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +116,7 @@ def _refusing() -> Iterator[None]:
 
 
 def _put_in_force(config: ZeroBubbleConfig, placement: Placement, seams: Seams, say: Callable[[str], None]) -> None:
+    _withdraw()  # a job that restarts within its processes validates its flags anew
     patches.apply(config, say=say)
     if not is_megatrons_own(placement):
         builder = _Builder(placement)
@@ -114,7 +126,7 @@ def _put_in_force(config: ZeroBubbleConfig, placement: Placement, seams: Seams, 
         ]
         if seams.pipeline_group is not None:
             replacements.append((seams.pipeline_group, builder.asked_for_group))
-        _job.replace(replacements)
+        _placed.replace(replacements)
     taken = ", ".join(line.partition(":")[0].removeprefix("megatron.") for line in report())
     name = config.schedule or config.schedule_file
     say(f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {taken}")

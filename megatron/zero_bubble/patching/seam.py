@@ -40,7 +40,7 @@ class Seam:
         Raises:
             SeamError: the name is missing, or its signature is not the known one.
         """
-        holder: ModuleType | type = importlib.import_module(self.module)
+        holder: ModuleType | type = self._import()
         if "." in self.name:
             holder = getattr(holder, self.name.partition(".")[0], type(None))
         function = getattr(holder, "__dict__", {}).get(self.attribute)
@@ -57,3 +57,14 @@ class Seam:
                 f"({', '.join(found)}); install a supported megatron-core (see README) or update this package"
             )
         return holder, function
+
+    def _import(self) -> ModuleType:
+        try:
+            return importlib.import_module(self.module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
+                raise  # something that the module itself needs
+            raise SeamError(
+                f"there is no {error.name}, whose {self.name} zero-bubble training replaces; run a script of a "
+                "checkout of Megatron-LM, or put apply() into a training loop of your own"
+            ) from error
