@@ -187,6 +187,19 @@ def check_model_config(config: Any) -> None:
 
 # option, the one value that works, why, what to do about it
 _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
+    # Before 0.15 graphs have flags of their own.
+    (
+        "enable_cuda_graph",
+        False,
+        "Megatron captures its graphs in the order of its own 1F1B",
+        "drop --enable-cuda-graph",
+    ),
+    (
+        "external_cuda_graph",
+        False,
+        "Megatron captures its graphs in the order of its own 1F1B",
+        "drop --external-cuda-graph",
+    ),
     (
         "cuda_graph_impl",
         "none",

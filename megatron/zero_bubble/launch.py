@@ -2,16 +2,18 @@
 
     torchrun ... -m megatron.zero_bubble.launch pretrain_gpt.py <its arguments> --zero-bubble-schedule zb-h1
 
-Without a schedule the script runs untouched. On a machine without a GPU, or with --zero-bubble-device cpu, it runs on
-CPU ranks over gloo. Our flags are listed in the script's own --help.
+Without a schedule the script runs untouched. With --zero-bubble-device cpu, or on a machine without a GPU where the job
+asks for gloo, it runs on CPU ranks. Our flags are listed in the script's own --help.
 """
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,10 @@ from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours
 from megatron.zero_bubble.fork_flags import modernize
 
 _USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
+_ERRORS = {
+    "megatron.zero_bubble.patching": ("PatchError", "SeamError"),
+    "megatron.zero_bubble.runtime.p2p": ("PeerError",),
+}
 _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 
@@ -35,74 +41,79 @@ def main(argv: Sequence[str]) -> int:
     # As `python script.py` has it: the script's folder comes first, and a checkout's megatron.core before any other.
     sys.path[0] = str(script.resolve().parent)
     sys.argv = list(argv)
-    asked = join()
+    join()
     runpy.run_path(str(script), run_name="__main__")
-    if asked:
-        from megatron.zero_bubble.patching import megatron_lm
-
-        if not megatron_lm.in_force():
-            _say(f"{script} has not validated Megatron's flags, so the schedule was never in force", sys.stderr)
-            return 1
     return 0
 
 
-def join() -> bool:
+def join() -> None:
     """Join the job whose script this process runs, before it imports megatron: ``patches/`` puts this call there.
 
     Flags are read from ``sys.argv`` and, where they are the authors' fork's, rewritten there. What is wrong with them,
-    or with the job, ends the process with a sentence, here or when Megatron has validated its flags.
-
-    Returns:
-        whether a schedule is asked for.
+    or with the job, ends the process with a sentence, here or when Megatron has validated its flags. Processes that the
+    job starts do not join it.
     """
-    sys.excepthook = _in_a_sentence(sys.excepthook)
+    if multiprocessing.parent_process() is not None:
+        return
+    ending = _Ending(sys.excepthook)
+    sys.excepthook = ending.excepthook
     arguments, rewritten = modernize(sys.argv[1:])
     options, _ = parse_ours(arguments)
     sys.argv[1:] = arguments
     for line in rewritten:
         _say(line)
-    if has_schedule(options) and any(argument.partition("=")[0] == "--yaml-cfg" for argument in arguments):
+    if has_schedule(options) and _value_of("--yaml-cfg", arguments) is not None:
         raise FlagError(
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
         )
-    on_cpu = _prepare_device(options.zero_bubble_device)
+    on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):
         _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")
+    elif on_cpu:
+        _say("on CPU ranks, over gloo")
     if any(argument.startswith(_OURS) for argument in arguments):
         from megatron.zero_bubble.patching import megatron_lm
 
         megatron_lm.install(options, _say)
-    return has_schedule(options)
+        if has_schedule(options) and not {"-h", "--help"} & set(arguments):
+            atexit.register(ending.check, megatron_lm.in_force)
 
 
-def _in_a_sentence(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An excepthook without a traceback for what is meant for people; ``original`` gets the rest."""
+class _Ending:
+    """How the process ends: in a sentence where it is meant for people, and never silently without its schedule."""
 
-    def excepthook(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        if isinstance(error, (FlagError, JobError)) or _is_refusal(error):  # the same on every rank
-            _say(str(error), sys.stderr)
-        elif _is_lost_peer(error):
-            print(f"zero-bubble: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr, flush=True)
+    def __init__(self, original: Callable[..., Any]) -> None:
+        self._original = original
+        self._in_error = False
+
+    def excepthook(self, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        """For ``sys.excepthook``: no traceback for our refusals and for lost peers."""
+        self._in_error = True
+        if isinstance(error, (FlagError, JobError, *_imported_errors())):
+            rank = os.environ.get("RANK", "0")
+            where = "" if rank == "0" else f"rank {rank}: "
+            print(f"zero-bubble: {where}{error}", file=sys.stderr, flush=True)
         else:
-            original(kind, error, traceback)
+            self._original(kind, error, traceback)
 
-    return excepthook
-
-
-def _is_refusal(error: BaseException) -> bool:
-    from megatron.zero_bubble.patching import PatchError, SeamError
-
-    return isinstance(error, (PatchError, SeamError))
+    def check(self, in_force: Callable[[], bool]) -> None:
+        """For ``atexit``."""
+        if not self._in_error and not in_force():
+            script = sys.argv[0]
+            _say(f"{script} has not validated Megatron's flags, so the schedule was never in force", sys.stderr)
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    from megatron.zero_bubble.runtime.p2p import PeerError
+def _imported_errors() -> Iterator[type[BaseException]]:
+    """Ours that need megatron-core: where it was never imported, nothing can have raised them."""
+    for module, names in _ERRORS.items():
+        if module in sys.modules:
+            yield from (getattr(sys.modules[module], name) for name in names)
 
-    return isinstance(error, PeerError)
 
-
-def _prepare_device(name: str) -> bool:
-    """Returns whether the job runs on CPU ranks."""
+def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
+    """Returns whether the job runs on CPU ranks: by our flag, or without a GPU where the job asks for gloo. One that
+    asks for NCCL is left to say itself that a GPU is missing.
+    """
     from megatron.zero_bubble import platforms
     from megatron.zero_bubble.platforms import cpu
     from megatron.zero_bubble.platforms.megatron_lm import JOB_POINTS
@@ -111,11 +122,22 @@ def _prepare_device(name: str) -> bool:
         platform = platforms.select(name)
     except ValueError as error:
         raise FlagError(f"--zero-bubble-device {name}: {error}") from error
-    if platform.name != "cpu":
+    asked = name == "cpu" or _value_of("--distributed-backend", arguments) == "gloo"
+    if platform.name != "cpu" or not asked:
         return False  # the script chooses its GPU
     cpu.install(JOB_POINTS)
     platform.setup(int(os.environ.get("LOCAL_RANK", "0")))
     return True
+
+
+def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
+    """Of a flag of the job's, the last time it is given."""
+    value = None
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, attached = argument.partition("=")
+        if name == flag:
+            value = attached if equals else following
+    return value
 
 
 def _say(line: str, file: Any = None) -> None:

@@ -23,6 +23,7 @@ MODULES = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.distributed.finalize_model_grads",
 )
+ENDS = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"]
 V = ["--zero-bubble-schedule", "zb-v"]
 
 
@@ -140,6 +141,8 @@ def the_job_learns_its_stages() -> None:
     for more, name, value in (
         ([], "num_virtual_stages_per_pipeline_rank", 2),
         (["--num-layers", "5"], "pipeline_model_parallel_layout", "Et|tt|t|tL"),
+        (["--num-layers", "5", *ENDS], "account_for_embedding_in_pipeline_split", False),
+        (["--num-layers", "6", *ENDS], "num_virtual_stages_per_pipeline_rank", 2),
     ):
         sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *V, *more]
         megatron_lm.install(parse_ours(V)[0], lambda line: None)
@@ -172,6 +175,27 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
+        (
+            "--zero-bubble-schedule zb-h1 --hybrid-layer-pattern M-M*",
+            (
+                "zero-bubble schedules need --num-layers, which a hybrid layer pattern replaces; got 'M-M*'; train "
+                "models of other than transformer layers without a schedule"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-h1 --tensor-parallel-num-weight-shards 2",
+            (
+                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be 1, because the gradients of "
+                "weights in shards are reduced where they are computed; got 2; drop it"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-v --num-layers 5 --mtp-num-layers 1",
+            (
+                "--num-layers must be divisible by the 4 stages where there is multi-token prediction, got 5; change "
+                "it, or give --pipeline-model-parallel-layout"
+            ),
+        ),
         (
             "--zero-bubble-schedule zb-h1 --pipeline-model-parallel-size 1",
             (

@@ -79,7 +79,7 @@ FEATURES = {
     "signal-handler": Row(2, f"{_UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
     "rerun": Row(2, f"{_UNTIED} --rerun-mode validate_results --check-for-nan-in-loss-and-grad"),
 }
-IN_PLACE = ("zb-h1", "zb-h2", "zb-auto")
+IN_PLACE = ("zb-h1", "zb-h2")
 
 
 def _usable(checkout: Checkout, row: Row) -> None:
@@ -101,6 +101,19 @@ def test_the_same_lines(checkout: Checkout, name: str, schedule: str) -> None:
     row = PLAIN[name]
     _usable(checkout, row)
     _same(pretrain_gpt(checkout, row.ranks, row.flags, schedule), stock(checkout, row.ranks, row.flags))
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_same_lines_while_it_plans_and_switches(checkout: Checkout, name: str) -> None:
+    row = PLAIN[name]
+    _usable(checkout, row)
+    flags = f"{row.flags} --train-iters 60"
+    own = pretrain_gpt(checkout, row.ranks, flags, "zb-auto")
+    _same(own, stock(checkout, row.ranks, flags))
+    assert any("switched to the planned schedule" in line for line in own.of("zero-bubble: zb-auto: ")), own.text[
+        -4000:
+    ]
 
 
 @pytest.mark.full

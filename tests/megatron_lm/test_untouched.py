@@ -27,7 +27,9 @@ _VARIES = re.compile(
 
 
 def _lines(text: str) -> list[str]:
-    return sorted(_VARIES.sub("#", line) for line in text.splitlines() if "time" not in line and "elapsed" not in line)
+    """Without those that say how long something took; arguments, which Megatron prints with dots, all stay."""
+    lines = (line for line in text.splitlines() if "....." in line or not ("time" in line or "elapsed" in line))
+    return sorted(_VARIES.sub("#", line) for line in lines)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)

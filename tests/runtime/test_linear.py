@@ -9,7 +9,7 @@ import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
-from megatron.zero_bubble.runtime.linear import DeferredLinear, split_linear
+from megatron.zero_bubble.runtime.linear import DeferredLinear, Product, split_linear
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 F, B, W = (Pass(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.W))
@@ -86,3 +86,16 @@ def test_nothing_of_a_broken_w_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not len(store)
     accumulate.flush(ready=False)
     assert weight.grad is None
+
+
+def test_the_uses_of_a_microbatch_are_added_up_as_autograd_does() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
+    weight.grad = torch.full_like(weight, 256.0)
+    one = torch.ones(1, 1, dtype=torch.bfloat16)
+    accumulator = GradAccumulator()
+    for more in (True, False):
+        accumulator.hold(more)
+        accumulator.linear(Product(weight, None, one, 0.75 * one), fused=False)
+        assert len(accumulator) == more
+    # One by one, both would be lost to rounding: the neighbours of 256 are 2 apart.
+    assert weight.grad.item() == 258.0

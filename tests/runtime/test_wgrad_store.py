@@ -41,6 +41,10 @@ class Log:
 
     lines: list[str]
 
+    def hold(self, more: bool) -> None:
+        if more:
+            self.lines.append("hold")
+
     def flush(self, ready: bool) -> None:
         self.lines.append("flush ready" if ready else "flush")
 
@@ -98,7 +102,17 @@ def test_gathered_inputs_do_not_pile_up() -> None:
             store.put(Use(WEIGHTS[name], name, log, gathers))
     store.run(Pass(0, Kind.W, 0))
     ran = [line for line in log if not line.startswith("fetch")]
-    assert ran == ["run a", "flush", "run b", "run c", "flush", "run a", "flush"]
+    assert ran == ["hold", "run a", "flush", "run b", "run c", "flush", "run a", "flush"]
+
+
+def test_the_last_use_of_a_weight_in_a_microbatch_is_told_apart() -> None:
+    log: list[str] = []
+    store, works = filled(["aba", "aba"], log)
+    store.group(works)
+    for work in works:
+        store.run(work)
+    ran = [line for line in log if line.startswith(("run", "hold"))]
+    assert ran == ["hold", "run 0a", "run 0a", "hold", "run 1a", "run 1a", "run 0b", "run 1b"]
 
 
 @given(microbatches=st.lists(st.text("abc", max_size=5), min_size=1, max_size=5))

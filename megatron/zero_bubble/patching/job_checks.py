@@ -22,11 +22,14 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("use_torch_fsdp2", False, "its gradients take a way of their own"),
     ("cpu_offloading_num_layers", 0, "it assumes Megatron's order of backwards"),
     ("overlap_param_gather_with_optimizer_step", False, "it assumes Megatron's order of chunks"),
+    ("tensor_parallel_num_weight_shards", 1, "the gradients of weights in shards are reduced where they are computed"),
 )
 # The same for placements that are not Megatron's own.
 _REFUSED_ELSEWHERE: tuple[tuple[str, Any, str], ...] = (
     ("mtp_num_layers", None, "Megatron has multi-token prediction on the last rank"),
     ("init_model_with_meta_device", False, "a tied embedding is copied when the model is built"),
+    ("logits_save_dir", None, "Megatron looks for the output layer on the last rank"),
+    ("logits_load_dir", None, "Megatron looks for the output layer on the last rank"),
 )
 
 
@@ -43,6 +46,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
             f"{ranks}; raise it or drop the schedule"
         )
+    _check_hybrid(args)
     asked = _chunks_of_job(args)
     config = config_of(options, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
     if config.takes_chunks:
@@ -50,6 +54,11 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     placement = config.placement_on(ranks)
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
+    if placement.stage_to_rank[:ranks] != tuple(range(ranks)):
+        raise JobError(
+            "Megatron-LM has the first stages on ranks 0, 1 and so on, and asks the first of a rank's model chunks "
+            f"where it is; the schedule has them on ranks {list(placement.stage_to_rank[:ranks])}; choose another"
+        )
     if asked not in (None, chunks):
         raise JobError(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} a rank, the job {asked}; drop "
@@ -80,7 +89,7 @@ def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
         if value not in (allowed, None):
             raise JobError(
                 f"zero-bubble schedules{'' if own else ' of this placement'} need --{flag.replace('_', '-')} to be "
-                f"off, because {why}; got {value!r}; drop it"
+                f"{allowed or 'off'}, because {why}; got {value!r}; drop it"
             )
     if not own and (args.save or args.load) and args.ckpt_format == "torch":
         raise JobError(
@@ -102,15 +111,33 @@ def _chunks_of_job(args: Any) -> int | None:
     return None
 
 
+def _check_hybrid(args: Any) -> None:
+    pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    if pattern is not None:
+        raise JobError(
+            f"zero-bubble schedules need --num-layers, which a hybrid layer pattern replaces; got {pattern!r}; train "
+            "models of other than transformer layers without a schedule"
+        )
+
+
 def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
     """Have Megatron put ``chunks`` stages on a rank, of equal size or else about equal work."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is not None or last is not None or _counted_layers(args) % placement.num_stages == 0:
         args.num_virtual_stages_per_pipeline_rank = chunks
-    else:
-        args.pipeline_model_parallel_layout = balanced_layout(placement, args.num_layers)
+        return
+    if args.mtp_num_layers:
+        raise JobError(
+            f"--num-layers must be divisible by the {placement.num_stages} stages where there is multi-token "
+            f"prediction, got {args.num_layers}; change it, or give --pipeline-model-parallel-layout"
+        )
+    args.pipeline_model_parallel_layout = balanced_layout(placement, args.num_layers)
+    # The layout counts them already, and Megatron takes the one or the other.
+    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
 
 
 def _counted_layers(args: Any) -> int:
+    if args.num_layers is None:
+        raise JobError("zero-bubble schedules need --num-layers, got none; only models of one stack of layers have it")
     embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
     return int(args.num_layers) + bool(embedding) + bool(loss)

@@ -1,4 +1,4 @@
-"""The CPU platform: lets an unmodified megatron-core 0.16 train on gloo ranks with no GPU.
+"""The CPU platform: lets an unmodified megatron-core train on gloo ranks with no GPU.
 
 megatron-core names CUDA throughout: ``device=torch.cuda.current_device()``, ``device="cuda"``, ``.cuda()``, CUDA
 random states, the string ``"torch.cuda.FloatTensor"``. :func:`install` gives each of those names its CPU meaning
@@ -366,7 +366,7 @@ class _Installation:
             if original is _ABSENT and not point.optional:
                 raise RuntimeError(
                     f"the CPU platform needs {point.owner}.{point.name} ({point.why}), and this version has no such "
-                    "name; use megatron-core 0.16"
+                    "name; use a megatron-core that is known (see README)"
                 )
             setattr(owner, point.name, point.make(original))
             self._undo.append((owner, point.name, original))

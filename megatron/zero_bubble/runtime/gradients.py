@@ -31,6 +31,8 @@ class GradAccumulator:
     def __init__(self) -> None:
         self._hooks: dict[torch.nn.Parameter, Callable[[], None] | None] = {}
         self._seen: set[int] = set()
+        self._holding = False
+        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Learn the hooks of the model chunks; cheap when they are known already.
@@ -58,8 +60,20 @@ class GradAccumulator:
         assert bias is None, "upstream reduces it at B"
         if fused:
             self._by_the_jobs_kernel(weight, x, grad_output)
+            return
+        grad = grad_output.t().matmul(x)
+        if weight in self._sums:
+            grad = self._sums.pop(weight).add_(grad)
+        if self._holding:
+            self._sums[weight] = grad
         else:
-            self._add(weight, grad_output.t().matmul(x))
+            self._add(weight, grad)
+
+    def hold(self, more: bool) -> None:
+        """Whether another use of the weight of the next gradient follows, in the same microbatch: autograd adds up such
+        gradients (of the output layer under multi-token prediction) before it accumulates their sum.
+        """
+        self._holding = more
 
     def flush(self, ready: bool) -> None:
         """Accumulate what was only collected; here nothing is.
@@ -73,10 +87,11 @@ class GradAccumulator:
 
     def clear(self) -> None:
         """Forget what was collected."""
+        self._sums.clear()
 
     def __len__(self) -> int:
         """How many gradients are collected."""
-        return 0
+        return len(self._sums)
 
     def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``weight``)."""

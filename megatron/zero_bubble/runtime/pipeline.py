@@ -205,6 +205,8 @@ class Pipeline:
 
     def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> _Prepared:
         """The plan for this many microbatches: made, checked and agreed upon once."""
+        if self._group is not None and group is not self._group:
+            self.close()  # the job has laid out its ranks anew
         key = (num_microbatches, forward_only)
         if self._validates and self._optimizer is None and not forward_only:
             raise JobError(

@@ -10,7 +10,7 @@ Bubble paper, appendix A).
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
@@ -55,6 +55,10 @@ class Deferred(Protocol):
 class Accumulator(Protocol):
     """Where deferred gradients go when they run."""
 
+    def hold(self, more: bool) -> None:
+        """Whether the microbatch of the gradient that runs next has another of the same weight after it."""
+        ...
+
     def flush(self, ready: bool) -> None:
         """Accumulate what gradients that have run have only handed in; ``ready`` says to tell data parallelism."""
         ...
@@ -91,6 +95,11 @@ class Source(Protocol):
 class _Entry(NamedTuple):
     origin: Pass
     deferred: Deferred
+
+    @property
+    def use(self) -> tuple[Pass, int]:
+        """The microbatch and the weight."""
+        return self.origin, id(self.deferred.weight)
 
 
 class WgradStore:
@@ -159,8 +168,11 @@ class WgradStore:
         order = {weight: i for i, weight in enumerate(dict.fromkeys(id(e.deferred.weight) for e in last_first))}
         entries.sort(key=lambda entry: order[id(entry.deferred.weight)])
         sizes = [entry.deferred.num_elements for entry in entries]
+        share, use = 0, None
         for entry, before, size in zip(entries, accumulate(sizes, initial=0), sizes, strict=False):
-            share = (2 * before + size) * len(works) // (2 * sum(sizes))  # where its middle lies
+            if entry.use != use:  # several uses of a weight in one microbatch stay together
+                share = (2 * before + size) * len(works) // (2 * sum(sizes))  # where its middle lies
+                use = entry.use
             self._stored.setdefault(works[share], []).append(entry)
 
     def run(
@@ -177,6 +189,7 @@ class WgradStore:
             late: entered around those.
         """
         entries = deque(self._stored.pop(work, ()))
+        uses = Counter(entry.use for entry in entries)
         if entries:
             entries[0].deferred.prefetch()
         while entries:
@@ -184,9 +197,12 @@ class WgradStore:
             with late() if together else nullcontext():
                 more = True
                 while more:
-                    deferred = entries.popleft().deferred
+                    entry = entries.popleft()
+                    deferred = entry.deferred
                     if entries:
                         entries[0].deferred.prefetch()
+                    uses[entry.use] -= 1
+                    self._accumulator.hold(uses[entry.use] > 0)
                     deferred.run()
                     more = together and bool(entries) and is_late(entries[0].origin)
                     if deferred.gathers or not more:

@@ -11,6 +11,7 @@ _NUMBERS = {
     "decoder-first-pipeline-num-layers": None,
     "decoder-last-pipeline-num-layers": None,
     "mtp-num-layers": None,
+    "tensor-parallel-num-weight-shards": 1,
     "distributed-timeout-minutes": 10,
 }
 _SWITCHES = ("delay-wgrad-compute", "use-megatron-fsdp", "account-for-embedding-in-pipeline-split")
@@ -22,7 +23,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in (*_SWITCHES, "account-for-loss-in-pipeline-split"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("pipeline-model-parallel-layout", "save", "load"):
+    for name in ("pipeline-model-parallel-layout", "hybrid-layer-pattern", "save", "load"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--ckpt-format", default="torch_dist")
     return parser
