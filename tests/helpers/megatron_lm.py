@@ -29,6 +29,7 @@ BASE_FLAGS = """
     --transformer-impl local --distributed-backend gloo --position-embedding-type rope --no-rope-fusion
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --attention-backend unfused
 """
+_BY_ITERATIONS = re.compile(r"--(train-iters|lr-warmup-iters) \d+")
 _ITERATION = re.compile(r"iteration +\d+/.*nan iterations: +\d+")
 _EVALUATION = re.compile(r"validation loss.*\|")
 _TIMES = re.compile(r"(elapsed time per iteration \(ms\)|throughput per GPU \(TFLOP/s/GPU\)): [\d.]+ \| ?")
@@ -148,7 +149,9 @@ def pretrain_gpt(checkout: Checkout, num_ranks: int, flags: str, schedule: str |
     own = ["--zero-bubble-device", "cpu"]
     if schedule is not None:
         own += ["--zero-bubble-schedule", schedule, "--zero-bubble-exact"]
-    arguments = (*BASE_FLAGS.split(), *flags.split(), *own, *more)
+    # Megatron counts a run in iterations or in samples.
+    base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
+    arguments = (*base.split(), *flags.split(), *own, *more)
     return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments).run()
 
 

@@ -77,7 +77,7 @@ FEATURES = {
     "rampup": Row(2, f"{_UNTIED} --rampup-batch-size 8 4 40 --train-samples 120 --lr-decay-samples 100"),
     "evaluation": Row(2, f"{_UNTIED} --eval-interval 4 --eval-iters 2"),
     "signal-handler": Row(2, f"{_UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
-    "rerun": Row(2, f"{_UNTIED} --rerun-mode validate_results --check-for-nan-in-loss-and-grad"),
+    "rerun": Row(2, f"{_UNTIED} --rerun-mode validate_results"),
 }
 IN_PLACE = ("zb-h1", "zb-h2")
 
@@ -134,6 +134,9 @@ _MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 def _moved(checkout: Checkout, row: Row, schedule: str, folder: Path) -> None:
     _usable(checkout, row)
     flags = f"{row.flags} {_MOVING}"
+    if "--use-distributed-optimizer" in flags:
+        _usable(checkout, row._replace(since=15))
+        flags += " --dist-ckpt-optim-fully-reshardable"
     saved = stock(checkout, row.ranks, flags, ("--save", str(folder), "--save-interval", "2", "--exit-interval", "2"))
     assert "exiting program at iteration 2" in saved.text, saved.text[-2000:]
     load = ("--load", str(folder))
