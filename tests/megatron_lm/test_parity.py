@@ -134,13 +134,12 @@ _MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 def _moved(checkout: Checkout, row: Row, schedule: str, folder: Path) -> None:
     _usable(checkout, row)
     flags = f"{row.flags} {_MOVING}"
-    if "--use-distributed-optimizer" in flags:
-        _usable(checkout, row._replace(since=15))
-        flags += " --dist-ckpt-optim-fully-reshardable"
     saved = stock(checkout, row.ranks, flags, ("--save", str(folder), "--save-interval", "2", "--exit-interval", "2"))
     assert "exiting program at iteration 2" in saved.text, saved.text[-2000:]
-    load = ("--load", str(folder))
-    _same(pretrain_gpt(checkout, row.ranks, flags, schedule, load), stock(checkout, row.ranks, flags, load))
+    load = ["--load", str(folder)]
+    if "--use-distributed-optimizer" in flags:
+        load.append("--no-load-optim")  # Megatron-LM cannot load that of torch's Adam, which is all there is on a CPU
+    _same(pretrain_gpt(checkout, row.ranks, flags, schedule, load), stock(checkout, row.ranks, flags, tuple(load)))
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
