@@ -176,6 +176,17 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
     ("flags", "sentence"),
     [
         (
+            "--zero-bubble-schedule zb-h9",
+            (
+                "unknown schedule 'zb-h9'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2, "
+                "zb-v, v-half, v-min, dualpipe-v"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule-file /nowhere.json",
+            "cannot read the schedule file /nowhere.json: No such file or directory",
+        ),
+        (
             "--zero-bubble-schedule zb-h1 --hybrid-layer-pattern M-M*",
             (
                 "zero-bubble schedules need --num-layers, which a hybrid layer pattern replaces; got 'M-M*'; train "

@@ -69,15 +69,15 @@ def test_freed_memory_is_kept_on_the_cpu() -> None:
         "import resource, torch\n"
         "from megatron.zero_bubble.platforms import select\n"
         "select('cpu').setup(0)\n"
-        "for number in range(7):\n"
-        "    if number == 2: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        # The heap grows by one tensor more in the second round or the third, and then stays.
+        "for number in range(9):\n"
+        "    if number == 4: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    kept = [torch.ones(4 << 20) for _ in range(8)]\n"
         "    del kept\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    # A tensor of 16 MiB has 4096 pages, and 40 were made; where the heap is cut up, one now and then is new.
-    assert int(done.stdout) < 40 * 4096 // 4
+    assert int(done.stdout) < 4096, "a tensor of 16 MiB has as many pages, and 40 were made"
 
 
 @pytest.mark.gpu

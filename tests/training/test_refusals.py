@@ -143,7 +143,7 @@ def test_a_memory_limit_that_is_none(tmp_path: Path) -> None:
 
 
 def test_an_unknown_megatron_core(tmp_path: Path) -> None:
-    sentence = r"knows the seams of megatron-core 0\.13, .*, 0\.20; this is 0\.99\.0; install a known one"
+    sentence = "core 0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.19, 0.20; this is 0.99.0; install a known one"
     check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, another_version, sentence)
 
 
