@@ -57,7 +57,10 @@ if [[ -z "${SLURM_JOB_ID:-}" ]]; then
 fi
 
 if [[ -z "${MASTER_ADDR:-}" ]]; then
-    MASTER_ADDR="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+    # Read whole: a `head` that has its line and is gone kills an scontrol which still writes, and with it this script.
+    hosts="$(scontrol show hostnames "$SLURM_JOB_NODELIST")" ||
+        fail "needs the nodes' names from 'scontrol show hostnames $SLURM_JOB_NODELIST', which failed; set MASTER_ADDR"
+    MASTER_ADDR="${hosts%%$'\n'*}"
 fi
 # Two jobs may share node 0 where --exclusive is not granted: their ports differ as their numbers do.
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"

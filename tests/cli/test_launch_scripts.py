@@ -43,8 +43,9 @@ wait -n && wait -n
 SBATCH = """#!/usr/bin/env bash
 printf '%s\\n' "ROOT=$ZB_ROOT" "$@"
 """
+# More names than a pipe holds: a reader of the first one alone would have it killed for writing on.
 SCONTROL = """#!/usr/bin/env bash
-[[ "$*" == "show hostnames there-[1-2]" ]] && printf '127.0.0.1\\nthere-2\\n'
+[[ "$*" == "show hostnames there-[1-2]" ]] && printf '%s\\n' 127.0.0.1 there-{2..20000}
 """
 
 
@@ -195,6 +196,9 @@ def test_slurm_tells_every_node_who_it_is(stubs: Path) -> None:
     assert sorted(own for flag, own in pairwise(words) if flag == "--node-rank") == ["0", "1"]
     assert words.count("127.0.0.1") == 2 and words.count("23456") == 2
     assert words[words.index("--nproc-per-node") + 1] == "8"
+    unknown = launch("launch_slurm.sh", *JOB, **{**environment, "SLURM_JOB_NODELIST": "elsewhere-[1-2]"})
+    assert unknown.returncode == 2
+    assert "'scontrol show hostnames elsewhere-[1-2]', which failed; set MASTER_ADDR" in unknown.stderr
     wrong = launch("launch_slurm.sh", *JOB, **environment, NNODES="3")
     assert wrong.returncode == 2
     assert "NNODES must be the nodes of the allocation, 2, got 3" in wrong.stderr
