@@ -20,8 +20,9 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, costs_to_json
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.runtime.measure import Recorder, gather_timeline, median_costs
+from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 from megatron.zero_bubble.runtime.pipeline import Pipeline
+from megatron.zero_bubble.runtime.recorder import Recorder
 
 # Enough for a median, few enough to keep in memory; the end of a run is warm.
 LAST_ITERATIONS = 8
@@ -49,7 +50,7 @@ class Tracer:
         group = parallel_state.get_pipeline_model_parallel_group()
         self.recorder.start(group)
         result = passes()
-        self._timelines.append(gather_timeline(self._name, self.recorder.stop(), group))
+        self._timelines.append(gather_trace(self._name, self.recorder.stop(), group).timeline)
         return result
 
     def write(self, directory: Path) -> None:

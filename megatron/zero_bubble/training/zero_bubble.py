@@ -9,9 +9,9 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
 
-    from megatron.zero_bubble.runtime.executor import PassObserver
     from megatron.zero_bubble.runtime.pipeline import Pipeline
     from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.runtime.recorder import Recorder
 
 
 class Applied(NamedTuple):
@@ -21,12 +21,12 @@ class Applied(NamedTuple):
     pipeline: Pipeline | None
 
 
-def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = None) -> Applied:
+def apply_schedule(args: argparse.Namespace, recorder: Recorder | None = None) -> Applied:
     """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
     collective call: a schedule file that one rank cannot read stops them all.
 
     Args:
-        observer: told of every pass, of Megatron's own schedule too.
+        recorder: records every pass, of Megatron's own schedule too, in the iterations in which it is on.
 
     Raises:
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
@@ -35,12 +35,12 @@ def apply_schedule(args: argparse.Namespace, observer: PassObserver | None = Non
     from megatron.zero_bubble.training.distributed import agree
 
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
-        if observer is not None:
-            observe(observer)
+        if recorder is not None:
+            observe(recorder)
         return Applied("Megatron's own schedule", None)
     problem = pipeline = None
     try:
-        pipeline = apply(args.zero_bubble, observer)
+        pipeline = apply(args.zero_bubble, recorder=recorder)
     except (ValueError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)
