@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
@@ -48,9 +49,11 @@ class Recording:
     traces: Mapping[int, Trace]
     memory: PassMemory | None = None
 
-    def planned(self, iteration: int) -> Timeline:
-        """What the order of an iteration would have taken."""
-        return simulate(self.traces[iteration].timeline.schedule, self.costs, self.memory)
+    def compared(self, iteration: int) -> Comparison:
+        """An iteration beside what its order would have taken."""
+        trace = self.traces[iteration]
+        planned = simulate(trace.timeline.schedule, self.costs, self.memory)
+        return Comparison(iteration, planned, trace, self.costs, self.memory)
 
     @property
     def typical(self) -> int:
@@ -61,7 +64,7 @@ class Recording:
 
 def trace_to_json(recording: Recording) -> str:
     """The JSON text: what holds for all iterations, a line a key, then a line for each rank of each iteration."""
-    planned = recording.planned(recording.typical)
+    planned = recording.compared(recording.typical).planned
     schedule = planned.schedule
     costs, memory = recording.costs, recording.memory
     content: dict[str, Any] = {
@@ -113,7 +116,7 @@ def trace_from_json(text: str) -> Recording:
     if content.keys() & set(_MEMORY):
         memory = PassMemory(*(read_key(content, key, "a list of numbers, one a stage", _is_numbers) for key in _MEMORY))
     recording = Recording(costs, traces, memory)
-    recording.planned(recording.typical)  # costs and memory are for these stages, or this says what they are for
+    recording.compared(recording.typical)  # costs and memory are for these stages, or this says what they are for
     return recording
 
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.analysis.trace import Trace
-from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Pass
 
 
@@ -124,6 +124,27 @@ class Difference:
         return self.end_slack_ms + sum(link.slack_ms for link in self.chain)
 
 
+@dataclass(frozen=True)
+class Comparison:
+    """An iteration beside its plan: what is drawn.
+
+    Attributes:
+        iteration: its number in the run.
+        planned: the simulation of the measured order with ``costs``.
+        memory: what a microbatch keeps on each stage, in bytes; None where nobody counted.
+    """
+
+    iteration: int
+    planned: Timeline
+    measured: Trace
+    costs: PassCosts
+    memory: PassMemory | None = None
+
+    @cached_property
+    def difference(self) -> Difference:
+        return explain(self.planned, self.measured, self.costs)
+
+
 def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
     """The difference between a plan and an iteration of the same schedule.
 
@@ -138,11 +159,11 @@ def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
             f"a plan explains an iteration of the same order of passes; got {planned.schedule.name!r} for "
             f"{measured.timeline.schedule.name!r}; simulate the order that was measured"
         )
-    comparison = _Comparison(planned, measured, costs)
+    both = _Both(planned, measured, costs)
     return Difference(
-        tuple(comparison.rank(rank) for rank in range(len(planned.spans))),
-        tuple(reversed(list(comparison.chain()))),
-        comparison.end_slack_ms,
+        tuple(both.rank(rank) for rank in range(len(planned.spans))),
+        tuple(reversed(list(both.chain()))),
+        both.end_slack_ms,
     )
 
 
@@ -163,7 +184,7 @@ class _Input(NamedTuple):
     arrived_ms: float
 
 
-class _Comparison:
+class _Both:
     def __init__(self, planned: Timeline, measured: Trace, costs: PassCosts) -> None:
         self._planned, self._measured, self._costs = planned, measured.timeline, costs
         self._received = [{r.producer: r for r in row.receives} for row in measured.ranks]
