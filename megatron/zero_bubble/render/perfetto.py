@@ -73,12 +73,20 @@ def _measured(compared: Comparison) -> Iterator[Event]:
             start_ms = min(at_ms, ends.get(producer, at_ms))
             yield _slice(pid, SENDS, f"{producer} to rank {target}", start_ms, at_ms)
             if (producer, target) in received:
-                yield _flow("s", ids[producer, target], pid, SENDS, start_ms)
+                yield _flow("s", ids[producer, target], pid, SENDS, _us(start_ms))
         for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
             yield _slice(pid, RECEIVES, f"{producer} from rank {source}", awaited_ms, arrived_ms)
-            yield {"ph": "i", "s": "t", "pid": pid, "tid": RECEIVES, "name": f"expects {producer}", "ts": _us(posted_ms)}
+            yield {
+                "ph": "i",
+                "s": "t",
+                "pid": pid,
+                "tid": RECEIVES,
+                "name": f"expects {producer}",
+                "ts": _us(posted_ms),
+            }
             if (producer, rank) in ids:
-                yield _flow("f", ids[producer, rank], pid, RECEIVES, arrived_ms, before=True)
+                last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
+                yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
         for producer, target, start_ms, end_ms in row.settles:
             yield _slice(pid, WAITS, f"until rank {target} has {producer}", start_ms, end_ms)
         for start_ms, end_ms in row.validations:
@@ -92,9 +100,11 @@ def _sends(compared: Comparison) -> Iterator[Any]:
 
 def _passes(pid: int, row: RankTrace, difference: RankDifference) -> Iterator[Event]:
     for (p, start_ms, end_ms), step in zip(row.spans, difference.steps, strict=True):
-        why = {name: round(getattr(step, name), 4) for name in ("slow_ms", "late_ms", "host_ms", "waited_ms")}
+        why: dict[str, Any] = {
+            name: round(getattr(step, name), 4) for name in ("slow_ms", "late_ms", "host_ms", "waited_ms")
+        }
         if step.waits_for is not None:
-            why["waits_for"] = str(step.waits_for)  # type: ignore[assignment]
+            why["waits_for"] = str(step.waits_for)
         yield _slice(pid, PASSES, str(p), start_ms, end_ms, _of_pass(p) | why)
 
 
@@ -126,10 +136,9 @@ def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: 
     return event | ({"args": args} if args else {})
 
 
-def _flow(phase: str, number: int, pid: int, tid: int, at_ms: float, before: bool = False) -> Event:
-    """One end of an arrow, inside of the slice that starts, or ``before`` the end of the one that ends, at ``at_ms``."""
-    at = round(_us(at_ms) - 0.001, 3) if before else _us(at_ms)
-    event = {"ph": phase, "id": number, "pid": pid, "tid": tid, "name": "message", "cat": "message", "ts": at}
+def _flow(phase: str, number: int, pid: int, tid: int, ts: float) -> Event:
+    """One end of an arrow; it hangs on the slice that is open at ``ts``."""
+    event = {"ph": phase, "id": number, "pid": pid, "tid": tid, "name": "message", "cat": "message", "ts": ts}
     return event | ({"bp": "e"} if phase == "f" else {})
 
 

@@ -15,6 +15,8 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.costs import costs_to_json
 from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.render.html import render_html
+from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 from megatron.zero_bubble.runtime.pipeline import Pipeline
@@ -91,6 +93,8 @@ def _write(recording: Recording, directory: Path) -> None:
     files = {
         "trace.json": trace_to_json(recording),
         "timeline.svg": render_svg(typical.planned, typical.measured.timeline, titles=("planned", "measured")),
+        "timeline.html": render_html(typical),
+        "perfetto.json": render_perfetto(typical),
     }
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
