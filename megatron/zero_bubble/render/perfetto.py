@@ -20,6 +20,7 @@ from megatron.zero_bubble.ir import Pass
 
 PASSES, SENDS, RECEIVES, WAITS = range(1, 5)
 _THREADS = {PASSES: "passes", SENDS: "sends", RECEIVES: "receives", WAITS: "other waits"}
+_CAUSES = ("slow_ms", "late_ms", "host_ms", "waited_ms")
 
 Event = dict[str, Any]
 
@@ -76,14 +77,8 @@ def _measured(compared: Comparison) -> Iterator[Event]:
                 yield _flow("s", ids[producer, target], pid, SENDS, _us(start_ms))
         for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
             yield _slice(pid, RECEIVES, f"{producer} from rank {source}", awaited_ms, arrived_ms)
-            yield {
-                "ph": "i",
-                "s": "t",
-                "pid": pid,
-                "tid": RECEIVES,
-                "name": f"expects {producer}",
-                "ts": _us(posted_ms),
-            }
+            expects = {"ph": "i", "s": "t", "pid": pid, "tid": RECEIVES, "name": f"expects {producer}"}
+            yield expects | {"ts": _us(posted_ms)}
             if (producer, rank) in ids:
                 last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
                 yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
@@ -100,9 +95,7 @@ def _sends(compared: Comparison) -> Iterator[Any]:
 
 def _passes(pid: int, row: RankTrace, difference: RankDifference) -> Iterator[Event]:
     for (p, start_ms, end_ms), step in zip(row.spans, difference.steps, strict=True):
-        why: dict[str, Any] = {
-            name: round(getattr(step, name), 4) for name in ("slow_ms", "late_ms", "host_ms", "waited_ms")
-        }
+        why: dict[str, Any] = {name: round(getattr(step, name), 4) for name in _CAUSES}
         if step.waits_for is not None:
             why["waits_for"] = str(step.waits_for)
         yield _slice(pid, PASSES, str(p), start_ms, end_ms, _of_pass(p) | why)
