@@ -1,8 +1,9 @@
 """What an importer of Chrome traces relies on, checked strictly.
 
-Written after the "Trace Event Format" document (Google, 2016) and what Perfetto's importer counts as errors
-(``json_trace_parser_impl.cc``): events of the kinds X, B, E, i, C, M, s and f with their keys, slices of a thread that
-nest, arrows with both ends, each inside of a slice, numbers for counters.
+Written after the "Trace Event Format" document (Google, 2016) and what Perfetto's importer does with it or counts as an
+error (google/perfetto, ``json_trace_tokenizer.cc``, ``json_trace_parser_impl.cc``): events of the kinds X, i, C, M, s
+and f with their keys, times in us, thread numbers that are the system's, slices of a thread that nest, arrows with both
+ends, each inside of a slice that comes before it in the file, numbers for counters.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ def problems(text: str) -> list[str]:
     content = json.loads(text, parse_constant=lambda name: name)  # NaN and Infinity are no JSON
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
         return ["the trace must be an object with the list traceEvents"]
-    found = [] if content.get("displayTimeUnit") in ("ms", "ns") else ["displayTimeUnit must be ms or ns"]
+    if content.keys() != {"traceEvents"}:
+        return [f"nothing but traceEvents is read alike by all versions; got {sorted(content)}"]
     events: list[Event] = content["traceEvents"]
-    found += [f"{wrong}: {json.dumps(event)}" for event in events for wrong in _of_event(event)]
+    found = [f"{wrong}: {json.dumps(event)}" for event in events for wrong in _of_event(event)]
     if found:
         return found
     slices = defaultdict(list)
@@ -98,6 +100,10 @@ def _names(events: list[Event]) -> Iterable[str]:
     threads = {(event["pid"], event["tid"]) for event in events if event["ph"] != "M" and "tid" in event}
     yield from (f"process {pid} has no name" for pid in used if not given["process_name", pid, 0])
     yield from (f"thread {tid} of {pid} has no name" for pid, tid in threads if not given["thread_name", pid, tid])
+    homes: defaultdict[int, set[int]] = defaultdict(set)
+    for pid, tid in threads:
+        homes[tid].add(pid)
+    yield from (f"thread {tid} is of several processes" for tid in homes if len(homes[tid] | ({tid} & used)) > 1)
     yield from (
         f"{name} of {pid}, {tid} is given {count} times" for (name, pid, tid), count in given.items() if count > 1
     )
@@ -121,13 +127,15 @@ def _nesting(slices: dict[Track, list[Event]]) -> Iterable[str]:
 
 
 def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[str]:
+    place = {id(event): index for index, event in enumerate(events)}
     ends: defaultdict[tuple[str, int], dict[str, list[Event]]] = defaultdict(lambda: {"s": [], "f": []})
     for event in events:
         if event["ph"] in "sf":
             ends[event["cat"], event["id"]][event["ph"]].append(event)
             at = _ns(event["ts"])
             around = slices.get((event["pid"], event["tid"]), [])
-            if not any(_ns(each["ts"]) <= at < _ns(each["ts"]) + _ns(each["dur"]) for each in around):
+            before = (each for each in around if place[id(each)] < place[id(event)])
+            if not any(_ns(each["ts"]) <= at < _ns(each["ts"]) + _ns(each["dur"]) for each in before):
                 yield f"an end of arrow {event['id']} is in no slice"
     for (_, number), both in ends.items():
         if [len(both["s"]), len(both["f"])] != [1, 1]:

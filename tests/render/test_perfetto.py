@@ -37,33 +37,33 @@ def test_every_trace_is_without_fault(schedule: Schedule) -> None:
 def test_everything_is_where_it_belongs() -> None:
     comparison = compared()
     slices = [event for event in events(comparison) if event["ph"] == "X"]
-    # Process 2r + 1 is the plan of rank r, 2r + 2 what it did.
-    assert Counter((event["pid"], event["tid"]) for event in slices) == {
-        (1, PASSES): 6, (2, PASSES): 6, (3, PASSES): 6, (4, PASSES): 6,
-        (2, SENDS): 2, (4, SENDS): 2, (2, RECEIVES): 2, (4, RECEIVES): 2, (2, WAITS): 2,
+    # Processes 100, 300, ... are the plans of the ranks, 200, 400, ... what they did.
+    assert Counter((event["pid"], event["tid"] - event["pid"]) for event in slices) == {
+        (100, PASSES): 6, (200, PASSES): 6, (300, PASSES): 6, (400, PASSES): 6,
+        (200, SENDS): 2, (400, SENDS): 2, (200, RECEIVES): 2, (400, RECEIVES): 2, (200, WAITS): 2,
     }  # fmt: skip
-    first = next(event for event in slices if (event["pid"], event["name"]) == (2, "0F0"))
+    first = next(event for event in slices if (event["pid"], event["name"]) == (200, "0F0"))
     assert (first["ts"], first["dur"]) == (0.0, 19000.0)
     assert first["args"]["slow_ms"] == 9.0
     waited = next(event for event in slices if event["name"] == "0F0 from rank 0")
-    assert (waited["pid"], waited["ts"], waited["dur"]) == (4, 0.0, 20000.0)
-    consumer = next(event for event in slices if (event["pid"], event["name"]) == (4, "1F0"))
+    assert (waited["pid"], waited["ts"], waited["dur"]) == (400, 0.0, 20000.0)
+    consumer = next(event for event in slices if (event["pid"], event["name"]) == (400, "1F0"))
     assert consumer["args"]["waits_for"] == "0F0"
     assert consumer["args"]["late_ms"] == 9.0
-    assert {event["name"] for event in slices if event["tid"] == WAITS} == {
+    assert {event["name"] for event in slices if event["tid"] == 200 + WAITS} == {
         "until rank 1 has 0F0", "validate the optimizer step",
     }  # fmt: skip
 
 
 def test_an_arrow_for_every_message() -> None:
     arrows = Counter((event["ph"], event["pid"]) for event in events(compared()) if event["ph"] in "sf")
-    assert arrows == {("s", 2): 2, ("f", 4): 2, ("s", 4): 2, ("f", 2): 2}
+    assert arrows == {("s", 200): 2, ("f", 400): 2, ("s", 400): 2, ("f", 200): 2}
 
 
 def test_memory_is_a_counter_of_every_process() -> None:
     counters = [event for event in events(compared()) if event["ph"] == "C"]
-    assert Counter(event["pid"] for event in counters) == {1: 6, 2: 6, 3: 6, 4: 6}
-    assert [event["args"]["bytes"] for event in counters if event["pid"] == 4][:2] == [64_000_000, 16_000_000]
+    assert Counter(event["pid"] for event in counters) == {100: 6, 200: 6, 300: 6, 400: 6}
+    assert [event["args"]["bytes"] for event in counters if event["pid"] == 400][:2] == [64_000_000, 16_000_000]
 
 
 def test_without_messages_and_memory_the_passes_remain() -> None:
@@ -93,14 +93,15 @@ def index_of(**wanted: Any) -> int:
         ({"ph": "X"}, {"dur": None}, "X lacks ['dur']"),
         ({"ph": "X"}, {"dur": -1.0}, "dur must be a number of microseconds"),
         ({"ph": "X"}, {"pid": "1"}, "pid must be a whole number above 0"),
-        ({"ph": "X", "name": "0F0", "pid": 2}, {"dur": 25000.0}, "0F1 overlaps the slice before it"),
-        ({"ph": "X", "name": "0F1", "pid": 2}, {"ts": 1e6, "dur": 1.0}, "goes back in time"),
+        ({"ph": "X", "name": "0F0", "pid": 200}, {"dur": 25000.0}, "0F1 overlaps the slice before it"),
+        ({"ph": "X", "name": "0F1", "pid": 200}, {"ts": 1e6, "dur": 1.0}, "goes back in time"),
         ({"ph": "s"}, {"id": 77}, "has 1 starts and 0 ends"),
         ({"ph": "s"}, {"ts": 1e6}, "is in no slice"),
         ({"ph": "f"}, {"bp": None}, "f lacks ['bp']"),
         ({"ph": "C"}, {"args": {"bytes": "many"}}, "must count in numbers"),
-        ({"ph": "M", "name": "process_name"}, {"pid": 9}, "process 1 has no name"),
+        ({"ph": "M", "name": "process_name"}, {"pid": 9}, "process 100 has no name"),
         ({"ph": "M", "name": "thread_name"}, {"args": {}}, "thread_name must have args name"),
+        ({"ph": "X", "pid": 400}, {"tid": 201}, "thread 201 is of several processes"),
         ({"ph": "i"}, {"colour": 1}, "i has ['colour']"),
         ({"ph": "i"}, {"ph": "I"}, "a known ph"),
     ],
