@@ -167,14 +167,17 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     }
 
 
-def timed(run: Callable[[], None]) -> Callable[[], float]:
-    """Milliseconds from a start that all ranks share to the last rank's end; one machine has one monotonic clock."""
+def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) -> Callable[[], float]:
+    """Milliseconds from a start that all ranks share, after ``before``, to the last rank's end; one machine has one
+    monotonic clock.
+    """
     import torch
     import torch.distributed as dist
 
     from megatron.zero_bubble.runtime.emulate import sleep_until
 
     def iteration_ms() -> float:
+        before()
         start = torch.tensor(time.perf_counter() + HEAD_START_S, dtype=torch.float64)
         dist.broadcast(start, 0)
         sleep_until(start.item())

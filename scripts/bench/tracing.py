@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -76,6 +77,7 @@ class _Variant:
         self._like = torch.zeros(options.kib * 1024 // 4)
         self._stage = SleepingStage(self.schedule, self.costs, tuple(self._like.shape))
         self._recorder, self._marks = Recorder(select("cpu")), list[Marks]()
+        self.start_ms: list[float] = []
         self._group = dist.group.WORLD
         transport.open(self._plan.channels)
 
@@ -85,12 +87,17 @@ class _Variant:
 
         execute(self._plan, self._stage, self._transport, self._like)
 
+    def start(self) -> None:
+        """Begin to record: the ranks meet, which they would do in the iteration's first messages."""
+        assert self._group is not None
+        started = time.perf_counter()
+        self._recorder.start(self._group)
+        self.start_ms.append((time.perf_counter() - started) * 1e3)
+
     def recorded(self) -> None:
-        """The same, recorded; that the ranks meet before is part of what it costs."""
+        """The same iteration, recorded."""
         from megatron.zero_bubble.runtime.emulate import execute
 
-        assert self._group is not None
-        self._recorder.start(self._group)
         execute(self._plan, self._stage, self._transport, self._like, recorder=self._recorder)
         self._marks.append(self._recorder.stop())
 
@@ -114,12 +121,13 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     transport = Transport(dist.group.WORLD, ())
     variants = {name: _Variant(name, options, transport) for name in options.only}
     runs = {name: timed(variant.plain) for name, variant in variants.items()}
-    runs |= {name + RECORDED: timed(variant.recorded) for name, variant in variants.items()}
+    runs |= {name + RECORDED: timed(variant.recorded, variant.start) for name, variant in variants.items()}
     times = ranks.interleaved(runs, options.rounds)
     rows = {}
     for name, variant in variants.items():
         recording = variant.gather(options.rounds)
         rows[name] = _row(times[name], times[name + RECORDED], recording)
+        rows[name]["start_ms"] = median(variant.start_ms)
         if options.trace is not None and dist.get_rank() == 0:
             options.trace.mkdir(parents=True, exist_ok=True)
             (options.trace / f"{name}.json").write_text(trace_to_json(recording), encoding="utf-8")
@@ -153,12 +161,14 @@ def _print(options: argparse.Namespace, rows: dict[str, dict[str, float]]) -> No
         f"{options.kib} KiB a message, medians of {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
     )
     print("  the chain: what of measured minus planned is slow passes, transfers, host gaps and slack, in ms")
-    print("  schedule           planned ms   wall ms   recorded ms   recording   bubble: wall   trace   apart at most")
+    print(
+        "  schedule           planned ms   wall ms   recorded ms   recording   bubble: wall   trace   apart at most   meeting ms"
+    )
     for name, row in rows.items():
         print(
             f"  {name:<17}  {row['planned_ms']:10.1f}  {row['plain_ms']:8.1f}  {row['recorded_ms']:12.1f}"
             f"  {row['overhead']:+10.2%}  {row['wall_bubble']:13.2%}  {row['trace_bubble']:6.2%}  {row['apart']:14.2%}"
-            f"   chain {row['slow_ms']:+.1f} {row['transfer_ms']:+.1f} {row['host_ms']:+.1f} {row['slack_ms']:+.1f}"
+            f"  {row['start_ms']:11.2f}   chain {row['slow_ms']:+.1f} {row['transfer_ms']:+.1f} {row['host_ms']:+.1f} {row['slack_ms']:+.1f}"
         )
 
 

@@ -17,9 +17,10 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import JobError, ZeroBubbleConfig
-from megatron.zero_bubble.flags import add_flags, has_schedule
+from megatron.zero_bubble.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.patching import job_checks, patches
+from megatron.zero_bubble.patching.job_trace import JobTrace
 from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 from megatron.zero_bubble.runtime.placement import (
@@ -100,7 +101,8 @@ def _validated(
         validated = validate_args(args, *defaults, **more_defaults)
         with _refusing():
             job_checks.check(args, config, placement)
-            _put_in_force(config, placement, seams, say)
+            trace = JobTrace(options, args, say) if records(options) else None
+            _put_in_force(config, placement, seams, say, trace)
         return validated
 
     return validate
@@ -115,9 +117,14 @@ def _refusing() -> Iterator[None]:
         raise JobError(str(error)) from error
 
 
-def _put_in_force(config: ZeroBubbleConfig, placement: Placement, seams: Seams, say: Callable[[str], None]) -> None:
+def _put_in_force(
+    config: ZeroBubbleConfig, placement: Placement, seams: Seams, say: Callable[[str], None], trace: JobTrace | None
+) -> None:
     _withdraw()  # a job that restarts within its processes validates its flags anew
-    patches.apply(config, say=say)
+    if trace is None:
+        patches.apply(config, say=say)
+    else:
+        patches.apply(config, say=say, recorder=trace.recorder, around=trace.around)
     if not is_megatrons_own(placement):
         builder = _Builder(placement)
         replacements: list[Replacement] = [
