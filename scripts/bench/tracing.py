@@ -155,21 +155,30 @@ def _row(plain: list[float], recorded: list[float], recording: Any) -> dict[str,
     }
 
 
+_COLUMNS = (
+    ("planned_ms", "{:.1f}", "planned ms"),
+    ("plain_ms", "{:.1f}", "not recorded ms"),
+    ("recorded_ms", "{:.1f}", "recorded ms"),
+    ("overhead", "{:+.2%}", "recording"),
+    ("start_ms", "{:.2f}", "meeting ms"),
+    ("wall_bubble", "{:.2%}", "bubble: wall"),
+    ("trace_bubble", "{:.2%}", "trace"),
+    ("apart", "{:.2%}", "apart at most"),
+)
+_CAUSES = ("slow_ms", "transfer_ms", "host_ms", "slack_ms")
+
+
 def _print(options: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
     print(
         f"\nP={options.num_ranks}, M={options.num_microbatches}, {options.pass_ms:g} ms of F, B and W a rank, "
         f"{options.kib} KiB a message, medians of {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
     )
-    print("  the chain: what of measured minus planned is slow passes, transfers, host gaps and slack, in ms")
-    print(
-        "  schedule           planned ms   wall ms   recorded ms   recording   bubble: wall   trace   apart at most   meeting ms"
-    )
+    print(f"  {'schedule':<17}" + "".join(f"   {title}" for _, _, title in _COLUMNS))
     for name, row in rows.items():
-        print(
-            f"  {name:<17}  {row['planned_ms']:10.1f}  {row['plain_ms']:8.1f}  {row['recorded_ms']:12.1f}"
-            f"  {row['overhead']:+10.2%}  {row['wall_bubble']:13.2%}  {row['trace_bubble']:6.2%}  {row['apart']:14.2%}"
-            f"  {row['start_ms']:11.2f}   chain {row['slow_ms']:+.1f} {row['transfer_ms']:+.1f} {row['host_ms']:+.1f} {row['slack_ms']:+.1f}"
-        )
+        print(f"  {name:<17}" + "".join(f"   {form.format(row[key]):>{len(title)}}" for key, form, title in _COLUMNS))
+    print("  recorded minus planned along the critical chain: slow passes, transfers, host gaps, slack, in ms")
+    for name, row in rows.items():
+        print(f"  {name:<17}" + "".join(f"   {row[key]:+10.1f}" for key in _CAUSES))
 
 
 if __name__ == "__main__":
