@@ -90,12 +90,12 @@ def test_the_tables_say_where_the_difference_comes_from() -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
-    from selenium.webdriver import ActionChains
-    from selenium.webdriver.common.by import By
-
     file = tmp_path / "timeline.html"
     file.write_text(page(), encoding="utf-8")
     with browser(dark=dark) as driver:
+        from selenium.webdriver import ActionChains
+        from selenium.webdriver.common.by import By
+
         driver.get(file.as_uri())
         canvas, tip = driver.find_element(By.ID, "timeline"), driver.find_element(By.ID, "tip")
         assert not tip.is_displayed()

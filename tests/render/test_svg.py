@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megatron.zero_bubble import Kind, PassCosts, Placement, Schedule, Timeline, build, simulate
+from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, Timeline, build, simulate
 from megatron.zero_bubble.render.svg import render_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -89,3 +89,21 @@ def test_titles_must_match() -> None:
         render_svg(timeline("1f1b", 1, 1), titles=("a", "b"))
     with pytest.raises(ValueError, match="got 0 timelines"):
         render_svg()
+
+
+def test_memory_is_drawn_below() -> None:
+    """A step a pass; what the last rank keeps at most is two microbatches of the three that rank 0 does."""
+    drawn = timeline("zb-h1", 2, 3)
+    memory = PassMemory.uniform(drawn.schedule.placement, 2.0**30, 2.0**29)
+    root = parse(render_svg(drawn, drawn, titles=("planned", "measured"), memory=memory, width=900))
+    titles = [element.text for element in root.iter(f"{SVG}text") if element.get("class") == "title"]
+    assert titles[2] == "kept by microbatches, each rank up to 2 GiB"
+    curves = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "kept"]
+    assert [curve.count("V") for curve in curves] == [9 + 1, 9 + 1]
+    lines = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "due"]
+    assert [f"{line}V" for line in lines] == [curve[: len(line) + 1] for curve, line in zip(curves, lines, strict=True)]
+    heights = [[float(y) for y in re.findall(r"V([\d.]+)", line)] for line in lines]
+    ends = [float(line.split()[1].partition("H")[0]) for line in lines]
+    assert [row[-1] for row in heights] == ends, "nothing is kept at the end"
+    assert [end - min(row) for end, row in zip(ends, heights, strict=True)] == [28, 28 * 1.5 / 2]
+    assert max(max(row) for row in heights) <= float(root.get("height", "0"))

@@ -9,7 +9,7 @@ from pathlib import Path
 from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
-from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.render.svg import draw_comparison
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.trace_file import Recording, read_trace_file
 
@@ -46,10 +46,6 @@ def _chosen(recording: Recording, iteration: int | None) -> Comparison:
     return recording.compared(number)
 
 
-def _svg(compared: Comparison) -> str:
-    return render_svg(compared.planned, compared.measured.timeline, titles=("planned", "measured"))
-
-
 def _text(compared: Comparison) -> str:
     """Both headlines, and a line for every cause and every rank."""
     difference = compared.difference
@@ -77,6 +73,6 @@ def _text(compared: Comparison) -> str:
 _FORMATS: dict[str, Callable[[Comparison], str]] = {
     "text": _text,
     "html": render_html,
-    "svg": _svg,
+    "svg": draw_comparison,
     "perfetto": render_perfetto,
 }

@@ -15,6 +15,7 @@ from megatron.zero_bubble.analysis.kept import kept
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
+from megatron.zero_bubble.render.text import in_bytes
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -66,7 +67,7 @@ def _summary(compared: Comparison) -> str:
     schedule, planned, measured = compared.planned.schedule, compared.planned, compared.measured.timeline
     error_ms = max(row.clock_error_ms for row in compared.measured.ranks)
     return (
-        f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches. Planned at the measured pass times "
+        f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches. Planned "
         f"{planned.makespan_ms:,.1f} ms, bubble {planned.bubble_rate('makespan'):.1%} of the makespan and "
         f"{planned.bubble_rate('span'):.1%} of the span; measured {measured.makespan_ms:,.1f} ms, "
         f"{measured.bubble_rate('makespan'):.1%} and {measured.bubble_rate('span'):.1%}. "
@@ -109,7 +110,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         }
         most = max(amount for curve in curves["planned"] for _, amount in curve)
         data["kept"] = {**curves, "most": most}
-        data["titles"]["kept"] = f"kept by microbatches, each rank up to {_bytes(most)}; dashed: as planned"
+        data["titles"]["kept"] = f"kept by microbatches, each rank up to {in_bytes(most)}; dashed: as planned"
     return data
 
 
@@ -206,10 +207,3 @@ def _idle(timeline: Timeline, rank: int) -> float:
 
 def _signed(value: float) -> str:
     return f"{value + 0.0:+,.2f}" if abs(value) >= 0.005 else "0"
-
-
-def _bytes(amount: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= size:
-            return f"{amount / size:.3g} {unit}"
-    return f"{amount:.0f} bytes"

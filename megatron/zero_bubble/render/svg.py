@@ -11,27 +11,36 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.analysis.kept import Kept, kept
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Kind
-from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.render.text import headline, in_bytes
 
 COLOURS = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
 MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW fused backward"}
 _STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
     ".title{font-size:15px;font-weight:600;fill:#111827}.mb{font-size:10px;fill:#fff;text-anchor:middle}"
+    ".kept{fill:#a7bff5}.due{fill:none;stroke:#111827;stroke-dasharray:3 3}"
     ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
     + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in COLOURS.items())
 )
 _LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
+_CURVE = 34
+"""Height of a rank's memory, in pixels."""
 _DIGIT = 6.5
 """Width of a digit of a microbatch number, in pixels."""
 
 
-def render_svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 1200) -> str:
+def render_svg(
+    *timelines: Timeline, titles: Sequence[str] = (), memory: PassMemory | None = None, width: int = 1200
+) -> str:
     """The drawing of one or more timelines, each from its own start, ``width`` pixels wide.
 
-    ``titles`` are put before each timeline's name, for example ``("planned", "measured")``.
+    ``titles`` are put before each timeline's name, for example ``("planned", "measured")``. With ``memory``, in bytes,
+    what every rank keeps is drawn below: filled for the last timeline, dashed for the first.
 
     Raises:
         ValueError: without timelines, or when titles are given but not one a timeline.
@@ -48,6 +57,10 @@ def render_svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 12
         body, height = _panel(timeline, title, scale, top)
         bodies.append(body)
         top += height
+    if memory is not None:
+        body, height = _kept_panel(timelines[0], timelines[-1], memory, scale, top)
+        bodies.append(body)
+        top += height
     height = round(top + _FOOTER)
     kinds = {span.pass_.kind for timeline in timelines for row in timeline.spans for span in row}
     return (
@@ -58,6 +71,12 @@ def render_svg(*timelines: Timeline, titles: Sequence[str] = (), width: int = 12
         + _legend([kind for kind in Kind if kind in kinds], top + 42)
         + "</svg>\n"
     )
+
+
+def draw_comparison(compared: Comparison) -> str:
+    """A recorded iteration: planned above measured, and what every rank keeps."""
+    measured = compared.measured.timeline
+    return render_svg(compared.planned, measured, titles=("planned", "measured"), memory=compared.memory)
 
 
 def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[str, float]:
@@ -90,6 +109,31 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
         # Later chunks of the same rank are paler.
         yield f'<path class="{kind.value}" fill-opacity="{1 - 0.5 * chunk / chunks:.3g}" d="{"".join(path)}"/>'
     yield "".join(labels) + "\n"
+
+
+def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: float, top: float) -> tuple[str, float]:
+    """A curve a rank, and the height they take."""
+    curves, dashed = kept(last, memory), kept(first, memory)
+    most = max(step.amount for curve in curves for step in curve)
+    title = f"kept by microbatches, each rank up to {in_bytes(most)}"
+    lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{title}</text>\n']
+    for rank in range(len(curves)):
+        y = top + _HEADER - 8 + rank * _CURVE
+        bottom = y + _CURVE - 6
+        lines.append(f'<text class="rank" x="{_LEFT - 8}" y="{y + _CURVE / 2 + 1:g}">rank {rank}</text>')
+        filled = _steps(curves[rank], last, scale, bottom, (_CURVE - 6) / most)
+        lines.append(f'<path class="kept" d="{filled}V{bottom:g}z"/>')
+        line = _steps(dashed[rank], first, scale, bottom, (_CURVE - 6) / most)
+        lines.append(f'<path class="due" d="{line}"/>\n')
+    return "".join(lines), _HEADER + len(curves) * _CURVE
+
+
+def _steps(curve: Sequence[Kept], timeline: Timeline, scale: float, bottom: float, height: float) -> str:
+    """The path of a curve, from nothing at the start to what is kept at the end of everything."""
+    steps = "".join(
+        f"H{_LEFT + (at - timeline.start_ms) * scale:.2f}V{bottom - amount * height:.2f}" for at, amount in curve
+    )
+    return f"M{_LEFT} {bottom:g}{steps}H{_LEFT + timeline.makespan_ms * scale:.2f}"
 
 
 def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:

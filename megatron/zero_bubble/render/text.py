@@ -43,6 +43,14 @@ def headline(timeline: Timeline) -> str:
     )
 
 
+def in_bytes(amount: float) -> str:
+    """Three digits and a unit."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount:.0f} bytes"
+
+
 def _label(timeline: Timeline, p: Pass) -> str:
     one_stage_a_rank = timeline.schedule.num_stages == timeline.schedule.num_ranks
     return str(p).removeprefix(str(p.stage)) if one_stage_a_rank else str(p)

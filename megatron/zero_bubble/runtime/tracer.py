@@ -16,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.costs import costs_to_json
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
-from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.render.svg import draw_comparison
 from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.recorder import Marks, Recorder
@@ -98,7 +98,7 @@ def _write(recording: Recording, directory: Path) -> None:
     typical = recording.compared(recording.typical)
     files = {
         "trace.json": trace_to_json(recording),
-        "timeline.svg": render_svg(typical.planned, typical.measured.timeline, titles=("planned", "measured")),
+        "timeline.svg": draw_comparison(typical),
         "timeline.html": render_html(typical),
         "perfetto.json": render_perfetto(typical),
     }

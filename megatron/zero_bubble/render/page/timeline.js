@@ -139,7 +139,7 @@ function drawPasses(panel, ink) {
       const text = String(pass[MICROBATCH]);
       // By the planned length, so that either all passes of a kind have a number or none.
       const due = places.get(label(pass)).planned;
-      if (6.5 * text.length < 0.97 * (x(due[END]) - x(due[START])) && panel.row > 12) {
+      if (6.5 * text.length + 2 < 0.97 * (x(due[END]) - x(due[START])) && panel.row > 12) {
         context.fillStyle = ink.label;
         context.fillText(text, from + drawn / 2, top + panel.row / 2 + 3.5);
       }
