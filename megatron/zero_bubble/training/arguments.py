@@ -101,6 +101,7 @@ def _add_measurements(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measurements").add_argument
     add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
     add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
+    add("--zero-bubble-log-bubble", action="store_true", help="measured and planned bubble, and counts of steps")
     add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation")
 
 

@@ -324,10 +324,11 @@ def _check_schedule(args: argparse.Namespace) -> None:
             "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
             f"{args.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
         )
-    if args.zero_bubble_wgrad_stream and (args.zero_bubble_trace or args.zero_bubble_record_costs):
+    timing = (args.zero_bubble_trace, args.zero_bubble_record_costs, args.zero_bubble_log_bubble)
+    if args.zero_bubble_wgrad_stream and any(timing):
         raise UsageError(
             "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
-            "--zero-bubble-trace and --zero-bubble-record-costs; drop one of them"
+            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble; drop one of them"
         )
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
