@@ -51,9 +51,9 @@ class Trainer:
     Attributes:
         device: where this rank computes.
         vocab_size: size of the embedding; token ids lie below.
-        meter: measures the bubble of every iteration, for the log.
         around_passes: called as ``around_passes(iteration, passes)`` for every training iteration; it calls
             ``passes()``, which runs the forward and backward passes, and returns its result. For measurements.
+        meter: measures the bubble of every iteration, for the log.
     """
 
     args: argparse.Namespace
@@ -64,8 +64,8 @@ class Trainer:
     vocab_size: int
     state: TrainState
     progress: Progress
-    meter: BubbleMeter | None = None
     around_passes: Callable[[int, Callable[[], Reports]], Reports] = lambda _iteration, passes: passes()
+    meter: BubbleMeter | None = None
     _unfinished: deque[_Iteration] = field(default_factory=deque)
     _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
     _saved: int | None = None

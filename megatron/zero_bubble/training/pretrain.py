@@ -137,7 +137,7 @@ def _train_rank(
     reporting = launch.rank == launch.world_size - 1
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
-        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter)
+        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter=meter)
         if tracer:
             trainer.around_passes = tracer.around_passes
         if state.iteration < args.train_iters:
