@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.zero_bubble.config import ZeroBubbleConfig
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class FlagError(ValueError):
@@ -26,6 +29,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
     add("--zero-bubble-wgrad-stream", action="store_true", help="compute them beside the passes that follow (GPU)")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
+
+
+def iterations(text: str) -> tuple[range, ...]:
+    """Numbers and ranges of iterations, both ends included: ``10-12,50``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    matches = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
+    ranges = [range(int(m[1]), int(m[2] or m[1]) + 1) for m in matches if m]
+    if len(ranges) < len(matches) or not all(some and some[0] for some in ranges):
+        raise argparse.ArgumentTypeError(
+            f"iterations are numbers from 1 on and ranges of them, such as 10-12,50; got {text!r}"
+        )
+    return tuple(ranges)
 
 
 def has_schedule(options: argparse.Namespace) -> bool:

@@ -330,6 +330,11 @@ def _check_schedule(args: argparse.Namespace) -> None:
             "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
             "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble; drop one of them"
         )
+    if args.zero_bubble_trace_iterations and not (args.zero_bubble_trace or args.zero_bubble_record_costs):
+        raise UsageError(
+            "--zero-bubble-trace-iterations says which iterations to record, got nowhere to write them; give "
+            "--zero-bubble-trace DIR"
+        )
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
@@ -363,7 +368,7 @@ def _place_stages(args: argparse.Namespace) -> None:
         args.zero_bubble = config_of(
             args,
             args.virtual_pipeline_model_parallel_size,
-            measure_memory=args.zero_bubble_record_costs is not None,
+            measure_memory=args.zero_bubble_record_costs is not None or args.zero_bubble_trace is not None,
             peer_timeout_s=args.distributed_timeout_minutes * 60,
         )
         args.placement = args.zero_bubble.placement_on(args.pipeline_model_parallel_size)

@@ -97,14 +97,16 @@ def _train_rank(
     """Build and train on a rank that has joined the others."""
     with quiet():
         from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
-        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer, trace
+        from megatron.zero_bubble.runtime.tracer import Tracer
+        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
         from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead
 
     tracer = None
     if args.zero_bubble_trace or args.zero_bubble_record_costs:
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-        tracer = trace.Tracer(platform, name, args.train_iters, may_end_early=args.exit_interval is not None)
+        may_end_early = args.exit_interval is not None
+        tracer = Tracer(platform, name, args.train_iters, args.zero_bubble_trace_iterations, may_end_early)
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
     applied = apply_schedule(args, tracer.recorder if tracer else None, meter)
     if launch.rank == 0:
@@ -148,10 +150,9 @@ def _train_rank(
         finally:
             if applied.pipeline:
                 applied.pipeline.stop_planning()
-        if tracer and args.zero_bubble_trace:
-            tracer.write(Path(args.zero_bubble_trace))
-        if tracer and args.zero_bubble_record_costs and applied.pipeline:
-            tracer.write_costs(Path(args.zero_bubble_record_costs), applied.pipeline)
+        if tracer:
+            directory, file = (Path(p) if p else None for p in (args.zero_bubble_trace, args.zero_bubble_record_costs))
+            tracer.write(directory, file, applied.pipeline)
 
 
 def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:
