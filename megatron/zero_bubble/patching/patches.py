@@ -32,6 +32,7 @@ def apply(
     observer: PassObserver | None = None,
     say: Callable[[str], None] = print,
     recorder: Recorder | None = None,
+    around: Callable[[Pipeline], Callable[..., Any]] = lambda pipeline: pipeline.forward_backward,
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
@@ -42,6 +43,7 @@ def apply(
         observer: told of every pass.
         say: where ``zb-auto`` reports what it measured and planned, on rank 0.
         recorder: records passes, messages and waits of the training iterations in which it is on.
+        around: the forward-backward function that megatron-core gets.
 
     Returns:
         what now runs the iterations.
@@ -54,9 +56,10 @@ def apply(
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     pipeline = _pipeline(config, observer, say, recorder)
+    forward_backward = around(pipeline)
     replacements: list[Replacement] = [
-        (seams.schedule, lambda _: pipeline.forward_backward),
-        (seams.schedule_of_chunks, lambda _: pipeline.forward_backward),
+        (seams.schedule, lambda _: forward_backward),
+        (seams.schedule_of_chunks, lambda _: forward_backward),
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
     placement_on = functools.cache(config.placement_on)

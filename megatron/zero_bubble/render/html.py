@@ -40,6 +40,7 @@ for.</p>
 {script}</script>
 </html>
 """
+_SHADE = "rgb(0 0 0 / 38%)"
 _LARGEST = 10
 """So many passes of the critical chain are listed, those that differ most."""
 
@@ -80,7 +81,7 @@ def _legend(compared: Comparison) -> str:
         ("var(--idle)", "idle as planned"),
         ("var(--late)", "input late"),
         ("var(--host)", "host gap: input there, nothing runs"),
-        ("rgb(0 0 0 / 55%)", "slow: longer than planned"),
+        (f"linear-gradient({_SHADE}, {_SHADE}), {COLOURS[Kind.F]}", "slow: longer than planned"),
     ]
     return "".join(f'<span><i style="background:{colour}"></i>{escape(words)}</span>' for colour, words in entries)
 

@@ -1,6 +1,6 @@
 """A recorded iteration for https://ui.perfetto.dev and chrome://tracing: the JSON of the Trace Event Format.
 
-Each rank is a process with a thread for its passes, one for its sends, one for what it waited to receive and one for
+A rank is a process with a thread for its passes, one for its sends, one for what it waited to receive and one for
 its other waits; the plan of a rank is a process above it. An arrow leads from every send to its receive, and a counter
 has what the rank keeps. The format is documented by its authors ("Trace Event Format", 2016); Perfetto reads the event
 kinds X, i, C, M and the flows s and f.
@@ -20,6 +20,7 @@ from megatron.zero_bubble.ir import Pass
 
 PASSES, SENDS, RECEIVES, WAITS = range(1, 5)
 _THREADS = {PASSES: "passes", SENDS: "sends", RECEIVES: "receives", WAITS: "other waits"}
+_CAUSES = ("slow_ms", "late_ms", "host_ms", "waited_ms")
 
 Event = dict[str, Any]
 
@@ -29,14 +30,14 @@ def render_perfetto(compared: Comparison) -> str:
     schedule = compared.measured.timeline.schedule
     events = [*_names(schedule.num_ranks), *_measured(compared), *_planned(compared), *_memory(compared)]
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
-    other = {"schedule": schedule.name, "iteration": compared.iteration}
     lines = ",\n".join(json.dumps(event) for event in events)
-    return f'{{"displayTimeUnit": "ms", "otherData": {json.dumps(other)}, "traceEvents": [\n{lines}\n]}}\n'
+    # No displayTimeUnit: some versions of Perfetto take it for the unit of the times.
+    return f'{{"traceEvents": [\n{lines}\n]}}\n'
 
 
 def _pid(rank: int, planned: bool = False) -> int:
-    """Process 0 is the idle process to Perfetto."""
-    return 2 * rank + (1 if planned else 2)
+    """Apart enough for thread numbers of their own: to Perfetto they are the system's, whatever the process."""
+    return 100 * (2 * rank + (1 if planned else 2))
 
 
 def _names(num_ranks: int) -> Iterator[Event]:
@@ -47,8 +48,9 @@ def _names(num_ranks: int) -> Iterator[Event]:
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
             for tid, name in _THREADS.items():
                 if tid == PASSES or not planned:
-                    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_name", "args": {"name": name}}
-                    yield {"ph": "M", "pid": pid, "tid": tid, "name": "thread_sort_index", "args": {"sort_index": tid}}
+                    yield {"ph": "M", "pid": pid, "tid": pid + tid, "name": "thread_name", "args": {"name": name}}
+                    sort = {"name": "thread_sort_index", "args": {"sort_index": tid}}
+                    yield {"ph": "M", "pid": pid, "tid": pid + tid} | sort
 
 
 def _process(rank: int, planned: bool) -> str:
@@ -76,14 +78,8 @@ def _measured(compared: Comparison) -> Iterator[Event]:
                 yield _flow("s", ids[producer, target], pid, SENDS, _us(start_ms))
         for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
             yield _slice(pid, RECEIVES, f"{producer} from rank {source}", awaited_ms, arrived_ms)
-            yield {
-                "ph": "i",
-                "s": "t",
-                "pid": pid,
-                "tid": RECEIVES,
-                "name": f"expects {producer}",
-                "ts": _us(posted_ms),
-            }
+            expects = {"ph": "i", "s": "t", "pid": pid, "tid": pid + RECEIVES, "name": f"expects {producer}"}
+            yield expects | {"ts": _us(posted_ms)}
             if (producer, rank) in ids:
                 last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
                 yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
@@ -100,9 +96,7 @@ def _sends(compared: Comparison) -> Iterator[Any]:
 
 def _passes(pid: int, row: RankTrace, difference: RankDifference) -> Iterator[Event]:
     for (p, start_ms, end_ms), step in zip(row.spans, difference.steps, strict=True):
-        why: dict[str, Any] = {
-            name: round(getattr(step, name), 4) for name in ("slow_ms", "late_ms", "host_ms", "waited_ms")
-        }
+        why: dict[str, Any] = {name: round(getattr(step, name), 4) for name in _CAUSES}
         if step.waits_for is not None:
             why["waits_for"] = str(step.waits_for)
         yield _slice(pid, PASSES, str(p), start_ms, end_ms, _of_pass(p) | why)
@@ -131,14 +125,14 @@ def _of_pass(p: Pass) -> dict[str, Any]:
 def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: dict[str, Any] | None = None) -> Event:
     """At least 1 ns long: a flow needs a slice that is open at its time."""
     start = _us(start_ms)
-    event = {"ph": "X", "pid": pid, "tid": tid, "name": name, "ts": start}
+    event = {"ph": "X", "pid": pid, "tid": pid + tid, "name": name, "ts": start}
     event["dur"] = max(0.001, round(_us(end_ms) - start, 3))
     return event | ({"args": args} if args else {})
 
 
 def _flow(phase: str, number: int, pid: int, tid: int, ts: float) -> Event:
     """One end of an arrow; it hangs on the slice that is open at ``ts``."""
-    event = {"ph": phase, "id": number, "pid": pid, "tid": tid, "name": "message", "cat": "message", "ts": ts}
+    event = {"ph": phase, "id": number, "pid": pid, "tid": pid + tid, "name": "message", "cat": "message", "ts": ts}
     return event | ({"bp": "e"} if phase == "f" else {})
 
 

@@ -14,7 +14,6 @@ from typing import Any
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.costs import costs_to_json
-from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
@@ -31,6 +30,7 @@ class Tracer:
     """Records iterations of a run and writes what they were like.
 
     Args:
+        recorder: what runs the passes has it too.
         name: of the schedule, for titles.
         train_iters: when the run is to end.
         iterations: those to record; None for the last ``LAST_ITERATIONS``.
@@ -40,17 +40,23 @@ class Tracer:
 
     def __init__(
         self,
-        platform: Platform,
+        recorder: Recorder,
         name: str,
         train_iters: int,
         iterations: Sequence[range] | None = None,
         may_end_early: bool = False,
     ) -> None:
-        self.recorder = Recorder(platform)
-        self._name = name
+        self.recorder = recorder
+        self._name, self._end = name, train_iters
         first = 1 if may_end_early else train_iters - LAST_ITERATIONS + 1
         self._chosen = (range(first, train_iters + 1),) if iterations is None else iterations
         self._recorded: deque[tuple[int, Marks]] = deque(maxlen=LAST_ITERATIONS if iterations is None else None)
+
+    @property
+    def last(self) -> int:
+        """The last iteration to record, of those that the run has; where it has none, its last."""
+        within = (min(some[-1], self._end) for some in self._chosen if some[0] <= self._end)
+        return max(within, default=self._end)
 
     def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
         """Run the passes of an iteration, recorded if it is a chosen one."""

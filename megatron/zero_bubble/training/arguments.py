@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.zero_bubble.flags import add_flags, iterations
+from megatron.zero_bubble.flags import add_flags
 from megatron.zero_bubble.training.config_file import config_tokens
 from megatron.zero_bubble.training.errors import UsageError
 
@@ -99,15 +99,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measurements").add_argument
-    add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
-    add(
-        "--zero-bubble-trace-iterations",
-        metavar="LIST",
-        type=iterations,
-        help="the iterations to record, such as 10-12,50 (default: the last ones)",
-    )
-    add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
-    add("--zero-bubble-log-bubble", action="store_true", help="measured and planned bubble, and counts of steps")
     add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation")
 
 

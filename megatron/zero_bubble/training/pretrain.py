@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.flags import records
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError
@@ -97,16 +98,17 @@ def _train_rank(
     """Build and train on a rank that has joined the others."""
     with quiet():
         from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
+        from megatron.zero_bubble.runtime.recorder import Recorder
         from megatron.zero_bubble.runtime.tracer import Tracer
         from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
         from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead
 
     tracer = None
-    if args.zero_bubble_trace or args.zero_bubble_record_costs:
+    if records(args):
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
         may_end_early = args.exit_interval is not None
-        tracer = Tracer(platform, name, args.train_iters, args.zero_bubble_trace_iterations, may_end_early)
+        tracer = Tracer(Recorder(platform), name, args.train_iters, args.zero_bubble_trace_iterations, may_end_early)
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
     applied = apply_schedule(args, tracer.recorder if tracer else None, meter)
     if launch.rank == 0:

@@ -137,7 +137,9 @@ function drawPasses(panel, ink) {
         context.fillRect(from + drawn - slow, top, slow, panel.row);
       }
       const text = String(pass[MICROBATCH]);
-      if (6.5 * text.length < drawn && panel.row > 12) {
+      // By the planned length, so that either all passes of a kind have a number or none.
+      const due = places.get(label(pass)).planned;
+      if (6.5 * text.length < 0.97 * (x(due[END]) - x(due[START])) && panel.row > 12) {
         context.fillStyle = ink.label;
         context.fillText(text, from + drawn / 2, top + panel.row / 2 + 3.5);
       }
