@@ -112,7 +112,7 @@ setup(
         'triton; platform_system == "Linux"',  # megatron-core imports it even where it launches no kernel
     ],
     extras_require={
-        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "types-pyyaml"],
+        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "selenium", "types-pyyaml"],
         "exact": ["ortools"],
         "tensorboard": ["tensorboard"],
     },
