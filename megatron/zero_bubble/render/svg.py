@@ -15,13 +15,13 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.text import headline
 
-_COLOURS = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
-_MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW fused backward"}
+COLOURS = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
+MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW fused backward"}
 _STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
     ".title{font-size:15px;font-weight:600;fill:#111827}.mb{font-size:10px;fill:#fff;text-anchor:middle}"
     ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
-    + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _COLOURS.items())
+    + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in COLOURS.items())
 )
 _LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
 _DIGIT = 6.5
@@ -106,7 +106,7 @@ def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:
 
 def _legend(kinds: Sequence[Kind], y: float) -> str:
     parts = []
-    entries = [(kind.value, _MEANING[kind]) for kind in kinds] + [("idle", "idle")]
+    entries = [(kind.value, MEANING[kind]) for kind in kinds] + [("idle", "idle")]
     for k, (style, text) in enumerate(entries):
         x = _LEFT + 156 * k
         parts.append(f'<rect class="{style}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>')
