@@ -4,7 +4,7 @@
 const LEFT = 52, AXIS = 22;
 const COLOUR = Object.fromEntries(CATALOGUE.kinds.map(({kind, colour}) => [kind, colour]));
 
-/** The answer's passes with all that is known of each, by rank, linked to what they wait for and what waits for them. */
+/** The answer's passes by rank, each with all that is known of it and linked to what it waits for and what needs it. */
 function linkPasses({plan, times, waits_for: waits}) {
   const chunks = {}, byText = new Map();
   const chunkOf = plan.stage_to_rank.map((rank) => (chunks[rank] = (chunks[rank] ?? -1) + 1));
@@ -151,8 +151,11 @@ class Picture {
     for (const feed of pass.feeds) this.connect(ink, pass, feed, [3, 3]);
     this.outline(ink, pass, 2.5);
     for (const other of [...needs, ...pass.feeds]) this.outline(ink, other, 1);
-    const {x, y, wide, high} = this.box(pass);
-    showTip(this.layer, pass, this.rows[pass.rank][pass.position - 1], {x: x + wide / 2, y, high});
+    // Beside all rows that have something marked, so that nothing marked is covered.
+    const ranks = [pass, ...needs, ...pass.feeds].map(({rank}) => rank);
+    const {x, wide} = this.box(pass), top = Math.min(...ranks) * this.pitch;
+    const spot = {x: x + wide / 2, top, bottom: (Math.max(...ranks) + 1) * this.pitch};
+    showTip(this.layer, pass, this.rows[pass.rank][pass.position - 1], spot);
   }
 
   outline(ink, pass, width) {
@@ -167,7 +170,7 @@ class Picture {
   connect(ink, from, to, dash) {
     const a = this.box(from), b = this.box(to);
     const [x1, y1, x2, y2] = [a.x + a.wide, a.y + a.high / 2, b.x, b.y + b.high / 2];
-    const bend = Math.max(12, Math.abs(x2 - x1) / 2);
+    const bend = Math.max(4, Math.abs(x2 - x1) / 2);
     ink.setLineDash(dash);
     ink.strokeStyle = this.ink.mark;
     ink.lineWidth = 1.5;

@@ -3,14 +3,16 @@
 
 const {most, most_cells: mostCells} = CATALOGUE;
 const CONTROLS = [
-  {key: "p", flag: "num-ranks", label: "ranks p", start: "4", min: 2, max: most["num-ranks"], step: 1},
-  {key: "m", flag: "num-microbatches", label: "microbatches m", start: "8", min: 1, max: most["num-microbatches"], step: 1},
+  {key: "p", flag: "num-ranks", label: "ranks p", start: "4", min: 2, max: most["num-ranks"]},
+  {key: "m", flag: "num-microbatches", label: "microbatches m", start: "8", min: 1, max: most["num-microbatches"]},
   {key: "F", flag: "forward-ms", label: "F forward", unit: "ms", start: "10", min: 0.5, max: 40, step: 0.5},
   {key: "B", flag: "backward-ms", label: "B input gradient", unit: "ms", start: "10", min: 0.5, max: 40, step: 0.5},
   {key: "W", flag: "wgrad-ms", label: "W weight gradient", unit: "ms", start: "10", min: 0, max: 40, step: 0.5},
   {key: "comm", flag: "comm-ms", label: "communication", unit: "ms", start: "0.5", min: 0, max: 10, step: 0.1},
-  {key: "limit", flag: "memory-limit", label: "memory limit", unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
-  {key: "v", flag: "num-chunks", label: "interleaved stages v", start: "2", min: 2, max: most["num-chunks"], step: 1},
+  {key: "limit", flag: "memory-limit", label: "memory limit", hint: "1 p is what 1F1B keeps on a rank; empty for none",
+    unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
+  {key: "v", flag: "num-chunks", label: "stages a rank v", hint: "of the interleaved schedules", start: "2", min: 2,
+    max: most["num-chunks"]},
 ];
 const CHOICES = {placement: "any", objective: "span"};
 const form = document.getElementById("setting");
@@ -33,7 +35,7 @@ function hashOf(setting) {
 
 /** A slider and a number beside it for every control; `changed` is called after either moved. */
 function buildControls(changed) {
-  for (const {key, label, unit, min, max, step} of CONTROLS) {
+  for (const {key, label, hint, unit, min, max, step = 1} of CONTROLS) {
     const row = element("div", {className: "control"});
     const number = element("input", {type: "number", id: `number-${key}`, name: key, min: 0, step: "any"});
     const slider = element("input", {type: "range", id: `slider-${key}`, min, max, step});
@@ -45,7 +47,7 @@ function buildControls(changed) {
       changed();
     });
     number.addEventListener("input", changed);
-    const text = element("label", {htmlFor: number.id, textContent: label});
+    const text = element("label", {htmlFor: number.id, textContent: label, title: hint ?? ""});
     row.append(text, number, element("span", {className: "unit", textContent: unit ?? ""}), slider);
     document.getElementById("sliders").append(row);
   }

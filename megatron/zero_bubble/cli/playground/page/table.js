@@ -2,7 +2,7 @@
 // A line a schedule: what it takes, what it keeps, how far from the best it can be, and the command that says so.
 
 const percent = (rate) => `${(100 * rate).toFixed(2)} %`;
-const ms = (value) => value.toLocaleString("en", {minimumFractionDigits: 1, maximumFractionDigits: 2});
+const ms = (value) => value.toLocaleString("en", {minimumFractionDigits: 2, maximumFractionDigits: 2});
 
 /** A cell whose exact value is in data-value. */
 function cell(name, text, value, className = "") {

@@ -21,7 +21,7 @@ function describe(pass, before) {
   return sentences;
 }
 
-/** Say it below the pass, or above where there is no room. `before` is its rank's last pass, `spot` pixels of `canvas`. */
+/** Say it below `spot`, in pixels of `canvas`, or above where there is no room; `before` is the rank's pass before. */
 function showTip(canvas, pass, before, spot) {
   const [first, ...rest] = describe(pass, before);
   tip.replaceChildren(element("b", {textContent: pass.text}), ` ${first}`,
@@ -30,8 +30,8 @@ function showTip(canvas, pass, before, spot) {
   const board = canvas.getBoundingClientRect();
   const {offsetWidth: wide, offsetHeight: high} = tip;
   const room = document.documentElement.clientWidth - wide - 8;
-  const below = board.top + spot.y + spot.high + 10;
-  const top = below + high < innerHeight ? below : board.top + spot.y - high - 10;
+  const below = board.top + spot.bottom + 8;
+  const top = below + high < innerHeight ? below : board.top + spot.top - high - 8;
   const left = Math.max(8, Math.min(board.left + spot.x - wide / 2, room));
   Object.assign(tip.style, {left: `${left + scrollX}px`, top: `${top + scrollY}px`});
 }
