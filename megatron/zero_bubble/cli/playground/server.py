@@ -22,7 +22,7 @@ from megatron.zero_bubble.cli.playground.questions import answer, catalogue, rea
 
 _HOME = "127.0.0.1"
 _KEPT = 64
-"""Answers that are kept, of at most 2 MB each."""
+"""Answers that are kept, of at most half a MB each."""
 
 
 class Server(ThreadingHTTPServer):

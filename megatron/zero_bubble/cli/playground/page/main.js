@@ -1,7 +1,8 @@
 "use strict";
 // A changed setting asks anew: what is built at once for all schedules together, then the searches one by one.
 
-const PAUSE_MS = 120;  // a slider that is being dragged asks for no more than this
+const PAUSE_MS = 120;  // a slider that is being dragged asks no more often
+const PATIENCE_MS = 700;  // until then the last setting stays, and the next one comes as a whole
 const pictures = new Map();
 const lines = new Map();
 let drawn = [];
@@ -43,19 +44,26 @@ async function update() {
   for (const {id, why} of next.rows) if (why) next.refusals.set(id, why);
   document.body.classList.add("busy");
   say("planning…");
-  await Promise.all(wanted.filter(({searched}) => !searched).map((row) => askRow(row, next, signal)));
+  const started = performance.now();
+  await Promise.all(wanted.filter(({searched}) => !searched).map(async (row) => {
+    if (await askRow(row, next, signal) && performance.now() - started > PATIENCE_MS) show(next);
+  }));
   if (signal.aborted) return;
-  shown = next;
-  document.body.classList.remove("busy");
+  show(next);
   // The widest search first: it is the one that people wait for.
   for (const row of wanted.filter(({searched}) => searched).reverse()) {
     say(`searching ${row.id}…`);
-    paint();
     if (!(await askRow(row, next, signal))) return;
+    paint();
   }
   say(`${next.answers.size} schedules planned.`);
-  paint();
   document.body.dataset.settled = hashOf(setting);
+}
+
+function show(next) {
+  shown = next;
+  document.body.classList.remove("busy");
+  paint();
 }
 
 function say(text) {
@@ -91,7 +99,7 @@ function paintTable(known, pending, answers) {
     lines.set(row.id, {answer, basis, line});
     return line;
   });
-  place(document.querySelector("tbody"), [...made, ...pending.map((row) => pendingLine(row, "searching…"))]);
+  place(document.querySelector("tbody"), [...made, ...pending.map((row) => pendingLine(row, row.searched ? "searching…" : "planning…"))]);
 }
 
 /** Why a schedule is missing or over the limit; those with the same reason share a line. */

@@ -18,9 +18,10 @@ function bubbleCell(name, rate, worst) {
 }
 
 /** The fullest rank in units of p microbatches, and a bar for every rank; the line is the limit. */
-function memoryCell({peak_activation: peaks, num_ranks: p, memory_limit_microbatches: limit}, scale) {
+function memoryCell({peak_activation: peaks, num_ranks: p, memory_limit_microbatches: limit}, most) {
   const made = cell("memory", `${Number((Math.max(...peaks) / p).toFixed(3))} p`, Math.max(...peaks) / p);
   made.title = `microbatches kept, by rank: ${peaks.map((peak) => Number(peak.toFixed(3))).join(" ")}`;
+  const scale = Math.min(most, 2 * limit);  // what keeps far too much must not flatten the others
   const bars = peaks.map((peak) => {
     const bar = element("i", {className: peak > limit * (1 + 1e-9) ? "over" : ""});
     bar.style.height = `${100 * peak / scale}%`;
