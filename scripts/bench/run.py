@@ -68,7 +68,13 @@ FULL = (
 """What a full run does: under 20 minutes on two idle cores."""
 ON_GPUS = (
     Bench("wgrad-cuda", "wgrad.py", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
-    Bench("real-compute-cuda", "real_compute.py", "--device cuda --num-microbatches 8 --rounds 9", 120, num_gpus=2),
+    Bench(
+        "real-compute-cuda",
+        "real_compute.py",
+        "--device cuda --hidden-size 2048 --num-layers 16 --num-microbatches 8 --rounds 9",
+        120,
+        num_gpus=2,
+    ),
 )
 """What a full run adds where there are GPUs."""
 QUICK = (

@@ -130,10 +130,20 @@ def _real(content: Figures) -> dict[str, Any]:
                     "iteration_ms": measured(variant["rounds_ms"]),
                     "over_stock": _ratios(variant["rounds_ms"], stock),
                     "predicted_over_stock": variant.get("predicted_time_over_stock"),
+                    **_pass_times(variant.get("costs", [])),
                 }
             )
     first = content["results"][0]
     return _pick(first, "hidden_size", "num_layers", "rounds") | {"device": content["device"], "rows": rows}
+
+
+def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
+    """Of a microbatch through all stages, where a variant's passes were recorded."""
+    if not costs:
+        return {}
+    forward = [sum(of["forward_ms"]) for of in costs]
+    backward = [sum(of["backward_ms"]) + sum(of["wgrad_ms"]) for of in costs]
+    return {"forward_ms": measured(forward), "backward_ms": measured(backward)}
 
 
 def _real_words(figures: Figures, _: Figures) -> str:
@@ -141,7 +151,8 @@ def _real_words(figures: Figures, _: Figures) -> str:
         f"A GPT of hidden size {figures['hidden_size']} and {figures['num_layers']} layers on two ranks "
         f"({figures['device']}), 256 tokens a microbatch, without the optimizer. One iteration over stock's in the "
         f"same round, beside what the simulator predicts from the passes of these rounds; medians of "
-        f'{figures["rounds"]} rounds, least and most in brackets. "exact" has the bits of stock.'
+        f"{figures['rounds']} rounds, least and most in brackets. F, and B with W, are of a microbatch through both ranks. "
+        '"exact" has the bits of stock.'
     )
 
 
@@ -291,6 +302,8 @@ _REAL = _fixed(
     Column("ms / iteration", _number("iteration_ms", ".0f")),
     Column("time / stock 1F1B", _number("over_stock", ".3f")),
     Column("predicted", _number("predicted_over_stock", ".3f")),
+    Column("F ms", _number("forward_ms", ".1f")),
+    Column("B + W ms", _number("backward_ms", ".1f")),
 )
 _WGRAD = _fixed(
     Column("dtype", _text("dtype")),
