@@ -151,7 +151,7 @@ def _real_words(figures: Figures, _: Figures) -> str:
         f"A GPT of hidden size {figures['hidden_size']} and {figures['num_layers']} layers on two ranks "
         f"({figures['device']}), 256 tokens a microbatch, without the optimizer. One iteration over stock's in the "
         f"same round, beside what the simulator predicts from the passes of these rounds; medians of "
-        f"{figures['rounds']} rounds, least and most in brackets. F, and B with W, are of a microbatch through both ranks. "
+        f"{figures['rounds']} rounds, least and most in brackets. F, and B with W: a microbatch through both ranks. "
         '"exact" has the bits of stock.'
     )
 
