@@ -56,14 +56,14 @@ class Bench:
 
 PUBLISHED_TIMES = "--costs configs/published/gpt_28.3b_a100.json"
 FULL = (
-    Bench("emulated", "emulated_compute.py", "--clock wall --pass-ms 50 --rounds 6", 320),
-    Bench("virtual", "emulated_compute.py", "--clock virtual", 75),
-    Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 5 --only zb-h1 zb-v 'zb-v, exact'", 300),
-    Bench("wgrad", "wgrad.py", "--hidden-size 1024 --tokens 512 --rounds 7", 90),
-    Bench("post-validation", "post_validation.py", "period --rounds 3", 120),
+    Bench("emulated", "emulated_compute.py", "--clock wall --pass-ms 50 --rounds 5", 320),
+    Bench("virtual", "emulated_compute.py", "--clock virtual", 60),
+    Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 4 --only zb-h1 zb-v 'zb-v, exact'", 280),
+    Bench("wgrad", "wgrad.py", "--hidden-size 1024 --tokens 512 --rounds 7", 80),
+    Bench("post-validation", "post_validation.py", "period --rounds 3", 125),
     Bench("rollback", "post_validation.py", "rollback", 20),
-    Bench("peers", "peer_schedules.py", "--sample 50", 100),
-    Bench("scaling", "scaling.py", PUBLISHED_TIMES, 90),
+    Bench("peers", "peer_schedules.py", "--sample 50", 90),
+    Bench("scaling", "scaling.py", PUBLISHED_TIMES, 75),
 )
 """What a full run does: under 20 minutes on two idle cores."""
 ON_GPUS = (
