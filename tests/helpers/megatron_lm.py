@@ -13,9 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.helpers.warm_ranks import ForkedRank, WarmRanks
 
 VARIABLE = "ZB_MEGATRON_LM"
 ROOT = Path(__file__).resolve().parents[2]
@@ -87,8 +90,11 @@ class Job:
     flags: tuple[str, ...]
     before: tuple[str, ...] = ("-m", "megatron.zero_bubble.launch")
 
-    def run(self, timeout: float = 500) -> Log:
+    def run(self, timeout: float = 500, warm: WarmRanks | None = None) -> Log:
         """All ranks to their end; those that are left when one fails are ended too.
+
+        Args:
+            warm: forks the ranks, which saves their imports; for jobs under the launcher.
 
         Raises:
             TimeoutError: with what they printed so far.
@@ -98,7 +104,7 @@ class Job:
             port = probe.getsockname()[1]
             probe.close()
             outputs = [Path(folder, f"rank-{rank}") for rank in range(self.num_ranks)]
-            ranks = [self._start(rank, port, output) for rank, output in enumerate(outputs)]
+            ranks = [self._start(rank, port, output, warm) for rank, output in enumerate(outputs)]
             try:
                 codes = _wait(ranks, timeout)
             finally:
@@ -110,28 +116,42 @@ class Job:
             raise TimeoutError(f"no end within {timeout:.0f} s:\n{text[-4000:]}")
         return Log(text, codes)
 
-    def _start(self, rank: int, port: int, output: Path) -> subprocess.Popen[bytes]:
-        environment = os.environ | {
+    def _start(
+        self, rank: int, port: int, output: Path, warm: WarmRanks | None
+    ) -> subprocess.Popen[bytes] | ForkedRank:
+        of_rank = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(self.num_ranks),
             "LOCAL_WORLD_SIZE": str(self.num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-            "OMP_NUM_THREADS": "1",
-            "TORCHDYNAMO_DISABLE": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers/newer_typing")]),
         }
-        command = [sys.executable, *self.before, str(self.script), *self.flags]
+        script = [str(self.script), *self.flags]
+        if warm is not None:
+            return warm.start(script, of_rank, output)
         with output.open("wb") as file:
-            return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, cwd="/")
+            return subprocess.Popen(
+                [sys.executable, *self.before, *script],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=_environment() | of_rank,
+                cwd="/",
+            )
 
 
-def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[int, ...] | None:
+def _environment() -> dict[str, str]:
+    """Of every rank."""
+    return os.environ | {
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "OMP_NUM_THREADS": "1",
+        "TORCHDYNAMO_DISABLE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers/newer_typing")]),
+    }
+
+
+def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], timeout: float) -> tuple[int, ...] | None:
     """Their exit codes; a rank that fails has the others killed after a while. None when time is up."""
-    import time
-
     deadline = time.monotonic() + timeout
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
@@ -141,7 +161,13 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes]], timeout: float) -> tuple[int
         if any(rank.poll() for rank in ranks):
             deadline = min(deadline, time.monotonic() + 10)
         time.sleep(0.05)
-    return tuple(-9 if rank.poll() is None else rank.returncode for rank in ranks)
+    codes = [rank.poll() for rank in ranks]
+    return tuple(-9 if code is None else code for code in codes)
+
+
+@functools.cache
+def _warm(checkout: Checkout) -> WarmRanks:
+    return WarmRanks(checkout.path / "pretrain_gpt.py", _environment())
 
 
 def pretrain_gpt(checkout: Checkout, num_ranks: int, flags: str, schedule: str | None, more: Sequence[str] = ()) -> Log:
@@ -152,7 +178,7 @@ def pretrain_gpt(checkout: Checkout, num_ranks: int, flags: str, schedule: str |
     # Megatron counts a run in iterations or in samples.
     base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
     arguments = (*base.split(), *flags.split(), *own, *more)
-    return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments).run()
+    return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments).run(warm=_warm(checkout))
 
 
 @functools.cache

@@ -1,0 +1,119 @@
+"""Ranks of Megatron-LM jobs, forked from a process that has imported what they all import: most of a small job's time.
+
+A forked rank then does what ``python -m megatron.zero_bubble.launch SCRIPT ARGUMENTS`` does, in the same order.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+
+class WarmRanks:
+    """A process that forks ranks of jobs that run ``script``; it ends with this one, and its ranks with it.
+
+    Args:
+        environment: of the ranks, but for what tells them apart.
+    """
+
+    def __init__(self, script: Path, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__, str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            cwd="/",
+            text=True,
+        )
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkedRank:
+        """Fork one that runs ``arguments``, the script first; what it prints goes to ``output``."""
+        return ForkedRank(self, self.ask(arguments=arguments, environment=dict(environment), output=str(output)))
+
+    def ask(self, **request: Any) -> Any:
+        """The answer of the process to one request."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"the process that forks ranks ended with {self._process.wait()}")
+        return json.loads(answer)
+
+
+class ForkedRank:
+    """One rank, in the manner of ``subprocess.Popen``."""
+
+    def __init__(self, ranks: WarmRanks, pid: int) -> None:
+        self._ranks, self._pid = ranks, pid
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            self._code = self._ranks.ask(pid=self._pid, block=False)
+        return self._code
+
+    def wait(self) -> int | None:
+        if self._code is None:
+            self._code = self._ranks.ask(pid=self._pid, block=True)
+        return self._code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self._pid, signal.SIGKILL)
+
+
+def _serve(script: str, answers: TextIO) -> list[str]:
+    """Answer requests until there are no more; returns in a forked rank, with its arguments."""
+    from megatron.zero_bubble.patching import megatron_lm  # noqa: F401
+    from megatron.zero_bubble.platforms import cpu, select
+    from megatron.zero_bubble.platforms.megatron_lm import JOB_POINTS
+
+    cpu.install(JOB_POINTS)
+    select("cpu").setup(0)
+    runpy.run_path(script, run_name="imported")
+    gc.freeze()
+    running: set[int] = set()
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "pid" not in request:
+            pid = os.fork()
+            if pid == 0:
+                return _become_rank(**request)
+            running.add(pid)
+            print(pid, file=answers, flush=True)
+            continue
+        pid, status = os.waitpid(request["pid"], 0 if request["block"] else os.WNOHANG)
+        running.discard(pid)
+        print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), file=answers, flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+    sys.exit()
+
+
+def _become_rank(arguments: list[str], environment: dict[str, str], output: str) -> list[str]:
+    os.environ.update(environment)
+    for name, descriptors in ((os.devnull, (0,)), (output, (1, 2))):
+        file = os.open(name, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        for descriptor in descriptors:
+            os.dup2(file, descriptor)
+        os.close(file)
+    return arguments
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(sys.argv[1]).parent)
+    to_whom_asks = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what is imported may print
+    from megatron.zero_bubble import launch
+
+    sys.exit(launch.main(_serve(sys.argv[1], to_whom_asks)))
