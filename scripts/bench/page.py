@@ -62,13 +62,13 @@ def _read(path: Path) -> dict[str, Any]:
 
 def publish(summary: dict[str, Any], root: Path, chart: Path) -> None:
     """Replace the stored summary, the page, the chart and the README's excerpts in the checkout at ``root``."""
+    readme, stored_chart = root / "README.md", root / PAGE.parent / CHART
+    texts = {root / PAGE: render(summary), readme: with_excerpts(readme.read_text(encoding="utf-8"), summary)}
     ranks.write(root / STORED, summary)
-    (root / PAGE).write_text(render(summary), encoding="utf-8")
-    stored_chart = root / PAGE.parent / CHART
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     if chart.exists() and chart.resolve() != stored_chart.resolve():
         shutil.copyfile(chart, stored_chart)
-    readme = root / "README.md"
-    readme.write_text(with_excerpts(readme.read_text(encoding="utf-8"), summary), encoding="utf-8")
 
 
 def render(summary: Figures) -> str:

@@ -73,7 +73,7 @@ def test_the_readme_keeps_its_own_words_and_the_blocks_of_what_did_not_run(summa
     text = page.with_excerpts(fake_readme("peers", "emulated"), summary)
     assert text.count("own words") == 2 and text.startswith("# Title\n")
     found = page.blocks(text)
-    assert found["peers"] == "old"
+    assert found["peers"] == "old" and found["emulated"] == page.excerpts(summary)["emulated"]
     assert "Run 2026-01-02-030405 on Some CPU" in found["emulated"].replace("\n", " ")
 
 
