@@ -144,7 +144,7 @@ def run(benches: Sequence[Bench], folder: Path, quick: bool, scripts: Path = Pat
     """
     began, before = datetime.now(timezone.utc), os.getloadavg()
     expected = sum(bench.expected_s for bench in benches)
-    print(f"{len(benches)} benches, about {_minutes(expected)} minutes on two idle cores, into {folder}")
+    print(f"{len(benches)} benches, about {_minutes(expected)} minutes on two idle cores, into {folder}", flush=True)
     done = []
     for number, bench in enumerate(benches, 1):
         head = f"[{number}/{len(benches)}] {bench.name}, about {_minutes(bench.expected_s)}"
@@ -162,6 +162,7 @@ def run(benches: Sequence[Bench], folder: Path, quick: bool, scripts: Path = Pat
 
 def _result(bench: Bench, folder: Path, head: str, scripts: Path) -> dict[str, Any]:
     """Run one bench; how it ended, with its last words where it failed."""
+    print(head, end="" if sys.stdout.isatty() else "\n", flush=True)
     output, log = folder / f"{bench.name}.json", folder / f"{bench.name}.log"
     command = [sys.executable, str(scripts / bench.script), *shlex.split(bench.arguments), "--output", str(output)]
     started = time.monotonic()
@@ -173,7 +174,7 @@ def _result(bench: Bench, folder: Path, head: str, scripts: Path) -> dict[str, A
         status = page.OK if output.exists() else "exit code 0, nothing written"
     else:
         status = "timed out" if code is None else f"exit code {code}"
-    print(f"\r{head}: {status} after {_minutes(seconds)}")
+    print(f"\r{head}: {status} after {_minutes(seconds)}", flush=True)
     result: dict[str, Any] = {
         "name": bench.name,
         "command": f"python scripts/bench/{bench.script} {bench.arguments}",

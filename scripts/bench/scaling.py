@@ -34,10 +34,11 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import read_costs_file
 from megatron.zero_bubble.estimate import DEVICES, Model, estimate
-from megatron.zero_bubble.schedules import SCHEDULES, recipe
+from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import Problem
 
+CHOICES = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 DRAWN = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 OPTIMIZERS: dict[Metric, str] = {"makespan": "synchronous optimizer", "span": "post-validation"}
 
@@ -73,7 +74,10 @@ class Point:
 def main() -> None:
     """Simulate, write, draw."""
     options = _parse()
-    setting, assumptions = _setting(options)
+    try:
+        setting, assumptions = _setting(options)
+    except ValueError as error:
+        sys.exit(f"scaling.py: {error}")
     # The largest first, so that no core is left alone with one at the end.
     sizes = sorted(product(options.num_ranks, options.num_microbatches), key=math.prod, reverse=True)
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -111,10 +115,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--link-gbs", type=float, help="GB/s between neighbours (default: the GPU's)")
     parser.add_argument("--num-ranks", type=int, nargs="+", default=[2**k for k in range(1, 9)])
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[256, 2048])
-    parser.add_argument("--schedules", nargs="+", choices=sorted(SCHEDULES), default=list(DRAWN))
+    parser.add_argument("--schedules", nargs="+", choices=CHOICES, default=list(DRAWN))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path, default=Path("runs/bench/scaling.json"), help="the chart lies beside it")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if (least := min(*options.num_ranks, *options.num_microbatches)) < 1:
+        parser.error(f"--num-ranks and --num-microbatches must be 1 or more; got {least}; leave it out")
+    return options
 
 
 def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 
 from chart import Line, Panel, draw
-from scaling import DRAWN, Setting, lengths_ms, predict
+from scaling import CHOICES, DRAWN, Setting, lengths_ms, predict
 
 from megatron.zero_bubble import PassCosts, build, simulate
 
@@ -24,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 SETTING = Setting(forward_ms=10.0, backward_ms=12.0, wgrad_ms=8.0, comm_ms=0.5, tokens=1000)
 
 
-@given(st.sampled_from([*DRAWN, "breadth-first"]), st.integers(1, 6), st.integers(1, 15), st.randoms())
+@given(st.sampled_from(CHOICES), st.integers(1, 6), st.integers(1, 15), st.randoms())
 def test_the_same_lengths_as_the_simulator(name: str, p: int, m: int, rng: random.Random) -> None:
     schedule = build(name, num_ranks=p, num_microbatches=m)
     figures = (tuple(rng.uniform(0.1, 20.0) for _ in range(schedule.num_stages)) for _ in range(3))
@@ -79,6 +80,22 @@ def test_measured_times_and_links_replace_the_estimates(tmp_path: Path) -> None:
     costs.write_text(json.dumps({"forward_ms": [1, 3] * 4, "backward_ms": 4, "wgrad_ms": 5}))
     given_ = scale(tmp_path, *flags, "--costs", str(costs))[0]["setting"]
     assert [given_[f"{name}_ms"] for name in ("forward", "backward", "wgrad")] == [2, 4, 5]
+
+
+def test_the_published_times_are_those_of_the_table() -> None:
+    with (ROOT / "configs/published/zero_bubble_table5.csv").open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    published = next(row for row in rows if (row["model"], row["m"]) == ("28.3B", "256"))
+    content = json.loads((ROOT / "configs/published/gpt_28.3b_a100.json").read_text())
+    keys = {"forward_ms": "t_f_ms", "backward_ms": "t_b_ms", "wgrad_ms": "t_w_ms", "comm_ms": "t_comm_ms"}
+    assert content == {name: float(published[key]) for name, key in keys.items()}
+
+
+def test_a_costs_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/bench/scaling.py", "--costs", str(tmp_path / "none.json")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("scaling.py: cannot read the costs file") and result.stderr.count("\n") == 1
 
 
 def test_the_chart_has_a_line_for_every_schedule_in_every_panel(tmp_path: Path) -> None:
