@@ -60,6 +60,7 @@ def test_no_new_flags() -> None:
             "--memory-limit", "--placement", "--objective", "--max-chunks", "--equal-passes", "--format",
         ],
         "playground": ["--help", "--port", "--no-browser"],
+        "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--megatron-lm",
             "--launch-command",

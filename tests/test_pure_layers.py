@@ -17,6 +17,7 @@ PURE = (
     "files",
     "config",
     "plan_file",
+    "trace_file",
     "schedules",
     "search",
     "analysis",

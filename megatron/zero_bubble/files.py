@@ -39,3 +39,12 @@ def json_object(text: str) -> dict[str, Any]:
     if isinstance(content, dict):
         return content
     raise ValueError(f"it must be a JSON object; got {text.strip()[:40]!r}")
+
+
+def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
+    """The value of ``key``; a ``ValueError`` where it is missing or is not ``form``, in words, as ``fits`` tells."""
+    if key not in content:
+        raise ValueError(f"it must have the key {key}, {form}; it is missing")
+    if not fits(content[key]):
+        raise ValueError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
+    return content[key]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from typing import NoReturn
 
 from megatron.zero_bubble.config import ZeroBubbleConfig
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class FlagError(ValueError):
@@ -25,12 +28,61 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--zero-bubble-exact", action="store_true", help="the bits of stock Megatron: no fused weight gradients")
     add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
     add("--zero-bubble-wgrad-stream", action="store_true", help="compute them beside the passes that follow (GPU)")
+    add("--zero-bubble-trace", metavar="DIR", help="write recorded iterations, planned above measured, here")
+    add(
+        "--zero-bubble-trace-iterations",
+        metavar="LIST",
+        type=iterations,
+        help="those to record, such as 10-12,50; default: the last ones",
+    )
+    add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
+    add("--zero-bubble-log-bubble", action="store_true", help="the bubble, measured and planned, in every log line")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
+
+
+def iterations(text: str) -> tuple[range, ...]:
+    """Numbers and ranges of iterations, both ends included: ``10-12,50``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    matches = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
+    ranges = [range(int(m[1]), int(m[2] or m[1]) + 1) for m in matches if m]
+    if len(ranges) < len(matches) or not all(some and some[0] for some in ranges):
+        raise argparse.ArgumentTypeError(
+            f"iterations are numbers from 1 on and ranges of them, such as 10-12,50; got {text!r}"
+        )
+    return tuple(ranges)
 
 
 def has_schedule(options: argparse.Namespace) -> bool:
     """Whether a schedule is asked for, by name or by file."""
     return bool(options.zero_bubble_schedule or options.zero_bubble_schedule_file)
+
+
+def records(options: argparse.Namespace) -> bool:
+    """Whether iterations are to be recorded."""
+    return bool(options.zero_bubble_trace or options.zero_bubble_record_costs)
+
+
+def check_measurements(options: argparse.Namespace) -> None:
+    """Raises FlagError where what is to be recorded cannot be."""
+    fused = ("1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v")
+    if options.zero_bubble_record_costs and (not has_schedule(options) or options.zero_bubble_schedule in fused):
+        raise FlagError(
+            "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
+            f"{options.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
+        )
+    if options.zero_bubble_wgrad_stream and (records(options) or options.zero_bubble_log_bubble):
+        raise FlagError(
+            "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
+            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble; drop one of them"
+        )
+    if options.zero_bubble_trace_iterations and not records(options):
+        raise FlagError(
+            "--zero-bubble-trace-iterations says which iterations to record, got nowhere to write them; give "
+            "--zero-bubble-trace DIR"
+        )
 
 
 def config_of(

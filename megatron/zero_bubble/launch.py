@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.config import JobError
-from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours
+from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours, records
 from megatron.zero_bubble.fork_flags import modernize
 
 _USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
@@ -65,6 +65,11 @@ def join() -> None:
     if has_schedule(options) and _value_of("--yaml-cfg", arguments) is not None:
         raise FlagError(
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
+        )
+    if (records(options) or options.zero_bubble_log_bubble) and not has_schedule(options):
+        raise FlagError(
+            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble measure a zero-bubble "
+            "schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock Megatron"
         )
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):

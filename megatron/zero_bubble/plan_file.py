@@ -15,7 +15,7 @@ from typing import Any
 from megatron.zero_bubble.analysis.bounds import Bound
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.files import json_object, read_file
+from megatron.zero_bubble.files import json_object, read_file, read_key
 from megatron.zero_bubble.ir import Placement, Schedule
 
 
@@ -85,10 +85,10 @@ def schedule_from_json(text: str) -> Schedule:
         ValueError: one sentence when the text is not a plan; a ``ScheduleError``, with the grid, for an invalid order.
     """
     content = json_object(text)
-    name = _read(content, "schedule", "a string", _is_text)
-    num_microbatches = _read(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
-    stage_to_rank = _read(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
-    rows = _read(content, "order", 'a list a rank of passes such as "0F0"', lambda v: _is_list(v, _is_row))
+    name = read_key(content, "schedule", "a string", _is_text)
+    num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
+    stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
+    rows = read_key(content, "order", 'a list a rank of passes such as "0F0"', lambda v: _is_list(v, _is_row))
     placement = Placement(tuple(stage_to_rank))
     # Sliced sequences need no key of their own: every slice has an F, so the order holds their number.
     flat = Schedule.from_text(name, placement, num_microbatches, rows)
@@ -104,14 +104,6 @@ def schedule_from_json(text: str) -> Schedule:
 def read_schedule_file(path: str | Path) -> Schedule:
     """``schedule_from_json`` of a file; its ``ValueError`` names the file."""
     return read_file(path, "schedule file", schedule_from_json)
-
-
-def _read(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
-    if key not in content:
-        raise ValueError(f"it must have the key {key}, {form}; it is missing")
-    if not fits(content[key]):
-        raise ValueError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
-    return content[key]
 
 
 def _is_text(value: object) -> bool:

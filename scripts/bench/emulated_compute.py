@@ -114,7 +114,7 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
     forward_ms, backward_ms, wgrad_ms = options.pass_ms if len(options.pass_ms) == 3 else options.pass_ms * 3
     emulation = Emulation(options.num_ranks, options.num_microbatches, forward_ms, backward_ms, wgrad_ms, options.kib)
     contestants = _contestants(emulation, dist.get_rank())
-    times = ranks.interleaved({name: _timed(c.run) for name, c in contestants.items()}, options.rounds)
+    times = ranks.interleaved({name: timed(c.run) for name, c in contestants.items()}, options.rounds)
     planned = {name: contestant.planned_ms for name, contestant in contestants.items()}
     ratios = {name: [ms / planned[name] for ms in row] for name, row in times.items()}
     variants = {
@@ -167,14 +167,17 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     }
 
 
-def _timed(run: Callable[[], None]) -> Callable[[], float]:
-    """Milliseconds from a start that all ranks share to the last rank's end; one machine has one monotonic clock."""
+def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) -> Callable[[], float]:
+    """Milliseconds from a start that all ranks share, after ``before``, to the last rank's end; one machine has one
+    monotonic clock.
+    """
     import torch
     import torch.distributed as dist
 
     from megatron.zero_bubble.runtime.emulate import sleep_until
 
     def iteration_ms() -> float:
+        before()
         start = torch.tensor(time.perf_counter() + HEAD_START_S, dtype=torch.float64)
         dist.broadcast(start, 0)
         sleep_until(start.item())

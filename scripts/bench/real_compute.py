@@ -179,7 +179,7 @@ class _Variant:
     def __init__(self, job: _Job, schedule: Schedule, folder: Path) -> None:
         from megatron.core import parallel_state
 
-        from megatron.zero_bubble.runtime.measure import Recorder
+        from megatron.zero_bubble.runtime.recorder import Recorder
 
         self._job = job
         self._schedule = schedule
@@ -195,7 +195,7 @@ class _Variant:
 
         from megatron.zero_bubble.config import ZeroBubbleConfig
         from megatron.zero_bubble.patching import apply, observe, revert
-        from megatron.zero_bubble.runtime.measure import gather_timeline, median_costs
+        from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 
         self._job.take_turn()
         if self._schedule.name == STOCK:
@@ -213,9 +213,9 @@ class _Variant:
             elapsed = (time.perf_counter() - started) * 1e3
         finally:
             revert()
-        spans = self._recorder.stop()
+        marks = self._recorder.stop()
         if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
-            self.costs.append(median_costs([gather_timeline(self._schedule.name, spans, self._group)]))
+            self.costs.append(median_costs([gather_trace(self._schedule.name, marks, self._group).timeline]))
         return elapsed
 
     def planned(self) -> list[float]:

@@ -70,6 +70,24 @@ def test_they_are_in_the_jobs_help() -> None:
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead",
         ),
         ("--use-megatron-fsdp --zero-bubble-schedule zb-h1", FSDP),
+        (
+            "--zero-bubble-trace x",
+            (
+                "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble measure a zero-bubble "
+                "schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock Megatron"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule 1f1b --zero-bubble-record-costs x",
+            (
+                "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got 1f1b; give "
+                "--zero-bubble-schedule zb-h1"
+            ),
+        ),
+        (
+            f"--zero-bubble-schedule zb-h1 --zero-bubble-trace {__file__}/x",
+            f"cannot make the folder {__file__}/x: Not a directory; give another path",
+        ),
     ],
 )
 def test_one_sentence(flags: str, sentence: str) -> None:

@@ -10,9 +10,9 @@ from megatron.zero_bubble.training.errors import UsageError
 # A new flag is a decision: add it here, and say in the commit why Megatron's own do not do.
 OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad --zero-bubble-device
---zero-bubble-exact --zero-bubble-fuse-wgrad --zero-bubble-memory-limit --zero-bubble-placement
+--zero-bubble-exact --zero-bubble-fuse-wgrad --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-placement
 --zero-bubble-post-validation --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule
---zero-bubble-schedule-file --zero-bubble-trace --zero-bubble-wgrad-stream
+--zero-bubble-schedule-file --zero-bubble-trace --zero-bubble-trace-iterations --zero-bubble-wgrad-stream
 """
 MEGATRONS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32
@@ -60,6 +60,12 @@ def test_rivals_are_flags() -> None:
         (["--num-layers", "four"], "argument --num-layers: invalid int value: 'four'"),
         (["--bf16", "yes"], "unrecognized arguments: yes"),
         (["--zero-bubble-device", "tpu"], "invalid choice: 'tpu'"),
+        (
+            ["--zero-bubble-trace-iterations", "3,5-"],
+            "iterations are numbers from 1 on and ranges of them, such as 10-12,50; got '3,5-'",
+        ),
+        (["--zero-bubble-trace-iterations", "0-3"], "numbers from 1 on"),
+        (["--zero-bubble-trace-iterations", "5-3"], "numbers from 1 on"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(argv: list[str], words: str) -> None:
@@ -67,6 +73,11 @@ def test_a_wrong_flag_is_one_sentence(argv: list[str], words: str) -> None:
         parse(argv)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_iterations() -> None:
+    args = parse(["--zero-bubble-trace-iterations", "10-12, 50"])
+    assert [number for some in args.zero_bubble_trace_iterations for number in some] == [10, 11, 12, 50]
 
 
 class TestConfigFile:

@@ -143,6 +143,14 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         (
             (
                 "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
+                "--zero-bubble-wgrad-stream --zero-bubble-log-bubble"
+            ),
+            2,
+            "--zero-bubble-log-bubble; drop one of them",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
                 "--zero-bubble-wgrad-stream --zero-bubble-exact"
             ),
             2,
@@ -158,6 +166,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             2,
             "the schedule file /no/such/file does not exist",
         ),
+        ("--zero-bubble-trace-iterations 3", 1, "says which iterations to record, got nowhere to write them"),
         ("--zero-bubble-record-costs file", 1, "needs a schedule that runs every B and W apart, got none"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule 1f1b --zero-bubble-record-costs file",

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.transformer import pipeline_parallel_layer_layout
 
 from megatron.zero_bubble.config import JobError, ZeroBubbleConfig, check_model_config, check_placement
-from megatron.zero_bubble.flags import config_of
+from megatron.zero_bubble.flags import check_measurements, config_of, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
 from megatron.zero_bubble.runtime.placement import is_megatrons_own
@@ -47,8 +47,9 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             f"{ranks}; raise it or drop the schedule"
         )
     _check_hybrid(args)
+    check_measurements(options)
     asked = _chunks_of_job(args)
-    config = config_of(options, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
+    config = config_of(options, measure_memory=records(options), peer_timeout_s=60.0 * args.distributed_timeout_minutes)
     if config.takes_chunks:
         config = replace(config, num_chunks=asked)
     placement = config.placement_on(ranks)

@@ -19,16 +19,20 @@ from megatron.zero_bubble.runtime.auto import AutoOptions, AutoPipeline
 from megatron.zero_bubble.runtime.executor import PassObserver
 from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
 from megatron.zero_bubble.runtime.linear import split_linear
-from megatron.zero_bubble.runtime.measure import Recorder
 from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.placement import add_tied_gradients, is_megatrons_own, last_stage_of
+from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.schedules import build, recipe
 
 _active = Replaced()
 
 
 def apply(
-    config: ZeroBubbleConfig | str, observer: PassObserver | None = None, say: Callable[[str], None] = print
+    config: ZeroBubbleConfig | str,
+    observer: PassObserver | None = None,
+    say: Callable[[str], None] = print,
+    recorder: Recorder | None = None,
+    around: Callable[[Pipeline], Callable[..., Any]] = lambda pipeline: pipeline.forward_backward,
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
@@ -36,8 +40,10 @@ def apply(
 
     Args:
         config: or the name of a schedule, with everything else as it is by default.
-        observer: told of every pass (``runtime.measure.Recorder``).
+        observer: told of every pass.
         say: where ``zb-auto`` reports what it measured and planned, on rank 0.
+        recorder: records passes, messages and waits of the training iterations in which it is on.
+        around: the forward-backward function that megatron-core gets.
 
     Returns:
         what now runs the iterations.
@@ -49,10 +55,11 @@ def apply(
     """
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
-    pipeline = _pipeline(config, observer, say)
+    pipeline = _pipeline(config, observer, say, recorder)
+    forward_backward = around(pipeline)
     replacements: list[Replacement] = [
-        (seams.schedule, lambda _: pipeline.forward_backward),
-        (seams.schedule_of_chunks, lambda _: pipeline.forward_backward),
+        (seams.schedule, lambda _: forward_backward),
+        (seams.schedule_of_chunks, lambda _: forward_backward),
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
     placement_on = functools.cache(config.placement_on)
@@ -104,14 +111,16 @@ def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda
     _active.replace(replacements, close)
 
 
-def _pipeline(config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None]) -> Pipeline:
+def _pipeline(
+    config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None], recorder: Recorder | None
+) -> Pipeline:
     accumulate = _accumulator(config)
     if config.schedule != AUTO:
         maker, timeout = _schedule_maker(config), config.peer_timeout_s
-        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation, accumulate)
-    recorder = Recorder(select("auto"))
+        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation, accumulate, recorder)
+    passes = Recorder(select("auto"))
     options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
-    return AutoPipeline(options, recorder, say, config.peer_timeout_s, observer, accumulate)
+    return AutoPipeline(options, passes, say, config.peer_timeout_s, observer, accumulate, recorder)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

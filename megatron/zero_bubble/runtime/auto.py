@@ -26,8 +26,9 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator
-from megatron.zero_bubble.runtime.measure import Recorder, gather_timeline, median_costs
+from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 from megatron.zero_bubble.runtime.pipeline import Pipeline, process_groups
+from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.schedules import build
 
 
@@ -63,21 +64,22 @@ class AutoPipeline(Pipeline):
     """A pipeline that replaces its own schedule when it knows a better one.
 
     Args:
-        recorder: times the passes.
+        passes: times the passes.
         say: where the log lines go, on the rank that plans.
     """
 
     def __init__(
         self,
         options: AutoOptions,
-        recorder: Recorder,
+        passes: Recorder,
         say: Callable[[str], None],
         peer_timeout_s: float | None = None,
         observer: PassObserver | None = None,
         accumulate: GradAccumulator | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._options = options
-        self._recorder = recorder
+        self._passes = passes
         self._say = say
         self._planned: dict[int, Schedule] = {}
         self._costs: PassCosts | None = None
@@ -87,8 +89,8 @@ class AutoPipeline(Pipeline):
         self._next_measurement = options.warm_up
         self._planner: _Planner | None = None
         self._waiting = False
-        observers = together(observer, recorder)
-        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, accumulate)
+        observers = together(observer, passes)
+        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, accumulate, recorder)
 
     def stop_planning(self) -> None:
         """End the planner, if one is at work: training is over."""
@@ -118,9 +120,9 @@ class AutoPipeline(Pipeline):
             result = super().forward_backward(**call)
         else:
             group = process_groups(call.get("pg_collection")).pp
-            self._recorder.start(group)
+            self._passes.start(group)
             result = super().forward_backward(**call)
-            self._timelines.append(gather_timeline("zb-auto", self._recorder.stop(), group))
+            self._timelines.append(gather_trace("zb-auto", self._passes.stop(), group).timeline)
             if len(self._timelines) == self._options.measured:
                 self._evaluate(group, num_microbatches)
         self._iteration += 1

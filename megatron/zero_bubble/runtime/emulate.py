@@ -22,9 +22,10 @@ from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.plan import Plan, lower, with_validation
-from megatron.zero_bubble.runtime.executor import Executor, Stage
+from megatron.zero_bubble.runtime.executor import Channels, Executor, Stage
 from megatron.zero_bubble.runtime.global_state import Chain, Reduction
 from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
 # Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.
@@ -156,12 +157,20 @@ class SleepingOptimizer:
 
 
 def execute(
-    plan: Plan, stage: Stage, transport: Transport, like: torch.Tensor, validate: Callable[[], bool] = lambda: True
+    plan: Plan,
+    stage: Stage,
+    transport: Transport,
+    like: torch.Tensor,
+    validate: Callable[[], bool] = lambda: True,
+    recorder: Recorder | None = None,
 ) -> None:
     """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``."""
-    stages = dict.fromkeys(plan.schedule.placement.stages_of(transport.rank), stage)
     rank = transport.rank
-    Executor(plan, rank, stages, transport, lambda _message: torch.empty_like(like), validate=validate).run()
+    stages = dict.fromkeys(plan.schedule.placement.stages_of(rank), stage)
+    channels: Channels = transport
+    if recorder is not None:
+        channels, validate = recorder.watch(channels, validate)
+    Executor(plan, rank, stages, channels, lambda _message: torch.empty_like(like), recorder, validate).run()
 
 
 def virtual_iterations(

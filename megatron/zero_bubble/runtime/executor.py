@@ -13,7 +13,6 @@ import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.plan import Compute, Message, Op, Plan, Recv, Send, Settle, Validate
-from megatron.zero_bubble.runtime.p2p import Receive, Transport
 
 
 class Stage(Protocol):
@@ -30,6 +29,24 @@ class Stage(Protocol):
     def backward_weight(self, work: Pass) -> None:
         """W: the weight gradients that the B of the same microbatch left behind."""
         ...
+
+
+class Awaited(Protocol):
+    """A posted receive."""
+
+    def wait(self, needed_by: object) -> torch.Tensor:
+        """The tensor, on the compute device, once it is here."""
+        ...
+
+
+class Channels(Protocol):
+    """What moves tensors between ranks: ``p2p.Transport``, or one that is watched."""
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None: ...
+
+    def post(self, message: Message, buffer: torch.Tensor) -> Awaited: ...
+
+    def settle(self, message: Message) -> None: ...
 
 
 class PassObserver(Protocol):
@@ -77,7 +94,7 @@ class Executor:
         plan: Plan,
         rank: int,
         stages: Mapping[int, Stage],
-        transport: Transport,
+        transport: Channels,
         new_buffer: Callable[[Message], torch.Tensor],
         observer: PassObserver | None = None,
         validate: Callable[[], bool] = lambda: True,
@@ -89,7 +106,7 @@ class Executor:
         self._new_buffer = new_buffer
         self._observer = observer
         self._validate = validate
-        self._ready: dict[Pass, torch.Tensor | Receive] = {}
+        self._ready: dict[Pass, torch.Tensor | Awaited] = {}
         self._outgoing: dict[Pass, torch.Tensor] = {}
         self._ops: dict[type, Callable[[Any], None]] = {
             Compute: self._compute,
@@ -131,7 +148,7 @@ class Executor:
                 self._outgoing[op.message.producer] = self._new_buffer(op.message)
             self._ops[type(op)](op)
         for held in self._ready.values():
-            if isinstance(held, Receive):
+            if not isinstance(held, torch.Tensor):
                 held.wait("stop")
         self._ready.clear()
 
@@ -172,7 +189,7 @@ class Executor:
 
     def _take(self, producer: Pass, needed_by: Pass) -> torch.Tensor:
         held = self._ready.pop(producer)
-        return held.wait(needed_by) if isinstance(held, Receive) else held
+        return held if isinstance(held, torch.Tensor) else held.wait(needed_by)
 
     def _hand_over(self, work: Pass, consumer: int, tensor: torch.Tensor | None) -> None:
         """Keep an output for the ``Send`` that follows, or, at the turn of a V, for our own next stage: no copy."""

@@ -11,11 +11,12 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.plan import Message, Plan
-from megatron.zero_bubble.runtime.executor import Executor, PassObserver
+from megatron.zero_bubble.runtime.executor import Channels, Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.runtime.replay import Replay
 from megatron.zero_bubble.runtime.upstream import known
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
@@ -75,6 +76,7 @@ class Iteration:
     Attributes:
         stages: what the schedule says of this rank's stages, one for each chunk.
         results: gathered while it runs.
+        recorder: records this iteration, messages and waits included; None where it is not recorded.
     """
 
     plan: Plan
@@ -87,6 +89,7 @@ class Iteration:
     transport: Transport
     store: WgradStore
     observer: PassObserver | None
+    recorder: Recorder | None = None
 
     def evaluate(self) -> None:
         """Forwards only."""
@@ -131,5 +134,9 @@ class Iteration:
             facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
             for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)
         }
-        transport, new_buffer = self.transport, self.boundary.new_buffer
-        return Executor(self.plan, transport.rank, stages, transport, new_buffer, self.observer, validate).run()
+        transport: Channels = self.transport
+        if self.recorder is not None:
+            transport, validate = self.recorder.watch(transport, validate)
+        observer = together(self.observer, self.recorder)
+        rank, new_buffer = self.transport.rank, self.boundary.new_buffer
+        return Executor(self.plan, rank, stages, transport, new_buffer, observer, validate).run()

@@ -32,6 +32,7 @@ from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArgument
 from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.runtime.upstream import known, process_group_collection
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
@@ -46,6 +47,7 @@ class Pipeline:
         measure_memory: count, in the first microbatch, what it keeps on each stage.
         post_validation: whether the passes validate the steps of an optimizer; ``validate_steps_of`` says of which.
         accumulate: how weight gradients reach their parameters; default: as upstream's, to the bit.
+        recorder: records the training iterations in which it is on.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Pipeline:
         measure_memory: bool = False,
         post_validation: bool = False,
         accumulate: GradAccumulator | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
@@ -63,6 +66,7 @@ class Pipeline:
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._meter = MemoryMeter(self.store) if measure_memory else None
         self._observer = together(observer, self._meter)
+        self._recorder = recorder
         self._validates = post_validation
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
@@ -149,6 +153,7 @@ class Pipeline:
             self._transport,
             self.store,
             self._observer,
+            self._recorder if self._recorder is not None and self._recorder.is_on else None,
         )
         if forward_only:
             if self._optimizer is not None:

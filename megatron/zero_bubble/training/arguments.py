@@ -99,8 +99,6 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measurements").add_argument
-    add("--zero-bubble-trace", metavar="DIR", help="write the measured timeline beside the planned one here")
-    add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
     add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation")
 
 

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.zero_bubble.config import check_placement
-from megatron.zero_bubble.flags import config_of, has_schedule
+from megatron.zero_bubble.flags import check_measurements, config_of, has_schedule, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
@@ -318,17 +318,10 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
 def _check_schedule(args: argparse.Namespace) -> None:
     if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
         raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
-    fused = ("1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v")
-    if args.zero_bubble_record_costs and (not has_schedule(args) or args.zero_bubble_schedule in fused):
-        raise UsageError(
-            "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
-            f"{args.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
-        )
-    if args.zero_bubble_wgrad_stream and (args.zero_bubble_trace or args.zero_bubble_record_costs):
-        raise UsageError(
-            "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
-            "--zero-bubble-trace and --zero-bubble-record-costs; drop one of them"
-        )
+    try:
+        check_measurements(args)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
@@ -362,7 +355,7 @@ def _place_stages(args: argparse.Namespace) -> None:
         args.zero_bubble = config_of(
             args,
             args.virtual_pipeline_model_parallel_size,
-            measure_memory=args.zero_bubble_record_costs is not None,
+            measure_memory=records(args),
             peer_timeout_s=args.distributed_timeout_minutes * 60,
         )
         args.placement = args.zero_bubble.placement_on(args.pipeline_model_parallel_size)

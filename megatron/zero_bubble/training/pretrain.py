@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.flags import records
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError
@@ -96,15 +97,20 @@ def _train_rank(
 ) -> None:
     """Build and train on a rank that has joined the others."""
     with quiet():
-        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer, trace
+        from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
+        from megatron.zero_bubble.runtime.recorder import Recorder
+        from megatron.zero_bubble.runtime.tracer import Tracer
+        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
         from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead
 
     tracer = None
-    if args.zero_bubble_trace or args.zero_bubble_record_costs:
+    if records(args):
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-        tracer = trace.Tracer(platform, name, args.train_iters, may_end_early=args.exit_interval is not None)
-    applied = apply_schedule(args, tracer.recorder if tracer else None)
+        may_end_early = args.exit_interval is not None
+        tracer = Tracer(Recorder(platform), name, args.train_iters, args.zero_bubble_trace_iterations, may_end_early)
+    meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
+    applied = apply_schedule(args, tracer.recorder if tracer else None, meter)
     if launch.rank == 0:
         print(
             f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
@@ -135,7 +141,7 @@ def _train_rank(
     reporting = launch.rank == launch.world_size - 1
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
-        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown)
+        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter=meter)
         if tracer:
             trainer.around_passes = tracer.around_passes
         if state.iteration < args.train_iters:
@@ -146,10 +152,9 @@ def _train_rank(
         finally:
             if applied.pipeline:
                 applied.pipeline.stop_planning()
-        if tracer and args.zero_bubble_trace:
-            tracer.write(Path(args.zero_bubble_trace))
-        if tracer and args.zero_bubble_record_costs and applied.pipeline:
-            tracer.write_costs(Path(args.zero_bubble_record_costs), applied.pipeline)
+        if tracer:
+            directory, file = (Path(p) if p else None for p in (args.zero_bubble_trace, args.zero_bubble_record_costs))
+            tracer.write(directory, file, applied.pipeline)
 
 
 def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:

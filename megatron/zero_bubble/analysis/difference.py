@@ -1,0 +1,288 @@
+"""Where a measured iteration departs from its plan: slow passes, late receives, host gaps.
+
+Two views, and in both the parts add up to the whole, because every ms of a rank is given to exactly one part:
+
+* By rank. Before each pass a rank may stand still. As long as the input is not there this is waiting, of which the plan
+  has its share too: what exceeds it is *late*. The rest is the gap of the *host*: the input is there, nothing runs. The
+  pass itself is *slow* by what it takes beyond its plan. What follows the last pass is the *end*: others still run.
+* Along the measured critical chain, from the last pass of all back to the first: each pass follows the one before it on
+  its rank, or the one whose output it had to wait for. This is what made the iteration as long as it was. Where the
+  plan has idle time on that chain, delays were hidden in it: *slack*, at most 0.
+
+Everything is in ms, measured minus planned: negative parts are gains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.analysis.trace import Trace
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Pass
+
+
+class Step(NamedTuple):
+    """A pass on its rank, and what came before it.
+
+    Attributes:
+        waits_for: the pass of another rank whose output it needs, if any.
+        waited_ms: how long the rank stood still for that output: measured, not compared with the plan.
+        late_ms: the same, less all that the plan lets the rank stand still before this pass.
+    """
+
+    pass_: Pass
+    waits_for: Pass | None
+    waited_ms: float
+    slow_ms: float
+    late_ms: float
+    host_ms: float
+
+
+@dataclass(frozen=True)
+class RankDifference:
+    """One rank; ``slow_ms + idle_ms`` is the difference of the makespans.
+
+    Attributes:
+        end_ms: what it stands still after its last pass, compared with the plan.
+    """
+
+    steps: tuple[Step, ...]
+    end_ms: float
+
+    @cached_property
+    def slow_ms(self) -> float:
+        return sum(step.slow_ms for step in self.steps)
+
+    @cached_property
+    def late_ms(self) -> float:
+        return sum(step.late_ms for step in self.steps)
+
+    @cached_property
+    def host_ms(self) -> float:
+        return sum(step.host_ms for step in self.steps)
+
+    @property
+    def idle_ms(self) -> float:
+        """The difference of its idle times between the start and the end of everything."""
+        return self.late_ms + self.host_ms + self.end_ms
+
+
+class Link(NamedTuple):
+    """A pass of the critical chain, and how it hangs on the one before.
+
+    Attributes:
+        after: the pass before it on the chain; None for the first.
+        transfer_ms: from the end of ``after`` to its output on this rank, beyond the plan's transfer.
+        host_ms: from there to the start of the pass.
+    """
+
+    pass_: Pass
+    rank: int
+    after: Pass | None
+    slow_ms: float
+    transfer_ms: float
+    host_ms: float
+    slack_ms: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A measured iteration compared with its plan.
+
+    Attributes:
+        chain: the measured critical chain, first to last.
+        end_slack_ms: what follows the end of the chain in the plan, below 0 where another pass was to end last.
+    """
+
+    ranks: tuple[RankDifference, ...]
+    chain: tuple[Link, ...]
+    end_slack_ms: float
+
+    @cached_property
+    def makespan_ms(self) -> float:
+        """The difference of the makespans, as the chain explains it."""
+        return self.slow_ms + self.transfer_ms + self.host_ms + self.slack_ms
+
+    @cached_property
+    def slow_ms(self) -> float:
+        return sum(link.slow_ms for link in self.chain)
+
+    @cached_property
+    def transfer_ms(self) -> float:
+        return sum(link.transfer_ms for link in self.chain)
+
+    @cached_property
+    def host_ms(self) -> float:
+        return sum(link.host_ms for link in self.chain)
+
+    @cached_property
+    def slack_ms(self) -> float:
+        return self.end_slack_ms + sum(link.slack_ms for link in self.chain)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """An iteration beside its plan: what is drawn.
+
+    Attributes:
+        iteration: its number in the run.
+        planned: the simulation of the measured order with ``costs``.
+        memory: what a microbatch keeps on each stage, in bytes; None where nobody counted.
+    """
+
+    iteration: int
+    planned: Timeline
+    measured: Trace
+    costs: PassCosts
+    memory: PassMemory | None = None
+
+    @cached_property
+    def difference(self) -> Difference:
+        return explain(self.planned, self.measured, self.costs)
+
+
+def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
+    """The difference between a plan and an iteration of the same schedule.
+
+    Args:
+        planned: the simulation of the measured schedule with ``costs``.
+
+    Raises:
+        ValueError: when the two ran different passes, or in another order.
+    """
+    if planned.schedule.order != measured.timeline.schedule.order:
+        raise ValueError(
+            f"a plan explains an iteration of the same order of passes; got {planned.schedule.name!r} for "
+            f"{measured.timeline.schedule.name!r}; simulate the order that was measured"
+        )
+    both = _Both(planned, measured, costs)
+    return Difference(
+        tuple(both.rank(rank) for rank in range(len(planned.spans))),
+        tuple(reversed(list(both.chain()))),
+        both.end_slack_ms,
+    )
+
+
+class _Place(NamedTuple):
+    """One pass in both timelines, both counted from their starts, with its predecessor on the rank."""
+
+    planned: Span
+    measured: Span
+    before: Pass | None
+    rank: int
+
+
+class _Input(NamedTuple):
+    """What a pass needs of another rank, and when the rank began and ended to stand still for it."""
+
+    producer: Pass
+    awaited_ms: float
+    arrived_ms: float
+
+
+class _Both:
+    def __init__(self, planned: Timeline, measured: Trace, costs: PassCosts) -> None:
+        self._planned, self._measured, self._costs = planned, measured.timeline, costs
+        self._received = [{r.producer: r for r in row.receives} for row in measured.ranks]
+        self._places: dict[Pass, _Place] = {}
+        for rank, rows in enumerate(zip(planned.spans, measured.timeline.spans, strict=True)):
+            before = None
+            for due, ran in zip(*rows, strict=True):
+                self._places[due.pass_] = _Place(_from(due, planned), _from(ran, measured.timeline), before, rank)
+                before = due.pass_
+
+    def rank(self, rank: int) -> RankDifference:
+        steps = tuple(self._step(self._places[span.pass_]) for span in self._planned.spans[rank])
+        last = self._places[steps[-1].pass_] if steps else None
+        planned_end, measured_end = (last.planned.end_ms, last.measured.end_ms) if last else (0.0, 0.0)
+        tails = self._planned.makespan_ms - planned_end, self._measured.makespan_ms - measured_end
+        return RankDifference(steps, tails[1] - tails[0])
+
+    def _step(self, place: _Place) -> Step:
+        planned_free, measured_free = self._free(place)
+        needs = self._input(place)
+        waited = needs.arrived_ms - needs.awaited_ms if needs else 0.0
+        due, ran = place.planned, place.measured
+        return Step(
+            ran.pass_,
+            needs.producer if needs else None,
+            waited,
+            _length(ran) - _length(due),
+            waited - (due.start_ms - planned_free),
+            ran.start_ms - measured_free - waited,
+        )
+
+    def chain(self) -> Iterator[Link]:
+        """Last to first."""
+        place: _Place | None = self._last
+        while place is not None:
+            link = self._link(place)
+            yield link
+            place = None if link.after is None else self._places[link.after]
+
+    @property
+    def end_slack_ms(self) -> float:
+        return self._last.planned.end_ms - self._planned.makespan_ms
+
+    @property
+    def _last(self) -> _Place:
+        return max(self._places.values(), key=lambda place: place.measured.end_ms)
+
+    def _link(self, place: _Place) -> Link:
+        planned_free, measured_free = self._free(place)
+        needs = self._input(place)
+        after, transfer = place.before, 0.0
+        comm = 0.0
+        if needs is not None:
+            producer = self._places[needs.producer]
+            comm = self._costs.comm(producer.rank, place.rank)
+            if producer.measured.end_ms + comm > measured_free:
+                after = needs.producer
+                planned_free, measured_free = producer.planned.end_ms, producer.measured.end_ms
+                transfer = needs.arrived_ms - measured_free - comm
+            else:
+                transfer, comm = needs.arrived_ms - needs.awaited_ms, 0.0
+        due, ran = place.planned, place.measured
+        return Link(
+            ran.pass_,
+            place.rank,
+            after,
+            _length(ran) - _length(due),
+            transfer,
+            ran.start_ms - measured_free - comm - transfer,
+            -(due.start_ms - planned_free - comm),
+        )
+
+    def _free(self, place: _Place) -> tuple[float, float]:
+        """When the rank was done with the pass before, as planned and as measured."""
+        if place.before is None:
+            return 0.0, 0.0
+        before = self._places[place.before]
+        return before.planned.end_ms, before.measured.end_ms
+
+    def _input(self, place: _Place) -> _Input | None:
+        """As recorded; without a record it counts as arrived when the plan's transfer allows."""
+        for producer in self._planned.schedule.dependencies(place.measured.pass_):
+            source = self._places[producer]
+            if source.rank == place.rank:
+                continue
+            received = self._received[place.rank].get(producer)
+            if received is not None:
+                start = self._measured.start_ms
+                return _Input(producer, received.awaited_ms - start, received.arrived_ms - start)
+            free, start = self._free(place)[1], place.measured.start_ms
+            here = source.measured.end_ms + self._costs.comm(source.rank, place.rank)
+            return _Input(producer, free, max(free, min(start, here)))
+        return None
+
+
+def _from(span: Span, timeline: Timeline) -> Span:
+    return Span(span.pass_, span.start_ms - timeline.start_ms, span.end_ms - timeline.start_ms)
+
+
+def _length(span: Span) -> float:
+    return span.end_ms - span.start_ms

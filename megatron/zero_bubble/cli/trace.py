@@ -1,0 +1,82 @@
+"""``zero-bubble trace``: recorded iterations, drawn again."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.render.html import render_html
+from megatron.zero_bubble.render.perfetto import render_perfetto
+from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.trace_file import Recording, read_trace_file
+
+
+def add_trace(verb: argparse.ArgumentParser) -> None:
+    """The flags of ``trace``."""
+    verb.add_argument("files", nargs="+", type=Path, metavar="FILE", help="trace.json of a run's --zero-bubble-trace")
+    verb.add_argument("--iteration", type=int, metavar="N", help="which one to draw (default: that of median length)")
+    verb.add_argument("--format", choices=tuple(_FORMATS), default="text", help="default: text")
+    verb.add_argument("--output", type=Path, metavar="FILE", help="where to write it (default: standard output)")
+    verb.set_defaults(command=trace)
+
+
+def trace(options: argparse.Namespace) -> str:
+    """The iteration of every file in the form asked for; nothing to print where it goes into a file."""
+    if options.format != "text" and len(options.files) > 1:
+        raise ValueError(f"a drawing is of one file; got {len(options.files)}; leave out --format or name one file")
+    parts = [_FORMATS[options.format](_chosen(read_trace_file(file), options.iteration)) for file in options.files]
+    text = "\n".join(parts)
+    if options.output is None:
+        return text
+    try:
+        options.output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {options.output}: {error.strerror}; give another path") from None
+    return ""
+
+
+def _chosen(recording: Recording, iteration: int | None) -> Comparison:
+    number = recording.typical if iteration is None else iteration
+    if number not in recording.traces:
+        known = ", ".join(map(str, recording.traces))
+        raise ValueError(f"iteration {number} was not recorded; choose one of {known}")
+    return recording.compared(number)
+
+
+def _svg(compared: Comparison) -> str:
+    return render_svg(compared.planned, compared.measured.timeline, titles=("planned", "measured"))
+
+
+def _text(compared: Comparison) -> str:
+    """Both headlines, and a line for every cause and every rank."""
+    difference = compared.difference
+    parts = (
+        ("slow passes", difference.slow_ms),
+        ("transfers", difference.transfer_ms),
+        ("host gaps", difference.host_ms),
+        ("slack used", difference.slack_ms),
+    )
+    lines = [
+        f"iteration {compared.iteration}",
+        f"planned   {headline(compared.planned)}",
+        f"measured  {headline(compared.measured.timeline)}",
+        f"measured minus planned: {difference.makespan_ms:+.2f} ms, along the critical chain "
+        + ", ".join(f"{name} {value:+.2f}" for name, value in parts),
+        "  rank   input late   host gaps   end        slow passes   (ms, measured minus planned)",
+    ]
+    lines += [
+        f"  {rank:<4}   {part.late_ms:+10.2f}   {part.host_ms:+9.2f}   {part.end_ms:+8.2f}   {part.slow_ms:+11.2f}"
+        for rank, part in enumerate(difference.ranks)
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_FORMATS: dict[str, Callable[[Comparison], str]] = {
+    "text": _text,
+    "html": render_html,
+    "svg": _svg,
+    "perfetto": render_perfetto,
+}

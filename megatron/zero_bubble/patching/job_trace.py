@@ -1,0 +1,87 @@
+"""``--zero-bubble-trace`` and ``--zero-bubble-record-costs`` in a Megatron-LM job, whose loop and end are its own.
+
+Iterations are numbered as Megatron numbers them. The files are written right after the passes of the last one that is
+recorded, while all ranks are at the same place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.pipeline import Pipeline
+from megatron.zero_bubble.runtime.recorder import Recorder
+from megatron.zero_bubble.runtime.tracer import Tracer
+
+
+class JobTrace:
+    """Records the iterations of a job that its flags choose.
+
+    Args:
+        options: our flags.
+        args: the job's, validated; read when it trains, because it counts its iterations late.
+        say: where it says that it has written, or could not, on rank 0.
+
+    Raises:
+        JobError: folders that cannot be made.
+    """
+
+    def __init__(self, options: argparse.Namespace, args: Any, say: Callable[[str], None]) -> None:
+        self.recorder = Recorder(select("auto"))
+        self._options, self._args, self._say = options, args, say
+        self._tracer: Tracer | None = None
+        self._directory, self._costs_file = (
+            Path(path).resolve() if path else None
+            for path in (options.zero_bubble_trace, options.zero_bubble_record_costs)
+        )
+        if getattr(args, "rank", 0) == 0:
+            self._make_folders()
+        self._is_written = False
+        atexit.register(self._check)
+
+    def _make_folders(self) -> None:
+        """Now, and not after hours of training."""
+        for folder in filter(None, (self._directory, self._costs_file and self._costs_file.parent)):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise JobError(f"cannot make the folder {folder}: {error.strerror}; give another path") from None
+
+    def around(self, pipeline: Pipeline) -> Callable[..., Any]:
+        """The forward-backward function of ``pipeline``, recorded."""
+
+        @functools.wraps(pipeline.forward_backward)
+        def forward_backward(**call: Any) -> Any:
+            if call.get("forward_only"):
+                return pipeline.forward_backward(**call)
+            iteration = self._args.curr_iteration + 1
+            if self._tracer is None:
+                self._tracer = self._start(iteration)
+            result = self._tracer.around_passes(iteration, lambda: pipeline.forward_backward(**call))
+            if iteration >= self._tracer.last and not self._is_written:
+                self._is_written = True
+                self._tracer.write(self._directory, self._costs_file, pipeline)
+                for target in filter(None, (self._directory, self._costs_file)):
+                    self._say(f"iterations until {iteration} recorded in {target}")
+            return result
+
+        return forward_backward
+
+    def _start(self, iteration: int) -> Tracer:
+        """Before the first iteration of this run, which ends at a multiple of --exit-interval if there is one."""
+        options, args = self._options, self._args
+        interval = getattr(args, "exit_interval", None) or args.train_iters
+        end = min(args.train_iters, -(-iteration // interval) * interval)
+        name = options.zero_bubble_schedule or options.zero_bubble_schedule_file
+        return Tracer(self.recorder, name, end, options.zero_bubble_trace_iterations)
+
+    def _check(self) -> None:
+        """For ``atexit``."""
+        if self._tracer is not None and not self._is_written:
+            self._say(f"the job ended before iteration {self._tracer.last}, the last to record: no trace is written")

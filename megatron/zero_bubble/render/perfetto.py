@@ -1,0 +1,141 @@
+"""A recorded iteration for https://ui.perfetto.dev and chrome://tracing: the JSON of the Trace Event Format.
+
+A rank is a process with a thread for its passes, one for its sends, one for what it waited to receive and one for
+its other waits; the plan of a rank is a process above it. An arrow leads from every send to its receive, and a counter
+has what the rank keeps. The format is documented by its authors ("Trace Event Format", 2016); Perfetto reads the event
+kinds X, i, C, M and the flows s and f.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.zero_bubble.analysis.difference import Comparison, RankDifference
+from megatron.zero_bubble.analysis.kept import kept
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.trace import RankTrace
+from megatron.zero_bubble.ir import Pass
+
+PASSES, SENDS, RECEIVES, WAITS = range(1, 5)
+_THREADS = {PASSES: "passes", SENDS: "sends", RECEIVES: "receives", WAITS: "other waits"}
+_CAUSES = ("slow_ms", "late_ms", "host_ms", "waited_ms")
+
+Event = dict[str, Any]
+
+
+def render_perfetto(compared: Comparison) -> str:
+    """The JSON text, an event a line; times are in us from the first pass of the plan and of the iteration."""
+    schedule = compared.measured.timeline.schedule
+    events = [*_names(schedule.num_ranks), *_measured(compared), *_planned(compared), *_memory(compared)]
+    events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
+    lines = ",\n".join(json.dumps(event) for event in events)
+    # No displayTimeUnit: some versions of Perfetto take it for the unit of the times.
+    return f'{{"traceEvents": [\n{lines}\n]}}\n'
+
+
+def _pid(rank: int, planned: bool = False) -> int:
+    """Apart enough for thread numbers of their own: to Perfetto they are the system's, whatever the process."""
+    return 100 * (2 * rank + (1 if planned else 2))
+
+
+def _names(num_ranks: int) -> Iterator[Event]:
+    for rank in range(num_ranks):
+        for planned in (True, False):
+            pid = _pid(rank, planned)
+            yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": _process(rank, planned)}}
+            yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
+            for tid, name in _THREADS.items():
+                if tid == PASSES or not planned:
+                    yield {"ph": "M", "pid": pid, "tid": pid + tid, "name": "thread_name", "args": {"name": name}}
+                    sort = {"name": "thread_sort_index", "args": {"sort_index": tid}}
+                    yield {"ph": "M", "pid": pid, "tid": pid + tid} | sort
+
+
+def _process(rank: int, planned: bool) -> str:
+    return f"rank {rank}, planned" if planned else f"rank {rank}"
+
+
+def _planned(compared: Comparison) -> Iterator[Event]:
+    for rank, row in enumerate(compared.planned.spans):
+        for p, start_ms, end_ms in row:
+            yield _slice(_pid(rank, planned=True), PASSES, str(p), start_ms, end_ms, _of_pass(p))
+
+
+def _measured(compared: Comparison) -> Iterator[Event]:
+    ids = {(sent.producer, sent.target): number for number, sent in enumerate(_sends(compared), start=1)}
+    received = {(got.producer, rank) for rank, row in enumerate(compared.measured.ranks) for got in row.receives}
+    rows = zip(compared.measured.ranks, compared.difference.ranks, strict=True)
+    for rank, (row, difference) in enumerate(rows):
+        pid = _pid(rank)
+        yield from _passes(pid, row, difference)
+        ends = {span.pass_: span.end_ms for span in row.spans}
+        for producer, target, at_ms in row.sends:
+            start_ms = min(at_ms, ends.get(producer, at_ms))
+            yield _slice(pid, SENDS, f"{producer} to rank {target}", start_ms, at_ms)
+            if (producer, target) in received:
+                yield _flow("s", ids[producer, target], pid, SENDS, _us(start_ms))
+        for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
+            yield _slice(pid, RECEIVES, f"{producer} from rank {source}", awaited_ms, arrived_ms)
+            expects = {"ph": "i", "s": "t", "pid": pid, "tid": pid + RECEIVES, "name": f"expects {producer}"}
+            yield expects | {"ts": _us(posted_ms)}
+            if (producer, rank) in ids:
+                last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
+                yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
+        for producer, target, start_ms, end_ms in row.settles:
+            yield _slice(pid, WAITS, f"until rank {target} has {producer}", start_ms, end_ms)
+        for start_ms, end_ms in row.validations:
+            yield _slice(pid, WAITS, "validate the optimizer step", start_ms, end_ms)
+
+
+def _sends(compared: Comparison) -> Iterator[Any]:
+    for row in compared.measured.ranks:
+        yield from row.sends
+
+
+def _passes(pid: int, row: RankTrace, difference: RankDifference) -> Iterator[Event]:
+    for (p, start_ms, end_ms), step in zip(row.spans, difference.steps, strict=True):
+        why: dict[str, Any] = {name: round(getattr(step, name), 4) for name in _CAUSES}
+        if step.waits_for is not None:
+            why["waits_for"] = str(step.waits_for)
+        yield _slice(pid, PASSES, str(p), start_ms, end_ms, _of_pass(p) | why)
+
+
+def _memory(compared: Comparison) -> Iterator[Event]:
+    if compared.memory is None:
+        return
+    sides: tuple[tuple[Timeline, bool], ...] = ((compared.planned, True), (compared.measured.timeline, False))
+    for timeline, planned in sides:
+        for rank, curve in enumerate(kept(timeline, compared.memory)):
+            for at_ms, amount in curve:
+                yield {
+                    "ph": "C",
+                    "pid": _pid(rank, planned),
+                    "name": "kept by microbatches",
+                    "ts": _us(at_ms),
+                    "args": {"bytes": round(amount)},
+                }
+
+
+def _of_pass(p: Pass) -> dict[str, Any]:
+    return {"stage": p.stage, "kind": p.kind.value, "microbatch": p.microbatch, "slice": p.slice}
+
+
+def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: dict[str, Any] | None = None) -> Event:
+    """At least 1 ns long: a flow needs a slice that is open at its time."""
+    start = _us(start_ms)
+    event = {"ph": "X", "pid": pid, "tid": pid + tid, "name": name, "ts": start}
+    event["dur"] = max(0.001, round(_us(end_ms) - start, 3))
+    return event | ({"args": args} if args else {})
+
+
+def _flow(phase: str, number: int, pid: int, tid: int, ts: float) -> Event:
+    """One end of an arrow; it hangs on the slice that is open at ``ts``."""
+    event = {"ph": phase, "id": number, "pid": pid, "tid": pid + tid, "name": "message", "cat": "message", "ts": ts}
+    return event | ({"bp": "e"} if phase == "f" else {})
+
+
+def _us(ms: float) -> float:
+    """To the nanosecond, which is as fine as Perfetto counts."""
+    return round(ms * 1e3, 3)

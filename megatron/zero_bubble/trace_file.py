@@ -1,0 +1,190 @@
+"""Recorded iterations as JSON: what ``--zero-bubble-trace`` writes and ``zero-bubble trace`` draws.
+
+The keys are a contract with other tools (docs/trace-json.md).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
+from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.files import json_object, read_file, read_key
+from megatron.zero_bubble.ir import Pass
+
+FORMAT = 1
+
+_ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
+    "passes": (Span, ("pass", "start", "end")),
+    "sends": (Sent, ("pass", "rank", "sent")),
+    "receives": (Received, ("pass", "rank", "posted", "awaited", "arrived")),
+    "settles": (Settled, ("pass", "rank", "start", "end")),
+    "validations": (Validated, ("start", "end")),
+}
+_TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
+_MEMORY = ("activation", "wgrad")
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Some iterations of a run, all with the same stages.
+
+    Attributes:
+        costs: of the plans that the iterations are compared with.
+        traces: by the number of the iteration; at least one.
+        memory: what a microbatch keeps on each stage, in bytes; None where nobody counted.
+    """
+
+    costs: PassCosts
+    traces: Mapping[int, Trace]
+    memory: PassMemory | None = None
+
+    def compared(self, iteration: int) -> Comparison:
+        """An iteration beside what its order would have taken."""
+        trace = self.traces[iteration]
+        planned = simulate(trace.timeline.schedule, self.costs, self.memory)
+        return Comparison(iteration, planned, trace, self.costs, self.memory)
+
+    @property
+    def typical(self) -> int:
+        """The iteration whose makespan is the median."""
+        by_length = sorted(self.traces, key=lambda number: self.traces[number].timeline.makespan_ms)
+        return by_length[len(by_length) // 2]
+
+
+def trace_to_json(recording: Recording) -> str:
+    """The JSON text: what holds for all iterations, a line a key, then a line for each rank of each iteration."""
+    planned = recording.compared(recording.typical).planned
+    schedule = planned.schedule
+    costs, memory = recording.costs, recording.memory
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "schedule": schedule.name,
+        "num_ranks": schedule.num_ranks,
+        "num_microbatches": schedule.num_microbatches,
+        **{key: getattr(costs, key) for key in _TIMES},
+        "comm_ms": costs.comm_ms,
+        **({key: getattr(memory, key) for key in _MEMORY} if memory else {}),
+        "planned": _figures([planned]),
+        "measured": _figures([trace.timeline for trace in recording.traces.values()]),
+    }
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in content.items()]
+    iterations = [
+        f'    {{"iteration": {number}, "ranks": [\n      '
+        + ",\n      ".join(json.dumps(_rank(row)) for row in trace.ranks)
+        + "\n    ]}"
+        for number, trace in recording.traces.items()
+    ]
+    return "{\n" + ",\n".join([*lines, '  "iterations": [\n' + ",\n".join(iterations) + "\n  ]"]) + "\n}\n"
+
+
+def trace_from_json(text: str) -> Recording:
+    """What ``trace_to_json`` wrote; figures that follow from the iterations are not looked at.
+
+    Raises:
+        ValueError: one sentence when the text is not such a file.
+    """
+    content = json_object(text)
+    read_key(content, "format", f"{FORMAT}, the only one that this version reads", lambda value: value == FORMAT)
+    name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
+    iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
+    traces: dict[int, Trace] = {}
+    for iteration in iterations:
+        if not isinstance(iteration, dict):
+            raise ValueError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
+        number = read_key(iteration, "iteration", "a whole number", lambda value: type(value) is int)
+        ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
+        rows = tuple(_rank_from(row, f"iteration {number}, rank {rank}") for rank, row in enumerate(ranks))
+        traces[number] = Trace.of(name, rows)
+        validate(traces[number].timeline.schedule)
+    num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
+    if len(num_stages) > 1:
+        raise ValueError(f"all iterations must have the same stages; got {sorted(num_stages)}; keep one kind")
+    f, b, w = (read_key(content, key, "a list of numbers, one a stage", _is_numbers) for key in _TIMES)
+    costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number))
+    memory = None
+    if content.keys() & set(_MEMORY):
+        memory = PassMemory(*(read_key(content, key, "a list of numbers, one a stage", _is_numbers) for key in _MEMORY))
+    recording = Recording(costs, traces, memory)
+    recording.compared(recording.typical)  # costs and memory are for these stages, or this says what they are for
+    return recording
+
+
+def read_trace_file(path: str | Path) -> Recording:
+    """``trace_from_json`` of a file; its ``ValueError`` names the file."""
+    return read_file(path, "trace file", trace_from_json)
+
+
+def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
+    return {
+        "makespan_ms": median(t.makespan_ms for t in timelines),
+        "span_ms": median(t.span_ms for t in timelines),
+        "bubble_rate_makespan": median(t.bubble_rate("makespan") for t in timelines),
+        "bubble_rate_span": median(t.bubble_rate("span") for t in timelines),
+    }
+
+
+def _rank(row: RankTrace) -> dict[str, Any]:
+    rows = (row.spans, row.sends, row.receives, row.settles, row.validations)
+    events = {key: [[_cell(cell) for cell in event] for event in kind] for key, kind in zip(_ROWS, rows, strict=True)}
+    return {"clock_error_ms": round(row.clock_error_ms, 6), **events}
+
+
+def _cell(value: Pass | float) -> str | float:
+    """Times to a tenth of a microsecond: finer is noise, and twice the file."""
+    return str(value) if isinstance(value, Pass) else round(value, 4)
+
+
+def _rank_from(row: object, where: str) -> RankTrace:
+    if not isinstance(row, dict):
+        raise ValueError(f"{where} must be an object; got {json.dumps(row)[:60]}")
+    kinds: list[Any] = [tuple(_events(row, key, where)) for key in _ROWS]
+    spans, sends, receives, settles, validations = kinds
+    times = [time for _, *both in spans for time in both]
+    if not spans or times != sorted(times):
+        raise ValueError(f"{where} must have passes, one after the other; got {len(spans)} that overlap or go back")
+    error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
+    return RankTrace(spans, sends, receives, settles, validations, error_ms)
+
+
+def _events(row: dict[str, Any], key: str, where: str) -> Iterator[Any]:
+    kind, columns = _ROWS[key]
+    make: Callable[..., Any] = kind
+    form = f"[{', '.join(columns)}]"
+    for event in read_key(row, key, f"a list of rows {form}", lambda value: isinstance(value, list)):
+        if not isinstance(event, list) or len(event) != len(columns):
+            raise ValueError(f"{key} of {where} must be rows {form}; got {json.dumps(event)[:60]}")
+        yield make(*(_value(cell, column, f"{key} of {where}") for cell, column in zip(event, columns, strict=True)))
+
+
+def _value(cell: object, column: str, where: str) -> Any:
+    if column == "pass" and isinstance(cell, str):
+        return Pass.parse(cell)
+    if column == "rank" and type(cell) is int and cell >= 0:
+        return cell
+    if column not in ("pass", "rank") and _is_number(cell):
+        return cell
+    form = {"pass": 'a pass such as "2F0"', "rank": "a rank"}.get(column, "ms")
+    raise ValueError(f"{where} must give {column} as {form}; got {json.dumps(cell)[:60]}")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def _is_numbers(value: object) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
+def _is_filled_list(value: object) -> bool:
+    return isinstance(value, list) and bool(value)

@@ -1,0 +1,66 @@
+"""``zero-bubble trace``: every form of a recorded iteration, and a sentence for what cannot be drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.trace_file import trace_to_json
+from tests.helpers.trace_format import problems
+from tests.test_main import Capture, fails, run
+from tests.test_trace_file import recording
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    path = tmp_path / "trace.json"
+    path.write_text(trace_to_json(recording()))
+    return str(path)
+
+
+def test_text(capsys: Capture, file: str) -> None:
+    first, planned, measured, chain, _, *ranks = run(capsys, "trace", file).splitlines()
+    assert first == "iteration 12"
+    assert planned.startswith("planned   zb-h1: 2 ranks, 2 microbatches, ")
+    assert measured.startswith("measured  zb-h1: 2 ranks, 2 microbatches, ")
+    assert chain.startswith(
+        "measured minus planned: +4.00 ms, along the critical chain slow passes +4.00, transfers +0"
+    )
+    assert len(ranks) == 2
+
+
+def test_several_files_one_after_the_other(capsys: Capture, file: str) -> None:
+    assert run(capsys, "trace", file, file) == "\n".join([run(capsys, "trace", file)] * 2)
+
+
+def test_another_iteration(capsys: Capture, file: str) -> None:
+    assert "measured minus planned: +9.00 ms" in run(capsys, "trace", file, "--iteration", "7")
+
+
+def test_pictures(capsys: Capture, file: str) -> None:
+    assert run(capsys, "trace", file, "--format", "svg").startswith("<svg")
+    assert run(capsys, "trace", file, "--format", "html").startswith("<!doctype html>")
+    assert problems(run(capsys, "trace", file, "--format", "perfetto")) == []
+
+
+def test_into_a_file(capsys: Capture, file: str, tmp_path: Path) -> None:
+    assert run(capsys, "trace", file, "--format", "html", "--output", str(tmp_path / "page.html")) == ""
+    assert (tmp_path / "page.html").read_text() == run(capsys, "trace", file, "--format", "html")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{file}", "--iteration", "3"], "iteration 3 was not recorded; choose one of 7, 8, 12"),
+        (["{file}", "{file}", "--format", "html"], "a drawing is of one file; got 2; leave out --format or name one"),
+        (["{file}", "--output", "/no/such/folder"], "cannot write /no/such/folder: No such file or directory; give"),
+        (["/no/such.json"], "cannot read the trace file /no/such.json: No such file or directory"),
+        ([__file__], "it must be JSON; line 1, column 3: Extra data"),
+    ],
+)
+def test_what_cannot_be_drawn(capsys: Capture, file: str, arguments: list[str], message: str) -> None:
+    err = fails(capsys, "trace", *(argument.format(file=file) for argument in arguments))
+    assert err.startswith("zero-bubble trace: ")
+    assert message in err
+    assert err.count("\n") == 1

@@ -1,0 +1,42 @@
+"""Iterations that were never run: a simulation with delays put in, as a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron.zero_bubble import PassCosts, Schedule
+from megatron.zero_bubble.analysis.progress import progress
+from megatron.zero_bubble.analysis.timeline import Span
+from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Trace
+from megatron.zero_bubble.ir import Pass
+
+Delays = Mapping[Pass, float]
+NONE: Delays = {}
+
+
+def run(
+    schedule: Schedule, costs: PassCosts, slow: Delays = NONE, transfer: Delays = NONE, host: Delays = NONE
+) -> Trace:
+    """An iteration in which passes take longer, outputs travel longer, or a host dawdles before a pass, by those ms."""
+    rank_of = schedule.placement.stage_to_rank
+    ends: dict[Pass, float] = {}
+    rows: list[list[Span]] = [[] for _ in schedule.order]
+    sends: list[list[Sent]] = [[] for _ in schedule.order]
+    receives: list[list[Received]] = [[] for _ in schedule.order]
+    for rank, p, dependencies in progress(schedule):
+        ready = rows[rank][-1].end_ms if rows[rank] else 0.0
+        for d in dependencies:
+            source = rank_of[d.stage]
+            if source != rank:
+                arrived = max(ready, ends[d] + costs.comm(source, rank) + transfer.get(d, 0.0))
+                sends[source].append(Sent(d, rank, ends[d]))
+                receives[rank].append(Received(d, source, ready, ready, arrived))
+                ready = arrived
+        start = ready + host.get(p, 0.0)
+        ends[p] = start + costs.duration(p, schedule.num_slices) + slow.get(p, 0.0)
+        rows[rank].append(Span(p, start, ends[p]))
+    parts = zip(rows, sends, receives, strict=True)
+    return Trace.of(
+        schedule.name,
+        tuple(RankTrace(tuple(r), tuple(sorted(s, key=lambda sent: sent.at_ms)), tuple(got)) for r, s, got in parts),
+    )

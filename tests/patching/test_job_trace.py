@@ -1,0 +1,88 @@
+"""A loop that is not ours, recorded: the chosen iterations, by the job's numbers, written when they are over."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.trace_file import read_trace_file
+from tests.helpers.ranks import RankPool
+from tests.runtime.test_foreign_loop import STEPS, train
+
+
+@dataclass
+class Args:
+    """A job's flags, of which one counts its iterations: read once in each."""
+
+    start: int
+    train_iters: int
+    exit_interval: int | None = None
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        self._counter = count(self.start)
+
+    @property
+    def curr_iteration(self) -> int:
+        return next(self._counter)
+
+
+def job(rank: int, folder: str, iterations: str | None, args: Args) -> tuple[list[str], list[str]]:
+    """What the job said and what it had written right after its last iteration; then what it says at its end."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble import ZeroBubbleConfig
+    from megatron.zero_bubble.flags import add_flags
+    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.patching.job_trace import JobTrace
+
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    flags = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace", folder]
+    flags += ["--zero-bubble-record-costs", f"{folder}/costs.json"]
+    flags += ["--zero-bubble-trace-iterations", iterations] if iterations else []
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+    said: list[str] = []
+    args.rank = rank
+    trace = JobTrace(parser.parse_args(flags), args, said.append)
+    apply(ZeroBubbleConfig("zb-h1", measure_memory=True), recorder=trace.recorder, around=trace.around)
+    try:
+        train()
+    finally:
+        revert()
+    at_end = len(said)
+    trace._check()
+    return said[:at_end], said[at_end:]
+
+
+@pytest.mark.parametrize(
+    ("iterations", "args", "recorded"),
+    [
+        (None, Args(0, STEPS), [1, 2, 3]),
+        (None, Args(20, 10**6, exit_interval=23), [21, 22, 23]),
+        ("5-6,8,11-20", Args(4, 10), [5, 6]),  # it goes on to 10, and the last to record is 8: not reached
+        ("2,4-1000", Args(1, 4), [2, 4]),
+    ],
+)
+def test_chosen_iterations(
+    ranks: RankPool, tmp_path: Path, iterations: str | None, args: Args, recorded: list[int]
+) -> None:
+    (said, at_end), _ = ranks.run(2, job, str(tmp_path / "x"), iterations, args)
+    if recorded == [5, 6]:
+        assert said == []
+        assert at_end == ["the job ended before iteration 8, the last to record: no trace is written"]
+        assert not list((tmp_path / "x").iterdir())
+        return
+    assert at_end == []
+    assert [line.partition(" recorded in ")[0] for line in said] == [f"iterations until {recorded[-1]}"] * 2
+    recording = read_trace_file(tmp_path / "x/trace.json")
+    assert list(recording.traces) == recorded
+    assert recording.memory is not None
+    assert {path.name for path in (tmp_path / "x").iterdir()} == {
+        "trace.json", "timeline.svg", "timeline.html", "perfetto.json", "costs.json",
+    }  # fmt: skip

@@ -1,0 +1,135 @@
+"""The page: whole without a network, and in a real browser it draws, zooms and explains."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, build
+from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.render.html import render_html
+from megatron.zero_bubble.trace_file import Recording
+from tests.helpers.browser import browser, console_errors
+from tests.helpers.delayed import run
+
+SCHEDULE = build("zb-v", num_ranks=2, num_microbatches=4)
+COSTS = PassCosts.uniform(SCHEDULE.placement, 20, 20, 20, 1)
+
+
+def compared(memory: PassMemory | None = None) -> Comparison:
+    """1F0 (stage 1 on rank 1) starts late because 0F0 is slow by 7 ms; the host dawdles 3 ms before 3B0."""
+    delays = {"slow": {Pass.parse("0F0"): 7.0}, "host": {Pass.parse("3B0"): 3.0}}
+    return Recording(COSTS, {50: run(SCHEDULE, COSTS, **delays)}, memory).compared(50)
+
+
+def page(comparison: Comparison | None = None) -> str:
+    return render_html(compared(PassMemory.uniform(SCHEDULE.placement, 2.0**30)) if comparison is None else comparison)
+
+
+def data_of(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_nothing_is_fetched() -> None:
+    found: list[str] = []
+
+    class Links(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            found.extend(f"{tag} {value}" for key, value in attrs if key in ("src", "href"))
+
+    text = page()
+    Links().feed(text)
+    assert found == ["link data:,"]
+    assert "http" not in text.replace("http-equiv", "")
+    assert "@import" not in text and "url(" not in text
+
+
+def test_the_data_is_all_there() -> None:
+    data = data_of(page())
+    assert data["makespans"]["measured"] - data["makespans"]["planned"] == pytest.approx(
+        compared().difference.makespan_ms
+    )
+    assert [len(row) for row in data["measured"]] == [24, 24]
+    stage, kind, microbatch, start, end, waits_for, awaited, arrived, slow, late, host = data["measured"][1][0]
+    assert (stage, kind, microbatch, waits_for) == (1, "F", 0, "0F0")
+    assert (start, end, awaited, arrived) == (18.0, 28.0, 0.0, 18.0)
+    assert (slow, late, host) == (0.0, 7.0, 0.0)
+    assert len(data["kept"]["planned"][0]) == 24
+    assert data["kept"]["most"] <= 4 * 2**30
+
+
+def test_a_name_cannot_become_a_tag() -> None:
+    comparison = compared()
+    schedule = comparison.measured.timeline.schedule
+    object.__setattr__(schedule, "name", "</script><b>")
+    text = page(comparison)
+    assert "<b>" not in text
+    assert text.count("</script>") == 2
+
+
+def test_memory_is_left_out_where_nobody_counted() -> None:
+    assert "kept" not in data_of(page(compared()))
+
+
+def test_the_tables_say_where_the_difference_comes_from() -> None:
+    words = re.sub(r"<[^>]+>", " ", page().split("<h2>", 1)[1].split("<script", 1)[0])
+    words = " ".join(words.split())
+    assert "slow passes +7.00" in words
+    assert "measured minus planned +" in words
+    assert "rank idle, planned idle, measured" in words
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
+    from selenium.webdriver import ActionChains
+    from selenium.webdriver.common.by import By
+
+    file = tmp_path / "timeline.html"
+    file.write_text(page(), encoding="utf-8")
+    with browser(dark=dark) as driver:
+        driver.get(file.as_uri())
+        canvas, tip = driver.find_element(By.ID, "timeline"), driver.find_element(By.ID, "tip")
+        assert not tip.is_displayed()
+        pixels = "return [...new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer)]"
+        assert len(set(driver.execute_script(pixels))) > 10, "passes of three kinds, two chunks, gaps and axes"
+
+        def point_at(name: str) -> str:
+            """The text beside a measured pass that the pointer is on."""
+            where = driver.execute_script(
+                "const place = places.get(arguments[0]), pass = place.measured, box = canvas.getBoundingClientRect();"
+                "return [x((pass[START] + pass[END]) / 2) - box.width / 2,"
+                " y(panels[1], place.rank) + panels[1].row / 2 - box.height / 2]",
+                name,
+            )
+            ActionChains(driver).move_to_element_with_offset(canvas, *map(round, where)).perform()
+            assert tip.is_displayed()
+            return tip.text
+
+        late = point_at("1F0")
+        assert late.startswith("1F0\nforward of microbatch 0, stage 1, rank 1\n")
+        assert "measured: 18.00 to 28.00 ms, 10.00 long" in late
+        assert "waited 18.00 ms for 0F0 of rank 0, 7.00 ms longer than planned" in late
+        assert "pass: 7.00 ms longer than planned" in point_at("0F0")
+        assert "host gap before it: 3.00 ms" in point_at("3B0")
+        whole = driver.execute_script("return view")
+        zoom = (
+            "canvas.dispatchEvent(new WheelEvent('wheel', {deltaY: -600, clientX: 500, cancelable: true})); return view"
+        )
+        zoomed = driver.execute_script(zoom)
+        assert whole[0] < zoomed[0] < zoomed[1] < whole[1]
+        ActionChains(driver).drag_and_drop_by_offset(canvas, -100, 0).perform()
+        moved = driver.execute_script("return view")
+        assert moved[0] > zoomed[0]
+        assert moved[1] - moved[0] == pytest.approx(zoomed[1] - zoomed[0])
+        ActionChains(driver).double_click(canvas).perform()
+        assert driver.execute_script("return view") == whole
+        assert console_errors(driver) == []

@@ -1,0 +1,116 @@
+"""A recorded iteration holds every pass, send and receive, in an order that can be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble import PassCosts, Schedule, build
+from megatron.zero_bubble.analysis.trace import Trace
+from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.plan import Recv, Send, Settle, lower, with_validation
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.emulate import SleepingStage, execute
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.measure import gather_trace
+from megatron.zero_bubble.runtime.p2p import Transport
+from megatron.zero_bubble.runtime.recorder import Recorder
+from tests.helpers.ranks import RankPool
+
+PASS_MS = 4.0
+
+
+def recorded(_rank: int, schedule: Schedule) -> Trace:
+    assert dist.group.WORLD is not None
+    plan = with_validation(lower(schedule))
+    transport = Transport(dist.group.WORLD, plan.channels)
+    costs = PassCosts.uniform(schedule.placement, PASS_MS, PASS_MS, PASS_MS)
+    recorder = Recorder(select("cpu"))
+    recorder.start(dist.group.WORLD)
+    execute(plan, SleepingStage(schedule, costs, (8,)), transport, torch.zeros(8), recorder=recorder)
+    trace = gather_trace(schedule.name, recorder.stop(), dist.group.WORLD)
+    assert not recorder.is_on
+    return trace
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_everything_of_an_iteration_is_recorded(ranks: RankPool, name: str) -> None:
+    schedule = build(name, num_ranks=3, num_microbatches=4)
+    plan = lower(schedule)
+    traces = ranks.run(3, recorded, schedule)
+    assert traces[0] == traces[1] == traces[2]
+    trace: Trace = traces[0]
+    assert trace.timeline.schedule.order == schedule.order
+    assert trace.timeline.schedule.placement == schedule.placement
+    assert trace.timeline.start_ms == 0.0
+    for row, ops in zip(trace.ranks, plan.ops, strict=True):
+        assert [sent[:2] for sent in row.sends] == [
+            (op.message.producer, op.message.target) for op in ops if isinstance(op, Send)
+        ]
+        assert sorted(received[:2] for received in row.receives) == sorted(
+            (op.message.producer, op.message.source) for op in ops if isinstance(op, Recv)
+        )
+        assert len(row.settles) == sum(isinstance(op, Settle) for op in ops)
+        assert len(row.validations) == 1
+        assert row.clock_error_ms < 1.0  # one host: only how long it took to read the clock twice
+        for event in (*row.settles, *row.validations):
+            assert event.start_ms <= event.end_ms
+
+
+def test_the_clock_is_one(ranks: RankPool) -> None:
+    """No message arrives before it was sent, none is used before it arrived, and waiting never overlaps a pass."""
+    schedule = build("zb-v", num_ranks=3, num_microbatches=4)
+    trace: Trace = ranks.run(3, recorded, schedule)[0]
+    spans = {span.pass_: span for row in trace.timeline.spans for span in row}
+    sent = {(sent.producer, rank): sent for rank, row in enumerate(trace.ranks) for sent in row.sends}
+    for rank, row in enumerate(trace.ranks):
+        for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
+            assert posted_ms <= awaited_ms <= arrived_ms
+            step = 1 if producer.kind is Kind.F else -1
+            consumer = spans[producer._replace(stage=producer.stage + step)]
+            assert spans[producer].end_ms <= sent[producer, source].at_ms
+            assert arrived_ms <= consumer.start_ms
+            assert arrived_ms >= spans[producer].end_ms
+            for span in trace.timeline.spans[rank]:
+                assert span.end_ms <= awaited_ms or span.start_ms >= arrived_ms
+    waited = max(r.arrived_ms - r.awaited_ms for r in trace.ranks[2].receives)
+    assert waited >= PASS_MS, "the last rank stood idle until the first microbatch had come down"
+
+
+class _Silent:
+    """Stands for a transport of one rank, which has no messages."""
+
+
+def test_a_second_run_forgets_the_first() -> None:
+    """A step that was wrong: what ran before its validation is no part of the iteration."""
+    recorder = _started()
+    plan = lower(build("zb-h1", num_ranks=1, num_microbatches=1))
+    for validates in (lambda: False, lambda: True):
+        transport, validate = recorder.watch(_Silent(), validates)  # type: ignore[arg-type]
+        recorder.begin(Pass.parse("0F0"))
+        recorder.end(Pass.parse("0F0"))
+        validate()
+    stage = SleepingStage(plan.schedule, PassCosts.uniform(plan.schedule.placement, 0, 0, 0), (1,))
+    transport, validate = recorder.watch(_Silent(), lambda: True)  # type: ignore[arg-type]
+    Executor(plan, 0, {0: stage}, transport, lambda _: torch.zeros(1), recorder, validate).run()
+    row = recorder.stop().times()
+    assert [str(span.pass_) for span in row.spans] == ["0F0", "0B0", "0W0"]
+    assert not row.validations
+
+
+def test_off_it_records_nothing() -> None:
+    recorder = Recorder(select("cpu"))
+    recorder.begin(Pass.parse("0F0"))
+    recorder.end(Pass.parse("0F0"))
+    with pytest.raises(AssertionError, match="belongs to a start"):
+        recorder.stop()
+
+
+def _started() -> Recorder:
+    """A recorder that is on, without other ranks."""
+    from megatron.zero_bubble.runtime.clocks import Offset
+
+    recorder = Recorder(select("cpu"))
+    recorder._origin = recorder._new_origin(Offset())
+    return recorder

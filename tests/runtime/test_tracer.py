@@ -1,0 +1,53 @@
+"""Training runs that are asked for a trace write one of what they ran."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import Placement
+from megatron.zero_bubble.costs import read_costs_file
+from megatron.zero_bubble.trace_file import read_trace_file
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import train
+
+FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 5"
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "zb-h1 --zero-bubble-post-validation"])
+def test_chosen_iterations(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    chosen = f"--zero-bubble-trace {tmp_path} --zero-bubble-trace-iterations 2-3,5,9"
+    costs = f"--zero-bubble-record-costs {tmp_path}/costs.json"
+    train(ranks, 2, f"{FLAGS} --zero-bubble-schedule {schedule} {chosen} {costs}")
+    recording = read_trace_file(tmp_path / "trace.json")
+    assert list(recording.traces) == [2, 3, 5]
+    placement = Placement.vee(2) if schedule == "zb-v" else Placement.linear(2)
+    for trace in recording.traces.values():
+        assert trace.timeline.schedule.placement == placement
+        assert trace.timeline.schedule.num_microbatches == 8
+        for row in trace.ranks:
+            assert row.sends
+            assert row.receives
+            assert bool(row.validations) == ("post-validation" in schedule)
+    assert recording.memory is not None
+    assert min(recording.memory.activation) > 1000
+    written, memory = read_costs_file(tmp_path / "costs.json", placement)
+    assert (written, memory) == (recording.costs, recording.memory)
+    assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
+
+
+def test_megatrons_own_schedule(ranks: RankPool, tmp_path: Path) -> None:
+    """Its passes are recorded; its messages and its memory are not."""
+    train(ranks, 2, f"{FLAGS} --zero-bubble-trace {tmp_path}")
+    recording = read_trace_file(tmp_path / "trace.json")
+    assert list(recording.traces) == [1, 2, 3, 4, 5]
+    assert recording.memory is None
+    schedule = recording.traces[5].timeline.schedule
+    assert schedule.name == "stock 1f1b"
+    assert not recording.traces[5].ranks[0].sends
+
+
+def test_nothing_recorded_nothing_written(ranks: RankPool, tmp_path: Path) -> None:
+    train(ranks, 2, f"{FLAGS} --zero-bubble-trace {tmp_path}/x --zero-bubble-trace-iterations 9")
+    assert not list((tmp_path / "x").iterdir())

@@ -1,0 +1,135 @@
+"""Recorded iterations as JSON: the keys, the round trip, and every way in which a file can be wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
+from megatron.zero_bubble.analysis.trace import RankTrace, Settled, Trace, Validated
+from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.trace_file import Recording, read_trace_file, trace_from_json, trace_to_json
+from tests.helpers.delayed import run
+from tests.helpers.strategies import schedules
+
+SCHEDULE = build("zb-h1", num_ranks=2, num_microbatches=2)
+COSTS = PassCosts.uniform(SCHEDULE.placement, 10, 10, 10, 1)
+
+
+def recording(schedule: Schedule = SCHEDULE) -> Recording:
+    """Three iterations, the first the slowest, with one event of every kind."""
+    costs = PassCosts.uniform(schedule.placement, 10, 10, 10, 1)
+    first = schedule.order[0][0]
+    traces = {number: run(schedule, costs, slow={first: late}) for number, late in ((7, 9.0), (8, 0.0), (12, 4.0))}
+    head, *rest = traces[7].ranks
+    more = RankTrace(head.spans, head.sends, head.receives, (Settled(first, 1, 1.0, 2.0),), (Validated(3, 3.5),), 0.25)
+    traces[7] = Trace(traces[7].timeline, (more, *rest))
+    return Recording(costs, traces, PassMemory.uniform(schedule.placement, 64e6, 16e6))
+
+
+def test_the_keys_are_a_contract() -> None:
+    content = json.loads(trace_to_json(recording()))
+    assert list(content) == [
+        "format", "schedule", "num_ranks", "num_microbatches", "forward_ms", "backward_ms", "wgrad_ms", "comm_ms",
+        "activation", "wgrad", "planned", "measured", "iterations",
+    ]  # fmt: skip
+    assert content["format"] == 1
+    assert list(content["iterations"][0]) == ["iteration", "ranks"]
+    rank = content["iterations"][0]["ranks"][0]
+    assert list(rank) == ["clock_error_ms", "passes", "sends", "receives", "settles", "validations"]
+    assert rank["passes"][0] == ["0F0", 0.0, 19.0]
+    assert rank["sends"][0] == ["0F0", 1, 19.0]
+    assert content["iterations"][0]["ranks"][1]["receives"][0] == ["0F0", 0, 0.0, 0.0, 20.0]
+    assert rank["settles"] == [["0F0", 1, 1.0, 2.0]]
+    assert rank["validations"] == [[3, 3.5]]
+
+
+def test_the_figures_of_the_quickstart() -> None:
+    content = json.loads(trace_to_json(recording()))
+    assert recording().typical == 12
+    assert content["measured"]["makespan_ms"] - content["planned"]["makespan_ms"] == pytest.approx(4.0)
+    rates = [trace.timeline.bubble_rate("makespan") for trace in recording().traces.values()]
+    assert content["measured"]["bubble_rate_makespan"] == sorted(rates)[1]
+
+
+@given(schedules())
+def test_round_trip(schedule: Schedule) -> None:
+    assert trace_from_json(trace_to_json(recording(schedule))) == recording(schedule)
+
+
+def test_memory_may_be_unknown() -> None:
+    known = recording()
+    assert trace_from_json(trace_to_json(Recording(known.costs, known.traces))).memory is None
+
+
+def edited(edit: Callable[[dict[str, Any]], object]) -> str:
+    content = json.loads(trace_to_json(recording()))
+    edit(content)
+    return json.dumps(content)
+
+
+def rank_of(content: dict[str, Any]) -> dict[str, Any]:
+    rank: dict[str, Any] = content["iterations"][0]["ranks"][1]
+    return rank
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda c: c.update(format=2), "format must be 1, the only one that this version reads; got 2"),
+        (lambda c: c.pop("format"), "it must have the key format, 1, the only one that this version reads; it is mi"),
+        (lambda c: c.update(iterations=[]), r"iterations must be a list of at least one iteration; got \[\]"),
+        (lambda c: c.update(iterations=[1]), "every iteration must be an object; got 1"),
+        (lambda c: c["iterations"][0].update(iteration="7"), 'iteration must be a whole number; got "7"'),
+        (lambda c: c["iterations"][0].update(ranks=[]), "ranks must be a list of at least one rank"),
+        (lambda c: c["iterations"][0].update(ranks=[[]]), r"iteration 7, rank 0 must be an object; got \[\]"),
+        (lambda c: rank_of(c).pop("sends"), r"it must have the key sends, a list of rows \[pass, rank, sent\]"),
+        (
+            lambda c: rank_of(c).update(sends=[["0F0", 1]]),
+            r'sends of iteration 7, rank 1 must be rows \[pass, rank, sent\]; got \["0F0", 1\]',
+        ),
+        (
+            lambda c: rank_of(c)["passes"].insert(0, ["F0", 0, 1]),
+            "a pass is written <stage><F|B|W|BW><microbatch>",
+        ),
+        (
+            lambda c: rank_of(c)["passes"].insert(0, [3, 0, 1]),
+            'passes of iteration 7, rank 1 must give pass as a pass such as "2F0"; got 3',
+        ),
+        (
+            lambda c: rank_of(c).update(receives=[["0F0", -1, 1, 1, 1]]),
+            "receives of iteration 7, rank 1 must give rank as a rank; got -1",
+        ),
+        (
+            lambda c: rank_of(c).update(validations=[[0, None]]),
+            "validations of iteration 7, rank 1 must give end as ms; got null",
+        ),
+        (lambda c: rank_of(c).update(passes=[]), "iteration 7, rank 1 must have passes, one after the other; got 0"),
+        (lambda c: rank_of(c)["passes"].reverse(), "iteration 7, rank 1 must have passes, one after the other; got 6"),
+        (lambda c: rank_of(c)["passes"].pop(), "1W1"),
+        (lambda c: rank_of(c)["passes"][-1].__setitem__(0, "9W1"), "9W1|stage"),
+        (lambda c: c.update(forward_ms=[1.0]), "every list must have one figure a stage"),
+        (lambda c: c.update(comm_ms="1"), 'comm_ms must be a number; got "1"'),
+        (lambda c: c.pop("wgrad"), "it must have the key wgrad, a list of numbers, one a stage; it is missing"),
+        (lambda c: c.update(activation=[1.0], wgrad=[1.0]), "memory must have one figure a stage"),
+    ],
+)
+def test_what_can_be_wrong(edit: Callable[[dict[str, Any]], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as raised:
+        trace_from_json(edited(edit))
+    assert isinstance(raised.value, ValueError)
+
+
+def test_the_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"trace file .*trace\.json: it must be a JSON object; got '\[\]'"):
+        read_trace_file(tmp_path / "trace.json")
+
+
+def test_a_pass_of_the_file_is_a_pass() -> None:
+    assert trace_from_json(trace_to_json(recording())).traces[8].timeline.spans[0][0].pass_ == Pass.parse("0F0")
