@@ -100,7 +100,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
-    package_data={f"{PACKAGE}.render.page": ["*.css", "*.js"]},
+    package_data={
+        f"{PACKAGE}.render.page": ["*.css", "*.js"],
+        f"{PACKAGE}.cli.playground.page": ["*.html", "*.css", "*.js"],
+    },
     ext_modules=[_planner(), *OPS],
     cmdclass=COMMANDS,
     options={"build_ext": {"force": True}},  # what was built for another torch, or without CUDA, looks new
@@ -113,7 +116,7 @@ setup(
         'triton; platform_system == "Linux"',  # megatron-core imports it even where it launches no kernel
     ],
     extras_require={
-        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "types-pyyaml"],
+        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "selenium", "types-pyyaml"],
         "exact": ["ortools"],
         "tensorboard": ["tensorboard"],
     },

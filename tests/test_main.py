@@ -59,6 +59,7 @@ def test_no_new_flags() -> None:
             "--activation-memory", "--wgrad-memory", "--costs", "--config", "--gpu", "--no-flash-attention",
             "--memory-limit", "--placement", "--objective", "--max-chunks", "--equal-passes", "--format",
         ],
+        "playground": ["--help", "--port", "--no-browser"],
         "trace": ["--help", "--iteration", "--format", "--output"],
         "dry-run": [
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--megatron-lm",

@@ -1,8 +1,8 @@
 """The ``zero-bubble`` command.
 
 ``list`` prints the schedules; ``plan`` builds one, or reads one from a file, and says what it costs; ``compare`` has a
-line for each at the same costs; ``trace`` draws what a run recorded; ``dry-run`` says what a training job would be.
-Wrong input is one sentence on stderr and exit code 2.
+line for each at the same costs; ``playground`` shows them all in a browser; ``trace`` draws what a run recorded;
+``dry-run`` says what a training job would be. Wrong input is one sentence on stderr and exit code 2.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron.zero_bubble import __version__
 from megatron.zero_bubble.cli.compare import add_compare
 from megatron.zero_bubble.cli.dry_run import add_dry_run
 from megatron.zero_bubble.cli.plan import AUTO, add_plan
+from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.trace import add_trace
 from megatron.zero_bubble.schedules import SCHEDULES
 
@@ -50,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(prog="zero-bubble", description="Pipeline schedules without bubbles.", allow_abbrev=False)
     root.add_argument("--version", action="version", version=__version__)
     verbs = root.add_subparsers(
-        dest="name", required=True, metavar="COMMAND", help="list, plan, compare, trace, dry-run"
+        dest="name", required=True, metavar="COMMAND", help="list, plan, compare, playground, trace, dry-run"
     )
 
     verb = verbs.add_parser("list", help="the schedules, their bubbles and their memory", allow_abbrev=False)
@@ -58,6 +59,7 @@ def parser() -> argparse.ArgumentParser:
 
     add_plan(verbs.add_parser("plan", help="build a schedule and say what it costs", allow_abbrev=False))
     add_compare(verbs.add_parser("compare", help="every schedule for the same costs", allow_abbrev=False))
+    add_playground(verbs.add_parser("playground", help="all of that by sliders, in a browser", allow_abbrev=False))
     add_trace(verbs.add_parser("trace", help="a recorded iteration beside its plan", allow_abbrev=False))
     add_dry_run(verbs.add_parser("dry-run", help="a training job: layout, plan and memory", allow_abbrev=False))
     return root

@@ -36,6 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="those to record, such as 10-12,50; default: the last ones",
     )
     add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
+    add("--zero-bubble-log-bubble", action="store_true", help="the bubble, measured and planned, in every log line")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
 
 
@@ -72,10 +73,10 @@ def check_measurements(options: argparse.Namespace) -> None:
             "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
             f"{options.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
         )
-    if options.zero_bubble_wgrad_stream and records(options):
+    if options.zero_bubble_wgrad_stream and (records(options) or options.zero_bubble_log_bubble):
         raise FlagError(
             "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
-            "--zero-bubble-trace and --zero-bubble-record-costs; drop one of them"
+            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble; drop one of them"
         )
     if options.zero_bubble_trace_iterations and not records(options):
         raise FlagError(

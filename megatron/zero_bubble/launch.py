@@ -66,10 +66,10 @@ def join() -> None:
         raise FlagError(
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
         )
-    if records(options) and not has_schedule(options):
+    if (records(options) or options.zero_bubble_log_bubble) and not has_schedule(options):
         raise FlagError(
-            "--zero-bubble-trace and --zero-bubble-record-costs record a zero-bubble schedule, got none; give "
-            "--zero-bubble-schedule 1f1b to see the order of stock Megatron"
+            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble measure a zero-bubble "
+            "schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock Megatron"
         )
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):

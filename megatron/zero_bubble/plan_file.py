@@ -40,6 +40,17 @@ class Certificate:
 
 def plan_to_json(timeline: Timeline, certificate: Certificate | None = None) -> str:
     """The plan's JSON text, a line a key and a line a rank's order."""
+    lines = []
+    for key, value in plan_content(timeline, certificate).items():
+        text = json.dumps(value)
+        if key == "order":
+            text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
+        lines.append(f"  {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> dict[str, Any]:
+    """What the plan's JSON says, key by key."""
     schedule = timeline.schedule
     content: dict[str, Any] = {
         "schedule": schedule.name,
@@ -64,13 +75,7 @@ def plan_to_json(timeline: Timeline, certificate: Certificate | None = None) -> 
             "gap": certificate.gap(timeline),
             "planning_seconds": certificate.seconds,
         }
-    lines = []
-    for key, value in content.items():
-        text = json.dumps(value)
-        if key == "order":
-            text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
-        lines.append(f"  {json.dumps(key)}: {text}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return content
 
 
 def schedule_from_json(text: str) -> Schedule:

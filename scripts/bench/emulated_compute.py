@@ -1,9 +1,10 @@
 """Emulated compute: how far the runtime is from its plan when passes only take time, with real tensors on gloo.
 
 ``--clock virtual``: nothing sleeps; every rank keeps a logical clock that travels with the tensors, so what was
-executed is compared with the plan exactly, for every schedule, 2, 4 and 8 ranks, 1, P and 3P microbatches and three
-ratios of costs. ``--clock wall``: passes sleep; every round runs one iteration of stock megatron-core, of our schedules
-and of torch.distributed.pipelining's, and the table says what each took over what its plan says.
+executed is compared with the plan exactly, for every schedule, 2, 4 and 8 ranks (as far as ``--num-ranks`` goes), 1, P
+and 3P microbatches and three ratios of costs. ``--clock wall``: passes sleep; every round runs one iteration of stock
+megatron-core, of our schedules and of torch.distributed.pipelining's, and the table says what each took over what its
+plan says.
 
     python scripts/bench/emulated_compute.py --clock virtual
     python scripts/bench/emulated_compute.py --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
@@ -37,7 +38,8 @@ def main() -> int:
     """Start the ranks, or be one of them; 1 when something ran otherwise than planned on the virtual clock."""
     options = _parse()
     if not ranks.on_ranks():
-        ranks.launch(__file__, max(VIRTUAL_RANKS) if options.clock == "virtual" else options.num_ranks, sys.argv[1:])
+        virtual = options.clock == "virtual"
+        ranks.launch(__file__, max(_virtual_ranks(options)) if virtual else options.num_ranks, sys.argv[1:])
         return 0
     import torch.distributed as dist
 
@@ -60,7 +62,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--clock", choices=["virtual", "wall"], default="wall")
     parser.add_argument("--kib", type=int, default=256, help="size of every message")
     parser.add_argument("--rounds", type=int, default=9, help="measured rounds (wall)")
-    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks (wall)")
+    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks; at most (virtual)")
     parser.add_argument("--num-microbatches", type=int, default=16, help="microbatches (wall)")
     parser.add_argument("--pass-ms", type=float, nargs="+", default=[50.0], help="F B W, or one for all (wall)")
     parser.add_argument("--output", type=Path)
@@ -69,7 +71,13 @@ def _parse() -> argparse.Namespace:
         parser.error(f"--pass-ms takes one figure or three (F B W); got {len(options.pass_ms)}; leave the others out")
     if not 64 <= options.kib <= 1024:
         parser.error(f"--kib must be from 64 to 1024; got {options.kib}; choose a size that a stage may send")
+    if not _virtual_ranks(options):
+        parser.error(f"--num-ranks must be {min(VIRTUAL_RANKS)} or more; got {options.num_ranks}; a pipeline has ranks")
     return options
+
+
+def _virtual_ranks(options: argparse.Namespace) -> list[int]:
+    return [num_ranks for num_ranks in VIRTUAL_RANKS if num_ranks <= options.num_ranks]
 
 
 def _virtual(options: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +89,7 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
 
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = []
-    for num_ranks in VIRTUAL_RANKS:
+    for num_ranks in _virtual_ranks(options):
         groups = [dist.new_group(list(range(first, first + num_ranks))) for first in range(0, world, num_ranks)]
         transport = Transport(groups[rank // num_ranks], ())
         worst: dict[str, tuple[float, str, int]] = {}
@@ -117,7 +125,7 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
     times = ranks.interleaved({name: timed(c.run) for name, c in contestants.items()}, options.rounds)
     planned = {name: contestant.planned_ms for name, contestant in contestants.items()}
     ratios = {name: [ms / planned[name] for ms in row] for name, row in times.items()}
-    variants = {
+    variants: dict[str, dict[str, Any]] = {
         name: {
             "planned_ms": planned[name],
             "measured_ms": median(times[name]),
@@ -125,6 +133,7 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
             "best": min(ratios[name]),
             "above_stock": median(own - its for own, its in zip(ratios[name], ratios[STOCK], strict=True)),
             "spread": ranks.spread(times[name]),
+            "rounds_ms": times[name],
         }
         for name in contestants
     }
@@ -189,7 +198,7 @@ def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) 
     return iteration_ms
 
 
-def _print(options: argparse.Namespace, variants: dict[str, dict[str, float]]) -> None:
+def _print(options: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
     times = " ".join(f"{ms:g}" for ms in options.pass_ms)
     print(
         f"\nP={options.num_ranks}, M={options.num_microbatches}, {times} ms a pass, {options.kib} KiB a message, "

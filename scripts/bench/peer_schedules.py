@@ -6,7 +6,7 @@ peak, once for the span and once for the makespan. The table has the medians of 
 Where a peer has its ZB-V, so does ``zb-v``, as ``zero-bubble plan`` fits it to the costs: on a V, in the memory that
 its pattern keeps.
 
-    python scripts/bench/peer_schedules.py [--effort 1] [--jobs 2] [--every 1]
+    python scripts/bench/peer_schedules.py [--effort 1] [--jobs 2] [--every 1] [--sample N]
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import os
+import random
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -135,6 +136,8 @@ def main() -> int:
     options = _parse()
     cases = read(options.peers)
     chosen = list(cases)[options.offset :: options.every]
+    if options.sample is not None:
+        chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     answers: dict[tuple[Case, Metric], Answer] = {}
     of_zb_v = [(case, metric) for case in chosen for metric in METRICS if any(is_zb_v(peer) for peer in cases[case])]
     with ProcessPoolExecutor(options.jobs) as pool:
@@ -153,7 +156,9 @@ def main() -> int:
         {**asdict(case), "objective": metric, "peers": [asdict(peer) for peer in cases[case]], **asdict(found)}
         for (case, metric), found in answers.items()
     ]
-    content = {"bench": "peer_schedules", "machine": ranks.machine(), "effort": options.effort}
+    content = {"bench": "peer_schedules", "machine": ranks.machine(), "effort": options.effort, "seed": options.seed}
+    content |= {"questions": len(chosen), "of_questions": len(cases)}
+    content |= {"schedules": sum(len(cases[case]) for case in chosen), "of_schedules": sum(map(len, cases.values()))}
     ranks.write(options.output, content | {"medians": rows, "lost": losses, "results": results})
     return int(bool(losses))
 
@@ -165,6 +170,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--every", type=int, default=1, help="take every n-th question only")
     parser.add_argument("--offset", type=int, default=0, help="the first question to take")
+    parser.add_argument("--sample", type=int, metavar="N", help="take N of them, drawn at random")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/peer_schedules.json"))
     return parser.parse_args()
 
@@ -209,7 +216,9 @@ def _medians(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], A
                     "memory": name,
                     "questions": len(of_class),
                     "ours": median(found.bubble for found, _ in of_class),
+                    "ours_quartiles": ranks.quartiles([found.bubble for found, _ in of_class]),
                     "best_peer": median(best for _, best in of_class),
+                    "best_peer_quartiles": ranks.quartiles([best for _, best in of_class]),
                     "bound": median(found.bound for found, _ in of_class),
                     "seconds": median(found.seconds for found, _ in of_class),
                 }

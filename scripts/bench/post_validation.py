@@ -151,6 +151,7 @@ def _rollback(options: argparse.Namespace) -> dict[str, Any]:
         return platform.elapsed_ms(begin, platform.mark())
 
     rows: dict[str, dict[str, float]] = {}
+    rounds: dict[str, list[dict[str, float]]] = {}
     for name, make in ROLLBACKS.items():
         rollback, taken = make([optimizer]), []
         for _ in range(options.rounds + 1):
@@ -160,7 +161,8 @@ def _rollback(options: argparse.Namespace) -> dict[str, Any]:
             kept["undo_ms"] = timed(rollback.undo)
             kept["bytes_when_none_is_in_flight"] = rollback.num_bytes
             taken.append(kept)
-        rows[name] = {key: median(row[key] for row in taken[1:]) for key in taken[0]}
+        rounds[name] = taken[1:]
+        rows[name] = {key: median(row[key] for row in rounds[name]) for key in taken[0]}
     print(
         f"{options.elements:,} elements on {platform.describe()}, AdamW with fp32 states, medians of {options.rounds}"
     )
@@ -170,7 +172,8 @@ def _rollback(options: argparse.Namespace) -> dict[str, Any]:
             f"  {name:<8}  {row['step_ms']:8.2f}  {row['check_ms']:9.2f}  {row['keep_ms']:8.2f}  {row['undo_ms']:8.2f}"
             f"  {row['bytes_per_element']:14.2f}  {row['bytes_when_none_is_in_flight']:23.0f}"
         )
-    return {"device": platform.describe(), "elements": options.elements, "rounds": options.rounds, "rollbacks": rows}
+    settings = {"device": platform.describe(), "elements": options.elements, "rounds": options.rounds}
+    return {**settings, "rollbacks": rows, "by_round": rounds}
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -57,22 +58,45 @@ def ratio_to(values: dict[str, list[float]], reference: str) -> dict[str, float]
 
 def spread(values: list[float]) -> float:
     """Half the distance between the quartiles over the median: how noisy the machine was."""
-    low, _, high = quantiles(values, n=4)
+    low, high = quartiles(values)
     return (high - low) / 2 / median(values)
 
 
-def machine() -> dict[str, Any]:
-    """What the figures were taken on."""
-    import torch
-    from megatron.core import __version__ as core
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """The first and the third; both the value where there is one only."""
+    low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
+    return low, high
 
+
+def machine() -> dict[str, Any]:
+    """What the figures were taken on, and by which versions."""
     return {
-        "processor": platform.processor() or platform.machine(),
+        "processor": _processor(),
         "cores": os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "system": platform.platform(terse=True),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "megatron_core": core,
+        "torch": version("torch"),
+        "megatron_core": version("megatron-core"),
+        "commit": commit(),
     }
+
+
+def commit() -> str:
+    """Of this checkout, with ``-dirty`` behind it where files differ; "unknown" where git cannot tell."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _processor() -> str:
+    """Its model's name, where Linux tells."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Real compute: what a zero-bubble schedule gains on a real GPT, on two CPU ranks of one thread each.
+"""Real compute: what a zero-bubble schedule gains on a real GPT, on two CPU ranks of one thread each, or two GPUs.
 
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
 each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
@@ -6,7 +6,8 @@ the one that the simulator predicts from the passes of the same round. What the 
 else is the same: in "1f1b, split", which runs each B with its W right behind it in the order of 1F1B; what fused weight
 gradients gain, beside the variants with upstream's arithmetic ("exact").
 
-    python scripts/bench/real_compute.py [--rounds 15] [--hidden-size 512] [--num-layers 8] [--num-microbatches 4 8 16]
+    python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--hidden-size 512] [--num-layers 8]
+        [--num-microbatches 4 8 16]
 """
 
 from __future__ import annotations
@@ -55,13 +56,15 @@ def main() -> int:
     if dist.get_rank() == 0:
         for result in results:
             _print(result)
-        ranks.write(options.output, {"bench": "real_compute", "machine": ranks.machine(), "results": results})
+        content = {"bench": "real_compute", "machine": ranks.machine(), "device": options.device}
+        ranks.write(options.output, content | {"results": results})
     dist.destroy_process_group()
     return 0
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8, help="of both ranks together, a multiple of four")
@@ -94,11 +97,11 @@ class _Job:
             "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --mock-data "
             "--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 "
             "--hidden-dropout 0 --lr 1e-4 --train-iters 1 --untie-embeddings-and-output-weights "
-            f"--transformer-impl local --zero-bubble-device cpu --pipeline-model-parallel-size {NUM_RANKS} "
-            f"--global-batch-size {num_microbatches} {flags}".split()
+            f"--transformer-impl local --pipeline-model-parallel-size {NUM_RANKS} "
+            f"--zero-bubble-device {options.device} --global-batch-size {num_microbatches} {flags}".split()
         )
         check(self.args, NUM_RANKS)
-        self.platform = select("cpu")
+        self.platform = select(options.device)
         self.device = self.platform.setup(self.launch.local_rank)
         with quiet():
             self._build()
@@ -113,7 +116,7 @@ class _Job:
         if dist.is_initialized():
             distributed.seed(self.args)
         else:
-            distributed.initialize(self.args, self.launch, "gloo")
+            distributed.initialize(self.args, self.launch, self.platform.backend)
         self.take_turn()
         config = model.build_config(self.args, self.device)
         if self.args.zero_bubble_schedule:
@@ -122,7 +125,7 @@ class _Job:
         revert()
         model.connect(self.args, self.chunks, model.build_optimizer(self.args, self.chunks))
         generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(0, 256, (1, 257), generator=generator)
+        self.tokens = torch.randint(0, 256, (1, 257), generator=generator).to(self.device)
 
     def take_turn(self) -> None:
         """Tell Megatron how many chunks a rank has, as its initialization would: models of several kinds take turns."""
@@ -151,7 +154,7 @@ class _Job:
     def _forward_step(self, _batches: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         import torch
 
-        position_ids = torch.arange(256).unsqueeze(0)
+        position_ids = torch.arange(256, device=self.device).unsqueeze(0)
         output = model(self.tokens[:, :-1], position_ids, None, labels=self.tokens[:, 1:].contiguous())
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
@@ -209,6 +212,7 @@ class _Variant:
             self._recorder.start(self._group)
             started = time.perf_counter()
             self._job.iteration()
+            self._job.platform.synchronize()
             dist.barrier(group=self._group)
             elapsed = (time.perf_counter() - started) * 1e3
         finally:

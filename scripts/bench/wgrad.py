@@ -47,7 +47,8 @@ def main() -> None:
     results = [_measure(options, kernels, layer, getattr(torch, dtype)) for dtype in options.dtype]
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
     machine = ranks.machine() | {"device": device, "threads": options.threads}
-    ranks.write(options.output, {"bench": "wgrad", "machine": machine, "results": results})
+    settings = {"hidden_size": h, "tokens": options.tokens, "rounds": options.rounds}
+    ranks.write(options.output, {"bench": "wgrad", "machine": machine, **settings, "results": results})
 
 
 def _parse() -> argparse.Namespace:
@@ -95,6 +96,7 @@ def _rows(
             "times_reference": ratios[variant],
             "reference": base,
             "noise": ranks.spread(row),
+            "rounds_us": row,
         }
         for variant, row in values.items()
     ]

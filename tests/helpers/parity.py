@@ -284,7 +284,7 @@ class _Seen(Progress):
         self.losses += [value.hex() for report in reports for value in report["lm loss"].tolist()]
         return reports
 
-    def iterations(self, done: Sequence[Any]) -> None:
+    def iterations(self, done: Sequence[Any], bubble: Any = None) -> None:
         norms = [metrics.grad_norm for metrics in done]
         self.loss_scales += [metrics.loss_scale for metrics in done]
         self.num_zeros += [metrics.num_zeros for metrics in done]

@@ -73,8 +73,8 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-trace x",
             (
-                "--zero-bubble-trace and --zero-bubble-record-costs record a zero-bubble schedule, got none; give "
-                "--zero-bubble-schedule 1f1b to see the order of stock Megatron"
+                "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble measure a zero-bubble "
+                "schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock Megatron"
             ),
         ),
         (

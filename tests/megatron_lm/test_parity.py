@@ -132,13 +132,18 @@ def test_the_same_lines_with_features(checkout: Checkout, pipeline: int, name: s
 @pytest.mark.parametrize("schedule", IN_PLACE)
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_a_checkpoint_goes_on_in_stock(checkout: Checkout, schedule: str, form: str, tmp_path: Path) -> None:
+    """As one of a stock run does. From core_r0.16 on, that is not quite the run without a break: a loss differs."""
     job = _job(checkout, 2, PLAIN, f"--ckpt-format {form}")
-    save = ("--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4")
-    saved = pretrain_gpt(*job, schedule, save)
-    assert "exiting program at iteration 4" in saved.text, saved.text[-2000:]
-    after = pretrain_gpt(*job, None, ("--load", str(tmp_path)))
-    assert after.exit_codes == (0, 0), after.text[-4000:]
-    assert [*saved.figures, *after.figures] == stock(*job).figures
+    figures = []
+    for name in (schedule, None):
+        folder = str(tmp_path / str(name))
+        saved = pretrain_gpt(*job, name, ("--save", folder, "--save-interval", "4", "--exit-interval", "4"))
+        assert "exiting program at iteration 4" in saved.text, saved.text[-2000:]
+        after = pretrain_gpt(*job, None, ("--load", folder))
+        assert after.exit_codes == (0, 0), after.text[-4000:]
+        figures.append([*saved.figures, *after.figures])
+    assert figures[0] == figures[1]
+    assert len(figures[0]) >= 10
 
 
 # Stages that lie elsewhere draw other initial weights from a seed, so these go on from a stock checkpoint. Their

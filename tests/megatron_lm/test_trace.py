@@ -16,16 +16,21 @@ pytestmark = [
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
     pytest.mark.timeout(1200),
 ]
-JOB = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
+JOB = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --log-interval 2"
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 def test_a_job_is_recorded_and_stays_what_it_is(checkout: Checkout, tmp_path: Path) -> None:
-    flags = ("--zero-bubble-trace", str(tmp_path), "--zero-bubble-record-costs", str(tmp_path / "costs.json"))
+    flags = (
+        *("--zero-bubble-trace", str(tmp_path), "--zero-bubble-record-costs", str(tmp_path / "costs.json")),
+        "--zero-bubble-log-bubble",
+    )
     log = pretrain_gpt(checkout, 2, JOB, "zb-h1", flags)
     assert log.exit_codes == (0, 0), log.text[-4000:]
     assert log.figures == stock(checkout, 2, JOB).figures
     assert f"zero-bubble: iterations until 10 recorded in {tmp_path}" in log.of("zero-bubble: ")
+    bubbles = [line.partition("iteration ")[2] for line in log.of("zero-bubble: iteration ")]
+    assert [line.partition(": bubble ")[0] for line in bubbles] == ["2", "4", "6", "8", "10"]
     recording = read_trace_file(tmp_path / "trace.json")
     assert list(recording.traces) == list(range(3, 11))
     for trace in recording.traces.values():

@@ -10,7 +10,7 @@ from megatron.zero_bubble.training.errors import UsageError
 # A new flag is a decision: add it here, and say in the commit why Megatron's own do not do.
 OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad --zero-bubble-device
---zero-bubble-exact --zero-bubble-fuse-wgrad --zero-bubble-memory-limit --zero-bubble-placement
+--zero-bubble-exact --zero-bubble-fuse-wgrad --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-placement
 --zero-bubble-post-validation --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule
 --zero-bubble-schedule-file --zero-bubble-trace --zero-bubble-trace-iterations --zero-bubble-wgrad-stream
 """

@@ -143,6 +143,14 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         (
             (
                 "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
+                "--zero-bubble-wgrad-stream --zero-bubble-log-bubble"
+            ),
+            2,
+            "--zero-bubble-log-bubble; drop one of them",
+        ),
+        (
+            (
+                "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
                 "--zero-bubble-wgrad-stream --zero-bubble-exact"
             ),
             2,

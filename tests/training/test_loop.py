@@ -23,6 +23,21 @@ def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> Non
     assert losses(lines, "evaluation")[30][0] == pytest.approx(seen[30][0], abs=0.5)
 
 
+@pytest.mark.parametrize("schedule", ["", "--zero-bubble-schedule zb-v --zero-bubble-post-validation"])
+def test_the_log_shows_the_bubble(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    """And nothing else changes; with post-validation, how steps were taken too. Evaluations are no iterations."""
+    flags = f"--mock-data --pipeline-model-parallel-size 2 {schedule} --train-iters 7 --log-interval 3"
+    seen = train(ranks, 2, f"{flags} --zero-bubble-log-bubble --eval-iters 1 --eval-interval 3", tmp_path / "seen")
+    assert losses(seen) == losses(train(ranks, 2, flags, tmp_path / "plain"))
+    bubbles = [line for line in seen if line["kind"] == "bubble"]
+    assert [(line["iteration"], line["num_iterations"]) for line in bubbles] == [(3, 3), (6, 3), (7, 1)]
+    for line in bubbles:
+        assert 0.0 <= line["planned"] < 0.5  # a zb-v may have none
+        assert 0.0 < line["measured"] < 1.0
+        assert ("steps" in line) == ("post-validation" in schedule)
+        assert line.get("steps", line["iteration"]) in (line["iteration"] - 1, line["iteration"])
+
+
 def test_a_ramp_of_the_batch_size(ranks: RankPool, tmp_path: Path) -> None:
     lines = train(ranks, 1, "--mock-data --rampup-batch-size 4 4 30 --global-batch-size 12", tmp_path / "metrics")
     assert [line["num_microbatches"] for line in lines] == [2, 2, 2, 2, 4, 4]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.progress import IterationMetrics, Progress
+from megatron.zero_bubble.training.progress import BubbleMetrics, IterationMetrics, Progress
 
 
 def metrics(iteration: int, **changes: Any) -> IterationMetrics:
@@ -37,6 +37,21 @@ def test_lines_of_a_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
         " iteration  11/100 | loss       - | grad norm - | lr 1.000e-03 | 1,000 tokens/s | loss scale 256 | skipped 1",
         " valid loss at iteration 11: 4.500000",
     ]
+
+
+def test_the_bubble_ends_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "metrics"
+    with Progress(True, 100, str(file)) as progress:
+        progress.iterations([metrics(9), metrics(10)], BubbleMetrics(10, 2, 0.1254, 0.1))
+        progress.iterations([metrics(11)], BubbleMetrics(11, 1, 0.2, 0.1, 11, 2, 1))
+        progress.iterations([], BubbleMetrics(12, 1, 0.2, 0.1, 11, 2, 1))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.endswith("tokens/s | bubble 12.5% (planned 10.0%)")
+    assert second.endswith("tokens/s | bubble 20.0% (planned 10.0%) | steps 11, waited 2, repeated 1")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["train", "train", "bubble", "train", "bubble", "bubble"]
+    assert lines[2] == {"kind": "bubble", "iteration": 10, "num_iterations": 2, "measured": 0.1254, "planned": 0.1}
+    assert (lines[4]["steps"], lines[4]["waited"], lines[4]["repeated"]) == (11, 2, 1)
 
 
 def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

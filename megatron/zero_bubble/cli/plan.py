@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
 from megatron.zero_bubble.analysis.period import period_ms
@@ -23,6 +23,15 @@ from megatron.zero_bubble.search.loops import library
 _TEXT_WIDTH = 160
 AUTO = "zb-auto"
 _ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule on the clock, the figures that it was planned with, and how good it is where a limit was given."""
+
+    timeline: Timeline
+    costs: Figures
+    certificate: Certificate | None
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -63,6 +72,22 @@ def add_search(verb: argparse.ArgumentParser) -> None:
 
 def plan(options: argparse.Namespace) -> str:
     """The plan in the form asked for."""
+    made = make_plan(options)
+    timeline, costs, certificate = made.timeline, made.costs, made.certificate
+    if options.format == "svg":
+        return render_svg(timeline)
+    if options.format == "json":
+        return plan_to_json(timeline, certificate)
+    text = _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")
+    return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """What the flags of ``plan`` ask for, as a value.
+
+    Raises:
+        ValueError: for flags that do not go together, wrong figures, or a schedule that does not exist for them.
+    """
     if options.schedule != AUTO and options.placement is not None:
         raise ValueError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
@@ -80,12 +105,12 @@ def plan(options: argparse.Namespace) -> str:
     certificate = None
     if options.schedule == AUTO or options.memory_limit is not None:
         certificate = _certify(options, costs, schedule, seconds)
-    if options.format == "svg":
-        return render_svg(timeline)
-    if options.format == "json":
-        return plan_to_json(timeline, certificate)
-    text = _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")
-    return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
+    return Plan(timeline, costs, certificate)
+
+
+def searches(options: argparse.Namespace) -> bool:
+    """Whether ``make_plan`` searches, a matter of seconds, or only builds what is known."""
+    return options.schedule == AUTO or (options.schedule in _ADAPTING and not options.equal_passes)
 
 
 def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Metric) -> Schedule:
@@ -182,16 +207,24 @@ def _period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
 def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
     """Whether the limit is kept, and how much better a schedule within it could be."""
     objective, best = certificate.objective, certificate.bound
-    kept = peak_memory(timeline, costs)
-    verdict = "kept" if kept <= certificate.memory_limit * (1 + 1e-9) else f"EXCEEDED by {timeline.schedule.name}"
-    lines = [f"memory limit {costs.show(certificate.memory_limit)}: {verdict}, at most {costs.show(kept)} on a rank"]
+    kept, verdict = limit_verdict(timeline, costs, certificate)
+    lines = [verdict]
     where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
     lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this placement and limit ({where})")
-    if verdict == "kept":
+    if kept:
         lines.append(f"gap {certificate.gap(timeline):.2%}: no other schedule is shorter by more")
     slow = "" if library() else " by Python alone: without its C++ part, which needs a compiler, it searches less"
     lines.append(f"planned in {certificate.seconds:.2f} s{slow}")
     return "\n".join(lines) + "\n"
+
+
+def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:
+    """Whether the limit is kept, and the sentence that says so."""
+    peak = peak_memory(timeline, costs)
+    kept = peak <= certificate.memory_limit * (1 + 1e-9)
+    verdict = "kept" if kept else f"EXCEEDED by {timeline.schedule.name}"
+    limit = costs.show(certificate.memory_limit)
+    return kept, f"memory limit {limit}: {verdict}, at most {costs.show(peak)} on a rank"
 
 
 def peak_memory(timeline: Timeline, costs: Figures) -> float:

@@ -20,9 +20,11 @@ from megatron.zero_bubble.config import JobError, ZeroBubbleConfig
 from megatron.zero_bubble.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.patching import job_checks, patches
+from megatron.zero_bubble.patching.job_bubble import JobBubble
 from megatron.zero_bubble.patching.job_trace import JobTrace
 from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
+from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.placement import (
     believed_rank,
     believing,
@@ -101,8 +103,9 @@ def _validated(
         validated = validate_args(args, *defaults, **more_defaults)
         with _refusing():
             job_checks.check(args, config, placement)
+            bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
             trace = JobTrace(options, args, say) if records(options) else None
-            _put_in_force(config, placement, seams, say, trace)
+            _put_in_force(config, placement, seams, say, bubble, trace)
         return validated
 
     return validate
@@ -118,13 +121,20 @@ def _refusing() -> Iterator[None]:
 
 
 def _put_in_force(
-    config: ZeroBubbleConfig, placement: Placement, seams: Seams, say: Callable[[str], None], trace: JobTrace | None
+    config: ZeroBubbleConfig,
+    placement: Placement,
+    seams: Seams,
+    say: Callable[[str], None],
+    bubble: JobBubble | None,
+    trace: JobTrace | None,
 ) -> None:
+    def measured(pipeline: Pipeline) -> Callable[..., Any]:
+        forward_backward = pipeline.forward_backward if trace is None else trace.around(pipeline)
+        return forward_backward if bubble is None else bubble.around(forward_backward)
+
     _withdraw()  # a job that restarts within its processes validates its flags anew
-    if trace is None:
-        patches.apply(config, say=say)
-    else:
-        patches.apply(config, say=say, recorder=trace.recorder, around=trace.around)
+    meter = None if bubble is None else bubble.meter
+    patches.apply(config, meter, say, None if trace is None else trace.recorder, measured)
     if not is_megatrons_own(placement):
         builder = _Builder(placement)
         replacements: list[Replacement] = [

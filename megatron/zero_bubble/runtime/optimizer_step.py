@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.zero_bubble.runtime.global_state import Reduction
 
@@ -16,6 +18,25 @@ class How(enum.Enum):
     WAITED = "waited"
     SKIPPED = "skipped"
     REPEATED = "repeated"
+
+
+class Tally(NamedTuple):
+    """How steps were taken so far.
+
+    Attributes:
+        first: by the first rank, in the words of ``How``.
+        waited, repeated: by all ranks together.
+    """
+
+    first: Counter[str]
+    waited: int
+    repeated: int
+    num_ranks: int
+
+    @property
+    def steps(self) -> int:
+        """The same on every rank."""
+        return self.first.total()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.runtime.global_state import Chain, GlobalState
-from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step
+from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step, Tally
 from megatron.zero_bubble.runtime.p2p import new_group
 from megatron.zero_bubble.runtime.rollback import Exact, Optimizers, Rollback
 
@@ -135,15 +135,20 @@ class PostValidatedOptimizer:
         self._chain.settle()
         self.on_settle()
 
-    def summary(self) -> str:
-        """How often each kind of step happened; a collective call of all ranks."""
+    def tally(self) -> Tally:
+        """The final steps so far, of all ranks; a collective call of theirs."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, self.counts)
-        words = [f"{number} {how}" for how, number in counts[0].most_common()]
-        repeated, waited = (sum(of_rank[how.value] for of_rank in counts) for how in (How.REPEATED, How.WAITED))
+        waited, repeated = (sum(of_rank[how.value] for of_rank in counts) for how in (How.WAITED, How.REPEATED))
+        return Tally(counts[0], waited, repeated, len(counts))
+
+    def summary(self) -> str:
+        """How often each kind of step happened; a collective call of all ranks."""
+        tally = self.tally()
+        words = [f"{number} {how}" for how, number in tally.first.most_common()]
         return (
-            f"{counts[0].total()} optimizer steps, on the first rank {', '.join(words) or 'none'}; {repeated} repeated "
-            f"and {waited} waited for on all {len(counts)} ranks"
+            f"{tally.steps} optimizer steps, on the first rank {', '.join(words) or 'none'}; {tally.repeated} repeated "
+            f"and {tally.waited} waited for on all {tally.num_ranks} ranks"
         )
 
     # What the pipeline calls.

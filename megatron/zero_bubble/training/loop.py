@@ -19,12 +19,13 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
 from megatron.zero_bubble.runtime.optimizer_step import Outcome
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
 from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
 from megatron.zero_bubble.training.failure import during
-from megatron.zero_bubble.training.progress import IterationMetrics, Progress
+from megatron.zero_bubble.training.progress import BubbleMetrics, IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
 
 Reports = list[dict[str, torch.Tensor]]
@@ -52,6 +53,7 @@ class Trainer:
         vocab_size: size of the embedding; token ids lie below.
         around_passes: called as ``around_passes(iteration, passes)`` for every training iteration; it calls
             ``passes()``, which runs the forward and backward passes, and returns its result. For measurements.
+        meter: measures the bubble of every iteration, for the log.
     """
 
     args: argparse.Namespace
@@ -63,6 +65,7 @@ class Trainer:
     state: TrainState
     progress: Progress
     around_passes: Callable[[int, Callable[[], Reports]], Reports] = lambda _iteration, passes: passes()
+    meter: BubbleMeter | None = None
     _unfinished: deque[_Iteration] = field(default_factory=deque)
     _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
     _saved: int | None = None
@@ -126,7 +129,10 @@ class Trainer:
         samples = num_microbatches * sizes.granule
         self._zero_gradients()
         with during("passes"):
-            reports = self.around_passes(state.iteration + 1, partial(self._passes, batches, num_microbatches))
+            passes = partial(self._passes, batches, num_microbatches)
+            if self.meter is not None:
+                passes = partial(self.meter.around_passes, passes)
+            reports = self.around_passes(state.iteration + 1, passes)
         self._finish()  # the learning rate depends on whether the step before was skipped
         learning_rate = optimizer.param_groups[0]["lr"]
         with during("optimizer step"):
@@ -228,7 +234,26 @@ class Trainer:
     def _report(self) -> None:
         done, self._unreported = self._unreported, []
         self.progress.iterations(
-            [metrics if loss is None else replace(metrics, lm_loss=loss.item()) for metrics, loss in done]
+            [metrics if loss is None else replace(metrics, lm_loss=loss.item()) for metrics, loss in done],
+            self._bubble(),
+        )
+
+    def _bubble(self) -> BubbleMetrics | None:
+        """What the meter says of the iterations since it was last asked; a collective call where there is one."""
+        if self.meter is None:
+            return None
+        bubble = self.meter.read(parallel_state.get_pipeline_model_parallel_group())
+        if bubble is None:
+            return None
+        steps = None if self._ahead is None else self._ahead.tally()
+        return BubbleMetrics(
+            iteration=self.state.iteration,
+            num_iterations=bubble.num_iterations,
+            measured=bubble.measured,
+            planned=bubble.planned,
+            steps=steps and steps.steps,
+            waited=steps and steps.waited,
+            repeated=steps and steps.repeated,
         )
 
     def _save(self) -> None:

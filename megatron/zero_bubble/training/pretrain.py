@@ -97,6 +97,7 @@ def _train_rank(
 ) -> None:
     """Build and train on a rank that has joined the others."""
     with quiet():
+        from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
         from megatron.zero_bubble.runtime.recorder import Recorder
         from megatron.zero_bubble.runtime.tracer import Tracer
         from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
@@ -108,7 +109,8 @@ def _train_rank(
         name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
         may_end_early = args.exit_interval is not None
         tracer = Tracer(Recorder(platform), name, args.train_iters, args.zero_bubble_trace_iterations, may_end_early)
-    applied = apply_schedule(args, tracer.recorder if tracer else None)
+    meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
+    applied = apply_schedule(args, tracer.recorder if tracer else None, meter)
     if launch.rank == 0:
         print(
             f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
@@ -139,7 +141,7 @@ def _train_rank(
     reporting = launch.rank == launch.world_size - 1
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
-        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown)
+        trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter=meter)
         if tracer:
             trainer.around_passes = tracer.around_passes
         if state.iteration < args.train_iters:

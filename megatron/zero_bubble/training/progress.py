@@ -31,6 +31,27 @@ class IterationMetrics:
     num_zeros: float | None = None
 
 
+@dataclass(frozen=True)
+class BubbleMetrics:
+    """The bubble of the iterations since the report before (``analysis.bubble``), and how optimizer steps were taken so
+    far where they are validated later. A line of ``--metrics-file`` is this with ``"kind": "bubble"``.
+
+    Attributes:
+        iteration: the last one.
+        measured, planned: rates, by the span.
+        steps: of the optimizer, the same on every rank.
+        waited, repeated: how many of them were waited for, or taken back and repeated, added up over all ranks.
+    """
+
+    iteration: int
+    num_iterations: int
+    measured: float
+    planned: float
+    steps: int | None = None
+    waited: int | None = None
+    repeated: int | None = None
+
+
 class Progress:
     """Reports a run from one rank; on every other rank it is silent and opens nothing.
 
@@ -73,13 +94,18 @@ class Progress:
         if self._reporting:
             print(("\r\033[K" if self._bar else "") + text, flush=True)
 
-    def iterations(self, done: list[IterationMetrics]) -> None:
-        """Report the iterations since the last report: all of them in the files, the last one on the screen."""
-        if not self._reporting or not done:
+    def iterations(self, done: list[IterationMetrics], bubble: BubbleMetrics | None = None) -> None:
+        """Report the iterations since the last report: all of them in the files, the last one on the screen. With
+        post-validation there may be none, whose steps are final, but a bubble.
+        """
+        if not self._reporting:
             return
         for metrics in done:
             self._record("train", asdict(metrics))
-        self._show(done)
+        if bubble is not None:
+            self._record("bubble", {name: value for name, value in asdict(bubble).items() if value is not None})
+        if done:
+            self._show(done, bubble)
 
     def evaluation(self, iteration: int, split: str, lm_loss: float | None) -> None:
         """Report the loss on the validation or test data."""
@@ -88,7 +114,7 @@ class Progress:
         self._record("evaluation", {"iteration": iteration, "split": split, "lm_loss": lm_loss})
         self.say(f" {split} loss at iteration {iteration}: {lm_loss:.6f}")
 
-    def _show(self, done: list[IterationMetrics]) -> None:
+    def _show(self, done: list[IterationMetrics], bubble: BubbleMetrics | None) -> None:
         last = done[-1]
         rate = sum(metrics.tokens_per_second * metrics.iteration_ms for metrics in done) / sum(
             metrics.iteration_ms for metrics in done
@@ -106,6 +132,10 @@ class Progress:
         skipped = sum(metrics.skipped for metrics in done)
         if skipped:
             text += f" | skipped {skipped}"
+        if bubble is not None:
+            text += f" | bubble {bubble.measured:.1%} (planned {bubble.planned:.1%})"
+            if bubble.steps is not None:
+                text += f" | steps {bubble.steps}, waited {bubble.waited}, repeated {bubble.repeated}"
         if not self._bar:
             print(text, flush=True)
             return
@@ -119,7 +149,7 @@ class Progress:
         if self._board is not None:
             group = values.get("split", kind)
             for name, value in values.items():
-                if isinstance(value, float):
+                if name != "iteration" and isinstance(value, (int, float)):
                     self._board.add_scalar(f"{group}/{name}", value, values["iteration"])
 
     def _open_board(self, directory: str) -> Any:

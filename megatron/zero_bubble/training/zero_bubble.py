@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
 
+    from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
     from megatron.zero_bubble.runtime.pipeline import Pipeline
     from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
     from megatron.zero_bubble.runtime.recorder import Recorder
@@ -21,26 +22,31 @@ class Applied(NamedTuple):
     pipeline: Pipeline | None
 
 
-def apply_schedule(args: argparse.Namespace, recorder: Recorder | None = None) -> Applied:
+def apply_schedule(
+    args: argparse.Namespace, recorder: Recorder | None = None, meter: BubbleMeter | None = None
+) -> Applied:
     """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
     collective call: a schedule file that one rank cannot read stops them all.
 
     Args:
         recorder: records every pass, of Megatron's own schedule too, in the iterations in which it is on.
+        meter: told of every pass likewise.
 
     Raises:
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
     from megatron.zero_bubble.patching import PatchError, SeamError, apply, observe
+    from megatron.zero_bubble.runtime.executor import together
     from megatron.zero_bubble.training.distributed import agree
 
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
-        if recorder is not None:
-            observe(recorder)
+        observer = together(recorder, meter)
+        if observer is not None:
+            observe(observer)
         return Applied("Megatron's own schedule", None)
     problem = pipeline = None
     try:
-        pipeline = apply(args.zero_bubble, recorder=recorder)
+        pipeline = apply(args.zero_bubble, meter, recorder=recorder)
     except (ValueError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)

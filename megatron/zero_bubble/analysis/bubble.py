@@ -1,0 +1,87 @@
+"""The bubble that a run has, beside the one that its schedule has at the same pass times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+
+
+class RankIteration(NamedTuple):
+    """An iteration on one rank, by its own clock.
+
+    Attributes:
+        span_ms: from the start of its first pass to the end of its last one.
+        work_ms: in passes, each once: what was run again was run in vain before.
+    """
+
+    span_ms: float
+    work_ms: float
+
+
+class RankIterations(NamedTuple):
+    """Some iterations of one rank, the same ones on every rank.
+
+    Attributes:
+        order: its passes in the last of them.
+        pass_ms: mean time of the passes of each of its stages.
+    """
+
+    iterations: tuple[RankIteration, ...]
+    order: tuple[Pass, ...]
+    pass_ms: Mapping[tuple[int, Kind], float]
+
+
+@dataclass(frozen=True)
+class Bubble:
+    """Bubble rates by the span (the papers' figure), over some iterations.
+
+    Attributes:
+        measured: of the time that the longest rank took, the part in which the busiest one computed nothing.
+        planned: the same of the last iteration's schedule, simulated at the mean pass times, with messages that take
+            no time: what measured is above it are late messages, the host, and passes of unequal length.
+    """
+
+    num_iterations: int
+    measured: float
+    planned: float
+
+
+def bubble_of(ranks: Sequence[RankIterations]) -> Bubble:
+    """From what each rank of a pipeline measured, rank by rank."""
+    together = list(zip(*(rank.iterations for rank in ranks), strict=True))
+    span_ms = sum(max(row.span_ms for row in iteration) for iteration in together)
+    work_ms = sum(max(row.work_ms for row in iteration) for iteration in together)
+    schedule = _schedule(ranks)
+    pass_ms = {key: ms * schedule.num_slices for rank in ranks for key, ms in rank.pass_ms.items()}
+    planned = simulate(schedule, _costs(schedule.num_stages, pass_ms)).bubble_rate("span")
+    return Bubble(len(together), (span_ms - work_ms) / span_ms if span_ms else 0.0, planned)
+
+
+def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
+    stage_to_rank = {work.stage: rank for rank, row in enumerate(ranks) for work in row.order}
+    passes = list(chain.from_iterable(row.order for row in ranks))
+    return Schedule(
+        "measured",
+        Placement(tuple(stage_to_rank[stage] for stage in sorted(stage_to_rank))),
+        1 + max(work.microbatch for work in passes),
+        tuple(row.order for row in ranks),
+        1 + max(work.slice for work in passes),
+    )
+
+
+def _costs(num_stages: int, pass_ms: Mapping[tuple[int, Kind], float]) -> PassCosts:
+    """A stage that runs only fused backwards has them as B, with W = 0."""
+
+    def times(*kinds: Kind) -> tuple[float, ...]:
+        return tuple(
+            next((pass_ms[stage, kind] for kind in kinds if (stage, kind) in pass_ms), 0.0)
+            for stage in range(num_stages)
+        )
+
+    return PassCosts(times(Kind.F), times(Kind.B, Kind.BW), times(Kind.W), 0.0)

@@ -1,0 +1,180 @@
+"use strict";
+// A changed setting asks anew: what is built at once for all schedules together, then the searches one by one.
+
+const PAUSE_MS = 120;  // a slider that is being dragged asks no more often
+const PATIENCE_MS = 700;  // until then the last setting stays, and the next one comes as a whole
+const pictures = new Map();
+const lines = new Map();
+let drawn = [];
+let shown = {setting: null, rows: [], answers: new Map(), refusals: new Map()};
+let leave = new AbortController();
+let timer = 0;
+
+/** The server's answer; an Error with its sentence where it refuses. */
+async function ask(query, signal) {
+  let reply;
+  try {
+    reply = await fetch(`plan?${query}`, {signal});
+  } catch (error) {
+    if (signal.aborted) throw error;
+    throw new Error("the server does not answer: is zero-bubble playground still running?", {cause: error});
+  }
+  const content = await reply.json();
+  if (!reply.ok) throw new Error(content.error);
+  return content;
+}
+
+/** Ask for one row into `next`; true unless the setting has changed meanwhile. */
+async function askRow(row, next, signal) {
+  try {
+    next.answers.set(row.id, await ask(row.query, signal));
+  } catch (error) {
+    if (!signal.aborted) next.refusals.set(row.id, error.message);
+  }
+  return !signal.aborted;
+}
+
+async function update() {
+  leave.abort();
+  leave = new AbortController();
+  const {signal} = leave;
+  const setting = readSetting();
+  const next = {setting, rows: rowsOf(setting), answers: new Map(), refusals: new Map()};
+  const wanted = next.rows.filter(({why}) => !why);
+  for (const {id, why} of next.rows) if (why) next.refusals.set(id, why);
+  document.body.classList.add("busy");
+  say("planning…");
+  const started = performance.now();
+  await Promise.all(wanted.filter(({searched}) => !searched).map(async (row) => {
+    if (await askRow(row, next, signal) && performance.now() - started > PATIENCE_MS) show(next);
+  }));
+  if (signal.aborted) return;
+  show(next);
+  // The widest search first: it is the one that people wait for.
+  for (const row of wanted.filter(({searched}) => searched).reverse()) {
+    say(`searching ${row.id}…`);
+    if (!(await askRow(row, next, signal))) return;
+    paint();
+  }
+  say(`${next.answers.size} schedules planned.`);
+  document.body.dataset.settled = hashOf(setting);
+}
+
+function show(next) {
+  shown = next;
+  document.body.classList.remove("busy");
+  paint();
+}
+
+function say(text) {
+  document.getElementById("status").textContent = text;
+}
+
+/** The table, the list of what is missing and the drawings, of what is known so far. */
+function paint() {
+  const {setting, rows, answers, refusals} = shown;
+  const {objective} = setting;
+  const rate = ({id}) => answers.get(id).plan[`bubble_rate_${objective}`];
+  const over = ({id}) => Number(!answers.get(id).limit.kept);
+  const known = rows.filter(({id}) => answers.has(id)).sort((a, b) => over(a) - over(b) || rate(a) - rate(b));
+  const pending = rows.filter(({id}) => !answers.has(id) && !refusals.has(id));
+  document.getElementById("results").dataset.objective = objective;
+  paintTable(known, pending, answers);
+  paintAbsent(known, shown);
+  paintBest(known, answers, objective);
+  paintPictures(known, answers);
+}
+
+function paintTable(known, pending, answers) {
+  const plans = known.map(({id}) => answers.get(id).plan);
+  const worst = {
+    span: Math.max(...plans.map((plan) => plan.bubble_rate_span)),
+    makespan: Math.max(...plans.map((plan) => plan.bubble_rate_makespan)),
+    peak: Math.max(...plans.flatMap((plan) => plan.peak_activation)),
+  };
+  const made = known.map((row) => {
+    const answer = answers.get(row.id), basis = JSON.stringify(worst), old = lines.get(row.id);
+    if (old?.answer === answer && old.basis === basis) return old.line;
+    const line = answerLine(row, answer, worst);
+    lines.set(row.id, {answer, basis, line});
+    return line;
+  });
+  place(document.querySelector("tbody"), [...made, ...pending.map((row) => pendingLine(row, row.searched ? "searching…" : "planning…"))]);
+}
+
+/** Why a schedule is missing or over the limit; those with the same reason share a line. */
+function paintAbsent(known, {rows, answers, refusals}) {
+  const reasons = new Map();
+  for (const {id} of rows.filter((row) => refusals.has(row.id))) {
+    const why = refusals.get(id);
+    reasons.set(why, [...(reasons.get(why) ?? []), id]);
+  }
+  const items = [...reasons].map(([why, ids]) => reason(ids.join(", "), why));
+  for (const {id} of known) {
+    const {kept, sentence} = answers.get(id).limit;
+    if (!kept) items.push(reason(id, sentence));
+  }
+  document.getElementById("absent").replaceChildren(...items);
+}
+
+function reason(names, sentence) {
+  return element("li", {}, element("b", {textContent: names}), `: ${sentence}`);
+}
+
+function paintBest(known, answers, objective) {
+  const best = known.find(({id}) => answers.get(id).limit.kept);
+  const plain = answers.get("1f1b");
+  const text = (plan) => percent(plan[`bubble_rate_${objective}`]);
+  const parts = best ? ["Least bubble within the limit: ", element("b", {textContent: best.id}),
+    `, ${text(answers.get(best.id).plan)}`] : ["There is no schedule within the limit"];
+  if (best && plain) parts.push(` of ${objective} (1F1B: ${text(plain.plan)})`);
+  document.getElementById("best").replaceChildren(...parts, ".");
+}
+
+function paintPictures(known, answers) {
+  drawn = known.map((row) => {
+    const answer = answers.get(row.id);
+    const picture = pictures.get(row.id) ?? new Picture(row.id);
+    pictures.set(row.id, picture);
+    if (picture.answer !== answer) picture.set(answer, row.summary);
+    picture.answer = answer;
+    const {plan, limit} = answer;
+    const rates = `bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
+    picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
+    picture.element.classList.toggle("over", !limit.kept);
+    return picture;
+  });
+  place(document.getElementById("pictures"), drawn.map((picture) => picture.element));
+  draw();
+}
+
+function draw() {
+  const longest = Math.max(...drawn.map(({plan}) => plan.makespan_ms));
+  for (const picture of drawn) picture.draw(longest);
+}
+
+function changed() {
+  const setting = readSetting();
+  moveSliders(setting);
+  history.replaceState(null, "", hashOf(setting));
+  clearTimeout(timer);
+  timer = setTimeout(update, PAUSE_MS);
+}
+
+function paintLegend() {
+  const entries = CATALOGUE.kinds.map(({colour, meaning}) => {
+    const patch = element("i");
+    patch.style.background = colour;
+    return element("span", {}, patch, meaning);
+  });
+  entries.push(element("span", {}, element("i", {className: "idle"}), "idle"));
+  document.getElementById("legend").replaceChildren(...entries);
+}
+
+buildControls(changed);
+paintLegend();
+addEventListener("hashchange", () => { writeSetting(settingOfHash()); update(); });
+addEventListener("resize", () => requestAnimationFrame(draw));
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+writeSetting(settingOfHash());
+update();

@@ -1,0 +1,116 @@
+"use strict";
+// The setting: what the controls say, kept in the address bar behind the #, and the questions it stands for.
+
+const {most, most_cells: mostCells} = CATALOGUE;
+const CONTROLS = [
+  {key: "p", flag: "num-ranks", label: "ranks p", start: "4", min: 2, max: most["num-ranks"]},
+  {key: "m", flag: "num-microbatches", label: "microbatches m", start: "8", min: 1, max: most["num-microbatches"]},
+  {key: "F", flag: "forward-ms", label: "F forward", unit: "ms", start: "10", min: 0.5, max: 40, step: 0.5},
+  {key: "B", flag: "backward-ms", label: "B input gradient", unit: "ms", start: "10", min: 0.5, max: 40, step: 0.5},
+  {key: "W", flag: "wgrad-ms", label: "W weight gradient", unit: "ms", start: "10", min: 0, max: 40, step: 0.5},
+  {key: "comm", flag: "comm-ms", label: "communication", unit: "ms", start: "0.5", min: 0, max: 10, step: 0.1},
+  {key: "limit", flag: "memory-limit", label: "memory limit", hint: "1 p is what 1F1B keeps on a rank; empty for none",
+    unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
+  {key: "v", flag: "num-chunks", label: "stages a rank v", hint: "of the interleaved schedules", start: "2", min: 2,
+    max: most["num-chunks"]},
+];
+const CHOICES = {placement: "any", objective: "span"};
+const form = document.getElementById("setting");
+
+/** What the form says: text as it was typed, so that the command gets the same. */
+function readSetting() {
+  return Object.fromEntries(new FormData(form).entries());
+}
+
+/** The setting behind the #; what is not there is as at the start. */
+function settingOfHash() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  const starts = {...CHOICES, ...Object.fromEntries(CONTROLS.map(({key, start}) => [key, start]))};
+  return Object.fromEntries(Object.entries(starts).map(([key, start]) => [key, given.get(key) ?? start]));
+}
+
+function hashOf(setting) {
+  return "#" + new URLSearchParams(setting);
+}
+
+/** A slider and a number beside it for every control; `changed` is called after either moved. */
+function buildControls(changed) {
+  for (const {key, label, hint, unit, min, max, step = 1} of CONTROLS) {
+    const row = element("div", {className: "control"});
+    const number = element("input", {type: "number", id: `number-${key}`, name: key, min: 0, step: "any"});
+    const slider = element("input", {type: "range", id: `slider-${key}`, min, max, step});
+    slider.setAttribute("aria-label", label);
+    if (key === "limit") number.placeholder = "none";
+    slider.addEventListener("input", () => {
+      // One step above the largest limit there is none.
+      number.value = key === "limit" && Number(slider.value) > max - step / 2 ? "" : slider.value;
+      changed();
+    });
+    number.addEventListener("input", changed);
+    const text = element("label", {htmlFor: number.id, textContent: label, title: hint ?? ""});
+    row.append(text, number, element("span", {className: "unit", textContent: unit ?? ""}), slider);
+    document.getElementById("sliders").append(row);
+  }
+  form.addEventListener("change", changed);
+  form.addEventListener("submit", (event) => event.preventDefault());
+}
+
+function writeSetting(setting) {
+  for (const {key} of CONTROLS) form.elements[key].value = setting[key];
+  for (const key of Object.keys(CHOICES)) form.elements[key].value = setting[key];
+  moveSliders(setting);
+}
+
+/** Put the sliders where the numbers are; there are fewer microbatches to choose from for many ranks. */
+function moveSliders(setting) {
+  for (const {key, max} of CONTROLS) {
+    const slider = document.getElementById(`slider-${key}`);
+    if (key === "m") slider.max = Math.max(1, Math.min(max, Math.floor(mostCells / setting.p) || max));
+    slider.value = setting[key] === "" ? max : setting[key];
+    const part = (slider.value - slider.min) / (slider.max - slider.min || 1);
+    slider.style.setProperty("--part", `${100 * part}%`);
+  }
+}
+
+/** A row a schedule: the query that asks for it, whether that is a search, or why it is not asked for. */
+function rowsOf(setting) {
+  const rows = [];
+  for (const {name, shape, adapts, summary} of CATALOGUE.schedules) {
+    const own = {schedule: name};
+    if (adapts) own["equal-passes"] = "";
+    if (shape === "interleaved") own["num-chunks"] = setting.v;
+    const elsewhere = setting.placement !== "any" && setting.placement !== shape;
+    const why = elsewhere ? `stages lie ${WHERE[shape]}, and the placement asked for is ${setting.placement}` : "";
+    const id = shape === "interleaved" ? `${name} x${setting.v}` : name;
+    rows.push({id, summary, why, query: queryOf(own, setting)});
+    if (adapts) {
+      const query = queryOf({schedule: name}, setting);
+      rows.push({id: `${name} fitted`, summary: `${summary}; made anew for these costs`, why, query, searched: true});
+    }
+  }
+  const own = {schedule: CATALOGUE.auto, placement: setting.placement === "any" ? "auto" : setting.placement};
+  const summary = "the shortest found for these costs within the memory limit";
+  rows.push({id: CATALOGUE.auto, summary, why: "", query: queryOf(own, setting), searched: true});
+  return rows;
+}
+
+const WHERE = {linear: "one a rank", vee: "two a rank, in a V", interleaved: "interleaved"};
+
+/** The flags of one command. Without a limit it has one that nothing reaches: a bound is always there. */
+function queryOf(own, setting) {
+  const query = new URLSearchParams(own);
+  for (const {key, flag} of CONTROLS) {
+    if (key === "v") continue;
+    if (key === "limit") query.set(flag, `${setting.limit || setting.m}p`);
+    else if (setting[key] !== "") query.set(flag, setting[key]);
+  }
+  if (setting.objective !== CHOICES.objective) query.set("objective", setting.objective);
+  return String(query);
+}
+
+/** An element with properties. */
+function element(tag, properties = {}, ...children) {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+}

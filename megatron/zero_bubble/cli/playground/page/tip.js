@@ -1,0 +1,41 @@
+"use strict";
+// What is said of the pass that is pointed at.
+
+const MEANING = Object.fromEntries(CATALOGUE.kinds.map(({kind, meaning}) => [kind, meaning.replace(/^\S+ /, "")]));
+const tip = document.getElementById("tip");
+
+const shortMs = (ms) => `${Number(ms.toFixed(3))} ms`;
+const named = ({text, rank}) => `${text} on rank ${rank}`;
+
+/** Sentences: what the pass is, what it waits for, why it starts when it does, and what needs it. */
+function describe(pass, before) {
+  const {kind, microbatch, stage, rank, start, end, needs, feeds} = pass;
+  const what = `${MEANING[kind]} of microbatch ${microbatch}, stage ${stage} on rank ${rank}`;
+  const sentences = [`${what}: ${shortMs(start)} to ${shortMs(end)}.`];
+  const there = needs.map(({pass: need, arrives}) => `${named(need)}, there at ${shortMs(arrives)}`);
+  sentences.push(there.length ? `Waits for ${there.join(", and for ")}.` : "Waits for no other pass.");
+  const idle = start - (before?.end ?? 0);
+  if (idle > 1e-9) sentences.push(`Rank ${rank} is idle for ${shortMs(idle)} before it.`);
+  else if (before) sentences.push(`Rank ${rank} comes from ${before.text} without a pause.`);
+  if (feeds.length) sentences.push(`Needed by ${feeds.map(named).join(" and by ")}.`);
+  return sentences;
+}
+
+/** Say it below `spot`, in pixels of `canvas`, or above where there is no room; `before` is the rank's pass before. */
+function showTip(canvas, pass, before, spot) {
+  const [first, ...rest] = describe(pass, before);
+  tip.replaceChildren(element("b", {textContent: pass.text}), ` ${first}`,
+    ...rest.map((textContent) => element("span", {textContent})));
+  tip.hidden = false;
+  const board = canvas.getBoundingClientRect();
+  const {offsetWidth: wide, offsetHeight: high} = tip;
+  const room = document.documentElement.clientWidth - wide - 8;
+  const below = board.top + spot.bottom + 8;
+  const top = below + high < innerHeight ? below : board.top + spot.top - high - 8;
+  const left = Math.max(8, Math.min(board.left + spot.x - wide / 2, room));
+  Object.assign(tip.style, {left: `${left + scrollX}px`, top: `${top + scrollY}px`});
+}
+
+function hideTip() {
+  tip.hidden = true;
+}

@@ -1,0 +1,106 @@
+"""The playground's server: one page, and answers to its questions, for this machine only.
+
+``GET /`` is the page and ``GET /plan?<question>`` an answer as JSON; a question that cannot be answered gets status 400
+and ``{"error": sentence}``. A request must name this machine as its host: another site's name that was made to point
+here would make its pages ours (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+from contextlib import nullcontext, suppress
+from functools import lru_cache
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
+from urllib.parse import urlsplit
+
+from megatron.zero_bubble.cli.playground.page import build_page
+from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
+
+_HOME = "127.0.0.1"
+_KEPT = 64
+"""Answers that are kept, of at most half a MB each."""
+
+
+class Server(ThreadingHTTPServer):
+    """Listens on ``port`` (0: a free one) of this machine from its making on.
+
+    Raises:
+        OSError: when the port cannot be had.
+    """
+
+    daemon_threads = True  # who leaves does not wait for a search
+
+    def __init__(self, port: int) -> None:
+        self.page = build_page(catalogue()).encode()
+        self.answers = lru_cache(_KEPT)(_answer)
+        self.searching = Lock()
+        super().__init__((_HOME, port), _Handler)
+
+    @property
+    def address(self) -> str:
+        """Where a browser finds the page."""
+        return f"http://{_HOME}:{self.server_port}/"
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """What a browser on this machine calls it."""
+        return tuple(f"{name}:{self.server_port}" for name in (_HOME, "localhost"))
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+    protocol_version = "HTTP/1.1"
+    timeout = 60  # seconds that an open connection may be silent
+
+    def handle(self) -> None:
+        with suppress(ConnectionError):  # a page that asks something newer has left
+            super().handle()
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        if self.headers.get("Host") not in self.server.hosts:
+            wanted = " or ".join(self.server.hosts)
+            self._refuse(HTTPStatus.FORBIDDEN, f"this server is {wanted}; got the host {self.headers.get('Host')!r}")
+        elif url.path == "/":
+            self._reply(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
+        elif url.path == "/plan":
+            self._plan(url.query)
+        else:
+            self._refuse(HTTPStatus.NOT_FOUND, f"there is / and /plan; got {url.path!r}")
+
+    def _plan(self, query: str) -> None:
+        """One search at a time, and none for a page that has left while it waited."""
+        try:
+            with self.server.searching if read_question(query).searches else nullcontext():
+                if not self._has_left():
+                    self._reply(HTTPStatus.OK, "application/json", self.server.answers(query))
+        except ValueError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+
+    def _has_left(self) -> bool:
+        readable, _, _ = select.select([self.connection], [], [], 0)
+        self.close_connection = bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        return self.close_connection
+
+    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
+        self._reply(status, "application/json", json.dumps({"error": sentence}).encode())
+
+    def _reply(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing: the terminal is the user's."""
+
+
+def _answer(query: str) -> bytes:
+    return json.dumps(answer(read_question(query)), separators=(",", ":")).encode()

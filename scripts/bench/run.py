@@ -1,0 +1,232 @@
+"""All benches in one run, each in a process of its own, and the page of their figures.
+
+Results go to ``runs/bench/<run>/``: a JSON and a log for each bench, ``run.json`` and ``BENCHMARKS.md``. A full run
+then replaces ``docs/benchmarks.json``, ``docs/BENCHMARKS.md``, ``docs/scaling.svg`` and the README's figures. A bench
+that fails or takes too long costs the others nothing; the page says so and the exit code is 1.
+
+    bash scripts/bench.sh [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import page
+import ranks
+
+sys.path.insert(0, str(ranks.ROOT))
+
+from megatron.zero_bubble.platforms import select
+
+LAST_LINES = 12
+"""Of a failed bench's log, on the page."""
+_PATIENCE = 3.0
+"""How many times the expected time a bench may take: machines differ, but a bench that hangs must end."""
+_GRACE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One bench: a section of the page, a script and its arguments, and the seconds it takes on two idle cores.
+
+    ``num_gpus`` are needed for it; ``--output`` is added to the arguments.
+    """
+
+    name: str
+    script: str
+    arguments: str
+    expected_s: float
+    num_gpus: int = 0
+
+    @property
+    def timeout_s(self) -> float:
+        return 60 + _PATIENCE * self.expected_s
+
+
+PUBLISHED_TIMES = "--costs configs/published/gpt_28.3b_a100.json"
+FULL = (
+    Bench("emulated", "emulated_compute.py", "--clock wall --pass-ms 50 --rounds 5", 320),
+    Bench("virtual", "emulated_compute.py", "--clock virtual", 60),
+    Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 4 --only zb-h1 zb-v 'zb-v, exact'", 280),
+    Bench("wgrad", "wgrad.py", "--hidden-size 1024 --tokens 512 --rounds 7", 80),
+    Bench("post-validation", "post_validation.py", "period --rounds 3", 125),
+    Bench("rollback", "post_validation.py", "rollback", 20),
+    Bench("peers", "peer_schedules.py", "--sample 50", 90),
+    Bench("scaling", "scaling.py", PUBLISHED_TIMES, 75),
+)
+"""What a full run does: under 20 minutes on two idle cores."""
+ON_GPUS = (
+    Bench("wgrad-cuda", "wgrad.py", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
+    Bench(
+        "real-compute-cuda",
+        "real_compute.py",
+        "--device cuda --hidden-size 2048 --num-layers 16 --num-microbatches 8 --rounds 9",
+        120,
+        num_gpus=2,
+    ),
+)
+"""What a full run adds where there are GPUs."""
+QUICK = (
+    Bench(
+        "emulated",
+        "emulated_compute.py",
+        "--clock wall --num-ranks 4 --num-microbatches 4 --pass-ms 10 --rounds 2",
+        20,
+    ),
+    Bench("virtual", "emulated_compute.py", "--clock virtual --num-ranks 2 --kib 64", 15),
+    Bench("real-compute", "real_compute.py", "--num-microbatches 2 --hidden-size 64 --rounds 2 --only zb-h1", 15),
+    Bench("wgrad", "wgrad.py", "--hidden-size 64 --tokens 64 --rounds 2", 5),
+    Bench(
+        "post-validation", "post_validation.py", "period --num-ranks 2 --num-microbatches 4 --pass-ms 10 --rounds 2", 10
+    ),
+    Bench("rollback", "post_validation.py", "rollback --elements 160000 --rounds 2", 5),
+    Bench("peers", "peer_schedules.py", "--sample 4", 10),
+    Bench("scaling", "scaling.py", f"{PUBLISHED_TIMES} --num-ranks 2 4 8 --num-microbatches 16", 10),
+)
+"""The same benches at sizes that say nothing."""
+
+
+def main() -> int:
+    """Run, write, and say where; 1 when a bench failed."""
+    options = _parse()
+    folder = options.folder / options.name
+    folder.mkdir(parents=True, exist_ok=False)
+    record = run(QUICK if options.quick else (*FULL, *_possible(ON_GPUS)), folder, quick=options.quick)
+    ranks.write(folder / page.RECORD, record)
+    summary = page.summarize(folder)
+    (folder / page.PAGE.name).write_text(page.render(summary), encoding="utf-8")
+    print(f"the page is {folder / page.PAGE.name}")
+    if not options.quick:
+        page.publish(summary, ranks.ROOT, folder / page.CHART)
+        print(f"{page.PAGE}, {page.STORED} and the README's figures are those of this run")
+    failed = [bench["name"] for bench in record["benches"] if bench["status"] != page.OK]
+    if failed:
+        print(f"bench.sh: failed: {', '.join(failed)}; their logs are in {folder}", file=sys.stderr)
+    return int(bool(failed))
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="bench.sh", description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    now = datetime.now(timezone.utc)
+    parser.add_argument("--name", default=f"{now:%Y-%m-%d-%H%M%S}", help="of the run (default: the time)")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="where runs are kept")
+    options = parser.parse_args()
+    if (options.folder / options.name).exists():
+        parser.error(f"a run needs a name of its own; {options.name} is in {options.folder} already; leave --name out")
+    return options
+
+
+def _possible(benches: Sequence[Bench]) -> list[Bench]:
+    """Those that this machine has the GPUs for."""
+    platform = select("auto")
+    num_gpus = platform.device_count() if platform.name == "cuda" else 0
+    return [bench for bench in benches if bench.num_gpus <= num_gpus]
+
+
+def run(benches: Sequence[Bench], folder: Path, quick: bool, scripts: Path = Path(__file__).parent) -> dict[str, Any]:
+    """Every bench in turn; how each ended, and on what.
+
+    Args:
+        folder: exists; gets a JSON and a log for every bench.
+        scripts: where the benches' scripts are.
+    """
+    began, before = datetime.now(timezone.utc), os.getloadavg()
+    expected = sum(bench.expected_s for bench in benches)
+    print(f"{len(benches)} benches, about {_minutes(expected)} minutes on two idle cores, into {folder}", flush=True)
+    done = []
+    for number, bench in enumerate(benches, 1):
+        head = f"[{number}/{len(benches)}] {bench.name}, about {_minutes(bench.expected_s)}"
+        done.append(_result(bench, folder, head, scripts))
+    return {
+        "run": folder.name,
+        "quick": quick,
+        "began": f"{began:%Y-%m-%d %H:%M} UTC",
+        "seconds": round((datetime.now(timezone.utc) - began).total_seconds()),
+        "machine": ranks.machine() | {"device": select("auto").describe()},
+        "load_average": {"before": before, "after": os.getloadavg()},
+        "benches": done,
+    }
+
+
+def _result(bench: Bench, folder: Path, head: str, scripts: Path) -> dict[str, Any]:
+    """Run one bench; how it ended, with its last words where it failed."""
+    print(head, end="" if sys.stdout.isatty() else "\n", flush=True)
+    output, log = folder / f"{bench.name}.json", folder / f"{bench.name}.log"
+    command = [sys.executable, str(scripts / bench.script), *shlex.split(bench.arguments), "--output", str(output)]
+    started = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        code = _wait(process, bench.timeout_s, head)
+    seconds = time.monotonic() - started
+    if code == 0:
+        status = page.OK if output.exists() else "exit code 0, nothing written"
+    else:
+        status = "timed out" if code is None else f"exit code {code}"
+    print(f"\r{head}: {status} after {_minutes(seconds)}", flush=True)
+    result: dict[str, Any] = {
+        "name": bench.name,
+        "command": f"python scripts/bench/{bench.script} {bench.arguments}",
+        "seconds": round(seconds, 1),
+        "status": status,
+    }
+    if status != page.OK:
+        result["last_lines"] = log.read_text(encoding="utf-8", errors="replace").splitlines()[-LAST_LINES:]
+    return result
+
+
+def _wait(process: subprocess.Popen[bytes], timeout_s: float, head: str) -> int | None:
+    """Its exit code, with the time shown meanwhile; None where it had to be ended, as it is when we are interrupted."""
+    started = time.monotonic()
+    try:
+        while (seconds := time.monotonic() - started) < timeout_s:
+            if sys.stdout.isatty():
+                print(f"\r{head}: {_minutes(seconds)}", end="", flush=True)
+            try:
+                return process.wait(1.0)
+            except subprocess.TimeoutExpired:
+                continue
+        return None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End what is left of its process group; ask first, so that a launcher of ranks ends these before itself."""
+    for how in (signal.SIGTERM, signal.SIGKILL):
+        if not _signal(process, how):
+            return
+        until = time.monotonic() + _GRACE_S
+        while time.monotonic() < until:
+            process.poll()  # else its own entry keeps the group
+            if not _signal(process, 0):
+                return
+            time.sleep(0.1)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Whether there was anyone left in its group to be told."""
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

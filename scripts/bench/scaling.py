@@ -1,0 +1,230 @@
+"""Scaling on paper: the throughput that each schedule reaches with 2 to 256 ranks, from pass times and link figures.
+
+Weak scaling at a fixed global batch: every rank holds as many layers as in the configuration, so its passes take the
+same whatever the number of ranks, and a pipeline without bubbles would do the same tokens a second at any size. Pass
+times are those of a costs file (recorded by a run, or published), or else estimated from the model's shapes. Every
+schedule of every size is simulated pass by pass; nothing is extrapolated.
+
+    python scripts/bench/scaling.py [--config FILE [--gpu NAME]] [--costs FILE] [--latency-us US --link-gbs GBS]
+        [--num-ranks 2 ... 256] [--num-microbatches 256 2048]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from statistics import median
+
+import ranks
+
+sys.path.insert(0, str(ranks.ROOT))
+
+from chart import Line, Panel, draw
+
+from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.cli.model_config import read_model
+from megatron.zero_bubble.costs import read_costs_file
+from megatron.zero_bubble.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.schedules import recipe
+from megatron.zero_bubble.search.loops import loops
+from megatron.zero_bubble.search.problem import Problem
+
+CHOICES = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+DRAWN = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+OPTIMIZERS: dict[Metric, str] = {"makespan": "synchronous optimizer", "span": "post-validation"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One rank's passes of a microbatch and a transfer between neighbours in ms, and the microbatch's tokens."""
+
+    forward_ms: float
+    backward_ms: float
+    wgrad_ms: float
+    comm_ms: float
+    tokens: int
+
+    @property
+    def ideal_tokens_s(self) -> float:
+        """Of a pipeline without bubbles."""
+        return self.tokens / (self.forward_ms + self.backward_ms + self.wgrad_ms) * 1e3
+
+
+@dataclass(frozen=True)
+class Point:
+    """One schedule at one size: what it takes, and the tokens a second of the whole pipeline, by optimizer."""
+
+    schedule: str
+    num_ranks: int
+    num_microbatches: int
+    ms: dict[Metric, float]
+    bubble: dict[Metric, float]
+    tokens_s: dict[Metric, float]
+
+
+def main() -> None:
+    """Simulate, write, draw."""
+    options = _parse()
+    try:
+        setting, assumptions = _setting(options)
+    except ValueError as error:
+        sys.exit(f"scaling.py: {error}")
+    # The largest first, so that no core is left alone with one at the end.
+    sizes = sorted(product(options.num_ranks, options.num_microbatches), key=math.prod, reverse=True)
+    with ProcessPoolExecutor(options.jobs) as pool:
+        points = list(pool.map(partial(predict, setting), *zip(*product(options.schedules, sizes), strict=True)))
+    points.sort(key=lambda at: (at.num_microbatches, options.schedules.index(at.schedule), at.num_ranks))
+    content = {
+        "bench": "scaling",
+        "machine": ranks.machine(),
+        "setting": asdict(setting),
+        "ideal_tokens_s": setting.ideal_tokens_s,
+        "assumptions": assumptions,
+        "memory": {name: recipe(name).memory for name in options.schedules},
+        "points": [asdict(point) for point in points],
+    }
+    for line in assumptions:
+        print(line)
+    for point in points:
+        print(
+            f"  p={point.num_ranks:<4} m={point.num_microbatches:<5} {point.schedule:<17}"
+            + "".join(f"  {name}: {point.tokens_s[m]:9.0f} tokens/s" for m, name in OPTIMIZERS.items())
+        )
+    ranks.write(options.output, content)
+    chart = options.output.with_suffix(".svg")
+    chart.write_text(chart_of(points, setting), encoding="utf-8")
+    print(f"drawn in {chart}")
+
+
+def _parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    configs = ranks.ROOT / "configs"
+    parser.add_argument("--config", default=str(configs / "gpt_28.3b.yaml"), help="the model and its layers a rank")
+    parser.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="of the estimate, and of the links")
+    parser.add_argument("--costs", type=Path, help="measured pass times of a rank, in place of the estimate")
+    parser.add_argument("--latency-us", type=float, help="of a transfer between neighbours (default: the GPU's)")
+    parser.add_argument("--link-gbs", type=float, help="GB/s between neighbours (default: the GPU's)")
+    parser.add_argument("--num-ranks", type=int, nargs="+", default=[2**k for k in range(1, 9)])
+    parser.add_argument("--num-microbatches", type=int, nargs="+", default=[256, 2048])
+    parser.add_argument("--schedules", nargs="+", choices=CHOICES, default=list(DRAWN))
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--output", type=Path, default=Path("runs/bench/scaling.json"), help="the chart lies beside it")
+    options = parser.parse_args()
+    if (least := min(*options.num_ranks, *options.num_microbatches)) < 1:
+        parser.error(f"--num-ranks and --num-microbatches must be 1 or more; got {least}; leave it out")
+    return options
+
+
+def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
+    """The figures of a rank that is neither first nor last, and what is assumed, in sentences."""
+    model, _, _ = read_model(options.config, None, flash=True)
+    f, b, w = _times(options, model)
+    device = DEVICES[options.gpu]
+    latency_ms = device.latency_ms if options.latency_us is None else options.latency_us / 1e3
+    link_gbs = device.link_gbs if options.link_gbs is None else options.link_gbs
+    setting = Setting(f, b, w, latency_ms + model.message_bytes / (link_gbs * 1e6), model.tokens)
+    source = f"estimated for {device}" if options.costs is None else f"from {_shown(options.costs)}"
+    layers = sorted(model.layers)[len(model.layers) // 2]
+    share = f"{layers} layers of {_shown(Path(options.config))} (hidden size {model.hidden})"
+    transfer = f"{1e3 * latency_ms:.0f} us and {model.message_bytes / 1e6:.1f} MB at {link_gbs:g} GB/s"
+    return setting, [
+        f"Weak scaling: every rank holds {share}, so the model grows with the ranks.",
+        f"One pipeline and one global batch at all its sizes; {model.tokens} tokens a microbatch.",
+        f"F {f:.3f}, B {b:.3f} and W {w:.3f} ms a microbatch on every rank, {source}.",
+        "Embedding, output layer and loss add nothing to the ranks that have them.",
+        f"A transfer takes {transfer}, {setting.comm_ms:.3f} ms, between any two neighbours, and occupies nobody.",
+        "A synchronous optimizer makes an iteration of the makespan, post-validation of the span; steps take nothing.",
+        "Data parallelism and its reductions are not counted.",
+        "Schedules are those for equal passes, with two stages a rank on a V; zb-auto fits these to the costs.",
+    ]
+
+
+def _times(options: argparse.Namespace, model: Model) -> tuple[float, float, float]:
+    """F, B and W of a rank in the middle: the median over ranks."""
+    placement = Placement.linear(len(model.layers))
+    if options.costs is None:
+        costs, _ = estimate(model, DEVICES[options.gpu], placement)
+    else:
+        costs, _ = read_costs_file(options.costs, placement)
+    return median(costs.forward_ms), median(costs.backward_ms), median(costs.wgrad_ms)
+
+
+def _shown(path: Path) -> str:
+    return str(path.resolve().relative_to(ranks.ROOT) if path.resolve().is_relative_to(ranks.ROOT) else path)
+
+
+def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
+    """The schedule called ``name`` with ``size`` ranks and microbatches."""
+    num_ranks, num_microbatches = size
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    figures = setting.forward_ms, setting.backward_ms, setting.wgrad_ms, setting.comm_ms
+    ms = lengths_ms(schedule, PassCosts.uniform(schedule.placement, *figures))
+    work = num_microbatches * sum(figures[:3])
+    tokens = num_microbatches * setting.tokens
+    return Point(
+        name,
+        num_ranks,
+        num_microbatches,
+        ms,
+        {metric: (length - work) / length for metric, length in ms.items()},
+        {metric: tokens / length * 1e3 for metric, length in ms.items()},
+    )
+
+
+def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
+    """What ``simulate`` says of a schedule's makespan and span, by the search's compiled loop: millions of passes.
+
+    That loop knows B and W only: where all backwards are fused, B takes the time of both and W none.
+
+    Raises:
+        ValueError: for a schedule with fused and split backwards, or whose microbatches change places within a stage.
+    """
+    kinds = {p.kind for p in schedule.passes()}
+    if Kind.BW in kinds:
+        if Kind.B in kinds:
+            raise ValueError(f"backwards must be all fused or all split; {schedule.name} has both; simulate it")
+        both = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
+        costs = PassCosts(costs.forward_ms, both, (0.0,) * costs.num_stages, costs.comm_ms, costs.links)
+    on = schedule.placement
+    rows, lengths = None, {}
+    for metric in OPTIMIZERS:
+        unlimited = (math.inf,) * schedule.num_ranks
+        problem = Problem.of(on, schedule.num_microbatches, costs, PassMemory.uniform(on), unlimited, metric)
+        loop = loops(problem)
+        rows = loop.pack(problem.rows(schedule)) if rows is None else rows
+        lengths[metric] = loop.evaluate(rows).cost
+    return lengths
+
+
+def chart_of(points: list[Point], setting: Setting) -> str:
+    """A panel an optimizer and a number of microbatches: throughput, as a part of the ideal, over ranks."""
+    sizes = sorted({point.num_microbatches for point in points})
+    panels = [
+        Panel(f"{m} microbatches, {optimizer}", tuple(_lines(points, m, metric)))
+        for m, (metric, optimizer) in product(sizes, OPTIMIZERS.items())
+    ]
+    title = f"Predicted throughput over pipeline ranks; 100 % is {setting.ideal_tokens_s:,.0f} tokens/s"
+    return draw(title, panels, {name: f"{name}, keeps {recipe(name).memory}" for name in _names(points)})
+
+
+def _names(points: list[Point]) -> list[str]:
+    return list(dict.fromkeys(point.schedule for point in points))
+
+
+def _lines(points: list[Point], num_microbatches: int, metric: Metric) -> Iterator[Line]:
+    for name in _names(points):
+        of = [p for p in points if (p.schedule, p.num_microbatches) == (name, num_microbatches)]
+        yield Line(name, tuple((point.num_ranks, 1 - point.bubble[metric]) for point in of))
+
+
+if __name__ == "__main__":
+    main()

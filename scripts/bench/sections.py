@@ -1,0 +1,386 @@
+"""What the page says of each bench: which of its figures, in which words, beside what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+Figures = Mapping[str, Any]
+
+
+class Column(NamedTuple):
+    """A column of a table: its head, and what a row has there."""
+
+    head: str
+    cell: Callable[[Figures], str]
+
+
+@dataclass(frozen=True)
+class Section:
+    """One bench on the page.
+
+    ``digest`` takes from the bench's JSON what is shown, with its rows under ``"rows"``; ``words`` say of that and of
+    the machine what was compared with what. Columns of ``excerpt`` are in the README too.
+    """
+
+    title: str
+    digest: Callable[[Figures], dict[str, Any]]
+    words: Callable[[Figures, Figures], str]
+    columns: Callable[[Figures], Sequence[Column]]
+    excerpt: tuple[str, ...] = ()
+
+
+def measured(values: Sequence[float]) -> dict[str, float]:
+    """The median of some rounds, and their range."""
+    return {"median": median(values), "least": min(values), "most": max(values)}
+
+
+def _ratios(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
+    """Round by round."""
+    return measured([value / other for value, other in zip(values, others, strict=True)])
+
+
+def _number(key: str, form: str) -> Callable[[Figures], str]:
+    """A figure, or a dash where the row has none; with its range where it was measured."""
+
+    def cell(row: Figures) -> str:
+        value = row.get(key)
+        if isinstance(value, Mapping):
+            return f"{value['median']:{form}} ({value['least']:{form}} to {value['most']:{form}})"
+        return "-" if value is None else f"{value:{form}}"
+
+    return cell
+
+
+def _text(key: str) -> Callable[[Figures], str]:
+    return lambda row: str(row[key])
+
+
+def _pick(content: Figures, *keys: str) -> dict[str, Any]:
+    return {key: content[key] for key in keys}
+
+
+def _whose(name: str, machine: Figures) -> str:
+    """A variant's name with who runs it."""
+    for prefix, who in (
+        ("stock ", f"megatron-core {machine['megatron_core']}"),
+        ("torch ", f"torch.distributed.pipelining {machine['torch']}"),
+    ):
+        if name.startswith(prefix):
+            return f"{name.removeprefix(prefix)}, {who}"
+    return f"{name}, ours"
+
+
+# --- passes that only take time -------------------------------------------------------------------------------------
+
+
+def _emulated(content: Figures) -> dict[str, Any]:
+    rows = [
+        {
+            "schedule": _whose(name, content["machine"]),
+            "planned_ms": variant["planned_ms"],
+            "measured_ms": measured(variant["rounds_ms"]),
+            "over_planned": measured([ms / variant["planned_ms"] for ms in variant["rounds_ms"]]),
+        }
+        for name, variant in content["variants"].items()
+    ]
+    return _pick(content, "num_ranks", "num_microbatches", "pass_ms", "kib", "rounds") | {"rows": rows}
+
+
+def _emulated_words(figures: Figures, machine: Figures) -> str:
+    f, b, w = figures["pass_ms"] * (3 // len(figures["pass_ms"]))
+    return (
+        f"{figures['num_ranks']} gloo ranks on {machine['cores']} cores, {figures['num_microbatches']} microbatches, "
+        f"passes that sleep (F {f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), "
+        f"real messages of {figures['kib']} KiB: all above the plan is the runtime's own. Every round runs each "
+        f"schedule once; medians of {figures['rounds']} rounds, least and most in brackets."
+    )
+
+
+def _virtual(content: Figures) -> dict[str, Any]:
+    sizes = sorted({row["num_ranks"] for row in content["results"]})
+    rows = []
+    for num_ranks in sizes:
+        of = [row["worst"][0] for row in content["results"] if row["num_ranks"] == num_ranks]
+        rows.append({"num_ranks": num_ranks, "cases": 3 * len(of), "worst_ms": max(of)})
+    return {"kib": content["kib"], "rows": rows}
+
+
+def _virtual_words(figures: Figures, _: Figures) -> str:
+    return (
+        "What the runtime executes, on clocks that travel with the tensors and see no overhead, against the plan: "
+        "every schedule, with 1, p and 3p microbatches and three ratios of costs, start and end of every pass."
+    )
+
+
+# --- real passes ----------------------------------------------------------------------------------------------------
+
+
+def _real(content: Figures) -> dict[str, Any]:
+    rows = []
+    for result in content["results"]:
+        stock = result["variants"]["stock 1f1b"]["rounds_ms"]
+        for name, variant in result["variants"].items():
+            rows.append(
+                {
+                    "num_microbatches": result["num_microbatches"],
+                    "schedule": _whose(name, content["machine"]),
+                    "iteration_ms": measured(variant["rounds_ms"]),
+                    "over_stock": _ratios(variant["rounds_ms"], stock),
+                    "predicted_over_stock": variant.get("predicted_time_over_stock"),
+                    **_pass_times(variant.get("costs", [])),
+                }
+            )
+    first = content["results"][0]
+    return _pick(first, "hidden_size", "num_layers", "rounds") | {"device": content["device"], "rows": rows}
+
+
+def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
+    """Of a microbatch through all stages, where a variant's passes were recorded."""
+    if not costs:
+        return {}
+    forward = [sum(of["forward_ms"]) for of in costs]
+    backward = [sum(of["backward_ms"]) + sum(of["wgrad_ms"]) for of in costs]
+    return {"forward_ms": measured(forward), "backward_ms": measured(backward)}
+
+
+def _real_words(figures: Figures, _: Figures) -> str:
+    return (
+        f"A GPT of hidden size {figures['hidden_size']} and {figures['num_layers']} layers on two ranks "
+        f"({figures['device']}), 256 tokens a microbatch, without the optimizer. One iteration over stock's in the "
+        f"same round, beside what the simulator predicts from the passes of these rounds; medians of "
+        f"{figures['rounds']} rounds, least and most in brackets. F, and B with W: a microbatch through both ranks. "
+        '"exact" has the bits of stock.'
+    )
+
+
+def _wgrad(content: Figures) -> dict[str, Any]:
+    rows = []
+    for result in content["results"]:
+        rounds = {(row["weights"], row["variant"]): row["rounds_us"] for row in result["rows"]}
+        for row in result["rows"]:
+            if row["weights"] != "layer" and row["reference"] == "library":
+                continue  # single weights are in the bench's JSON
+            own = rounds[row["weights"], row["variant"]]
+            rows.append(
+                _pick(row, "dtype", "weights", "variant", "gflops", "reference")
+                | {"us": measured(own), "over_reference": _ratios(own, rounds[row["weights"], row["reference"]])}
+            )
+    return (
+        _pick(content, "hidden_size", "tokens", "rounds")
+        | _pick(content["machine"], "device", "threads")
+        | {"rows": rows}
+    )
+
+
+def _wgrad_words(figures: Figures, _: Figures) -> str:
+    return (
+        f"The W of a whole layer (hidden size {figures['hidden_size']}, {figures['tokens']} tokens) on "
+        f"{figures['device']}, {figures['threads']} thread(s), over the library's bare GEMMs: in float32 with beta=1, "
+        'in narrow dtypes a plain product that accumulates nothing. "unfused" is what upstream does. The last rows of '
+        "a dtype compute several microbatches of one weight one by one, or folded into one GEMM; medians of "
+        f"{figures['rounds']} rounds, least and most in brackets."
+    )
+
+
+# --- the optimizer --------------------------------------------------------------------------------------------------
+
+
+def _period(content: Figures) -> dict[str, Any]:
+    rows = [
+        {
+            "optimizer": {"ahead": "post-validation"}.get(name, name),
+            "predicted_ms": row["predicted_ms"],
+            "measured_ms": measured(row["rounds_ms"]),
+            "over_predicted": measured([ms / row["predicted_ms"] for ms in row["rounds_ms"]]),
+        }
+        for name, row in content["optimizers"].items()
+    ]
+    return _pick(content, "num_ranks", "num_microbatches", "pass_ms", "step_ms", "rounds") | {"rows": rows}
+
+
+def _period_words(figures: Figures, _: Figures) -> str:
+    return (
+        f"From one iteration to the next with the optimizer between them: {figures['num_ranks']} gloo ranks, "
+        f"{figures['num_microbatches']} microbatches, passes that sleep {figures['pass_ms']:g} ms, a step of "
+        f"{figures['step_ms']:g} ms, `zb-auto` in twice 1F1B's memory; medians of {figures['rounds']} rounds."
+    )
+
+
+def _rollback(content: Figures) -> dict[str, Any]:
+    steps = ("step_ms", "check_ms", "keep_ms", "undo_ms")
+    rows = [
+        {"rollback": name, "bytes_per_element": content["rollbacks"][name]["bytes_per_element"]}
+        | {key: measured([one[key] for one in rounds]) for key in steps}
+        for name, rounds in content["by_round"].items()
+    ]
+    return _pick(content, "device", "elements", "rounds") | {"rows": rows}
+
+
+def _rollback_words(figures: Figures, _: Figures) -> str:
+    return (
+        f"How a step of AdamW over {figures['elements']:,} elements is taken back, on {figures['device']}; medians of "
+        f"{figures['rounds']} rounds, beside the step itself."
+    )
+
+
+# --- planning -------------------------------------------------------------------------------------------------------
+
+
+def _peers(content: Figures) -> dict[str, Any]:
+    sizes = _pick(content, "questions", "of_questions", "schedules", "of_schedules", "seed")
+    return sizes | {"lost": len(content["lost"]), "rows": content["medians"]}
+
+
+def _peers_words(figures: Figures, _: Figures) -> str:
+    drawn = "all" if figures["questions"] == figures["of_questions"] else f"drawn at random, seed {figures['seed']}"
+    return (
+        f"`zb-auto` against {figures['schedules']} of {figures['of_schedules']} schedules of public schedulers (the "
+        f"authors' fork, Primus, DualPipeV), each time with the same costs and in the same memory "
+        f"({figures['questions']} of {figures['of_questions']} questions, {drawn}), by the span and by the makespan: "
+        f"{figures['lost'] or 'no'} comparisons lost. Median bubble rates, with quartiles, by what a rank may keep (1 "
+        "p: what 1F1B keeps), beside what no schedule can beat."
+    )
+
+
+def _percent(part: float) -> str:
+    return f"{100 * part:.1f} %"
+
+
+def _rate(key: str) -> Callable[[Figures], str]:
+    def cell(row: Figures) -> str:
+        low, high = row[f"{key}_quartiles"]
+        return f"{_percent(row[key])} ({_percent(low)} to {_percent(high)})"
+
+    return cell
+
+
+def _scaling(content: Figures) -> dict[str, Any]:
+    rows: dict[tuple[int, str], dict[str, Any]] = {}
+    for point in content["points"]:
+        m, name = point["num_microbatches"], point["schedule"]
+        row = rows.setdefault((m, name), {"num_microbatches": m, "schedule": name, "memory": content["memory"][name]})
+        row[f"p={point['num_ranks']}"] = point["tokens_s"]
+    counts = sorted({point["num_ranks"] for point in content["points"]})
+    kept = _pick(content, "assumptions", "ideal_tokens_s")
+    return kept | {"counts": counts, "rows": list(rows.values())}
+
+
+def _scaling_words(figures: Figures, _: Figures) -> str:
+    return (
+        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens a "
+        f"second of the whole pipeline, {figures['ideal_tokens_s'] / 1e3:.1f} without bubbles, with a synchronous "
+        "optimizer / with post-validation. Every schedule was simulated pass by pass. Assumed:\n\n"
+        + "\n".join(f"* {line}" for line in figures["assumptions"])
+        + "\n\nWhat a schedule keeps is its limit: zb-h2 needs about twice 1F1B's activations, zb-v's and zb-h1's are "
+        "1F1B's, v-half and v-min need a half and a third."
+    )
+
+
+def _scaling_columns(figures: Figures) -> list[Column]:
+    def at(num_ranks: int) -> Column:
+        def cell(row: Figures) -> str:
+            tokens = row[f"p={num_ranks}"]
+            return f"{tokens['makespan'] / 1e3:.1f} / {tokens['span'] / 1e3:.1f}"
+
+        return Column(f"p={num_ranks}", cell)
+
+    shown = figures["counts"][::-2][::-1]  # every other one, the largest included
+    head = [Column("microbatches", _text("num_microbatches")), Column("schedule", _text("schedule"))]
+    return [*head, Column("keeps", _text("memory")), *map(at, shown)]
+
+
+def _fixed(*columns: Column) -> Callable[[Figures], Sequence[Column]]:
+    return lambda _: columns
+
+
+_REAL = _fixed(
+    Column("microbatches", _text("num_microbatches")),
+    Column("schedule", _text("schedule")),
+    Column("ms / iteration", _number("iteration_ms", ".0f")),
+    Column("time / stock 1F1B", _number("over_stock", ".3f")),
+    Column("predicted", _number("predicted_over_stock", ".3f")),
+    Column("F ms", _number("forward_ms", ".1f")),
+    Column("B + W ms", _number("backward_ms", ".1f")),
+)
+_WGRAD = _fixed(
+    Column("dtype", _text("dtype")),
+    Column("weights", _text("weights")),
+    Column("how", _text("variant")),
+    Column("us", _number("us", ".0f")),
+    Column("GFLOPS", _number("gflops", ".0f")),
+    Column("time / first", _number("over_reference", ".3f")),
+)
+SECTIONS = {
+    "emulated": Section(
+        "Passes that only take time",
+        _emulated,
+        _emulated_words,
+        _fixed(
+            Column("schedule", _text("schedule")),
+            Column("planned ms", _number("planned_ms", ".0f")),
+            Column("measured ms", _number("measured_ms", ".0f")),
+            Column("measured / planned", _number("over_planned", ".3f")),
+        ),
+        excerpt=("schedule", "planned ms", "measured ms", "measured / planned"),
+    ),
+    "virtual": Section(
+        "What it executes, against the plan",
+        _virtual,
+        _virtual_words,
+        _fixed(
+            Column("ranks", _text("num_ranks")),
+            Column("cases", _text("cases")),
+            Column("largest difference, ms", _number("worst_ms", ".6f")),
+        ),
+    ),
+    "real-compute": Section(
+        "Real compute", _real, _real_words, _REAL, ("microbatches", "schedule", "time / stock 1F1B", "predicted")
+    ),
+    "real-compute-cuda": Section("Real compute on GPUs", _real, _real_words, _REAL),
+    "wgrad": Section("Weight gradients", _wgrad, _wgrad_words, _WGRAD, ("dtype", "weights", "how", "time / first")),
+    "wgrad-cuda": Section("Weight gradients on a GPU", _wgrad, _wgrad_words, _WGRAD),
+    "post-validation": Section(
+        "With the optimizer",
+        _period,
+        _period_words,
+        _fixed(
+            Column("optimizer", _text("optimizer")),
+            Column("predicted ms", _number("predicted_ms", ".0f")),
+            Column("measured ms", _number("measured_ms", ".0f")),
+            Column("measured / predicted", _number("over_predicted", ".3f")),
+        ),
+        excerpt=("optimizer", "predicted ms", "measured ms", "measured / predicted"),
+    ),
+    "rollback": Section(
+        "Taking a step back",
+        _rollback,
+        _rollback_words,
+        _fixed(
+            Column("rollback", _text("rollback")),
+            Column("step ms", _number("step_ms", ".1f")),
+            Column("check ms", _number("check_ms", ".1f")),
+            Column("keep ms", _number("keep_ms", ".1f")),
+            Column("undo ms", _number("undo_ms", ".1f")),
+            Column("bytes an element", _number("bytes_per_element", ".1f")),
+        ),
+    ),
+    "peers": Section(
+        "zb-auto against public schedules",
+        _peers,
+        _peers_words,
+        _fixed(
+            Column("objective", _text("objective")),
+            Column("memory", _text("memory")),
+            Column("questions", _text("questions")),
+            Column("zb-auto", _rate("ours")),
+            Column("best public", _rate("best_peer")),
+            Column("bound", lambda row: _percent(row["bound"])),
+            Column("seconds to plan", _number("seconds", ".1f")),
+        ),
+    ),
+    "scaling": Section("Scaling on paper", _scaling, _scaling_words, _scaling_columns),
+}
+"""By the name of the bench, in the order of the page."""

@@ -1,0 +1,54 @@
+"""The measured bubble of a run that is exactly its plan is the plan's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.analysis.bubble import Bubble, RankIteration, RankIterations, bubble_of
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.ir import Kind
+from tests.helpers.strategies import costs_for, schedules
+
+
+def as_measured(timeline: Timeline, iterations: int = 1) -> Bubble:
+    """What the meter says of a run that repeats ``timeline``."""
+    rows = []
+    for spans in timeline.spans:
+        durations: dict[tuple[int, Kind], list[float]] = {}
+        for work, start, end in spans:
+            durations.setdefault((work.stage, work.kind), []).append(end - start)
+        work_ms = sum(end - start for _, start, end in spans)
+        iteration = RankIteration(spans[-1].end_ms - spans[0].start_ms, work_ms)
+        pass_ms = {key: sum(times) / len(times) for key, times in durations.items()}
+        rows.append(RankIterations((iteration,) * iterations, tuple(span.pass_ for span in spans), pass_ms))
+    return bubble_of(rows)
+
+
+@given(st.data())
+def test_a_run_that_is_its_plan(data: st.DataObject) -> None:
+    schedule = data.draw(schedules())
+    costs = data.draw(costs_for(schedule))
+    timeline = simulate(schedule, costs)
+    instant = simulate(schedule, PassCosts(costs.forward_ms, costs.backward_ms, costs.wgrad_ms, 0.0))
+    bubble = as_measured(timeline, 3)
+    assert bubble.num_iterations == 3
+    assert bubble.measured == pytest.approx(timeline.bubble_rate("span"), abs=1e-9)
+    assert bubble.planned == pytest.approx(instant.bubble_rate("span"), abs=1e-9)
+
+
+def test_long_iterations_count_for_more_and_each_has_its_busiest_rank() -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=2)
+    rows = [
+        RankIterations((RankIteration(10.0, a), RankIteration(30.0, b)), schedule.order[rank], {})
+        for rank, (a, b) in enumerate(((8.0, 10.0), (4.0, 20.0)))
+    ]
+    assert bubble_of(rows).measured == pytest.approx(1 - (8 + 20) / (10 + 30))
+
+
+def test_a_stage_without_times_costs_nothing() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    rows = [RankIterations((RankIteration(0.0, 0.0),), order, {}) for order in schedule.order]
+    assert bubble_of(rows) == Bubble(1, 0.0, 0.0)

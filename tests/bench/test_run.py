@@ -1,0 +1,116 @@
+"""One run of all benches: within its budget, and whole whatever a bench does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
+
+import page
+import run
+from run import FULL, ON_GPUS, QUICK, Bench
+from sections import SECTIONS
+
+ROOT = Path(__file__).parents[2]
+FAKES = {
+    "works.py": "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('{}'); print('fine')",
+    "fails.py": "print('one'); print('two'); raise SystemExit('the last word')",
+    "forgets.py": "print('nothing written')",
+    # It ignores being asked, as does its child; both must go.
+    "hangs.py": (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    ),
+}
+
+
+@pytest.fixture
+def scripts(tmp_path: Path) -> Path:
+    for name, text in FAKES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def test_a_full_run_takes_less_than_twenty_minutes() -> None:
+    assert sum(bench.expected_s for bench in FULL) <= 19.5 * 60
+    assert sum(bench.expected_s for bench in QUICK) <= 2 * 60
+
+
+@pytest.mark.parametrize("benches", [(*FULL, *ON_GPUS), QUICK], ids=["full", "quick"])
+def test_every_section_of_the_page_has_its_bench(benches: tuple[Bench, ...]) -> None:
+    names = [bench.name for bench in benches]
+    on_gpus = {bench.name for bench in ON_GPUS}
+    assert len(names) == len(set(names))
+    assert {*names, *on_gpus} == SECTIONS.keys()
+
+
+@pytest.mark.parametrize("bench", [*FULL, *ON_GPUS, *QUICK], ids=lambda bench: f"{bench.name}-{bench.expected_s:g}")
+def test_a_bench_understands_its_arguments(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = importlib.import_module(bench.script.removesuffix(".py"))
+    monkeypatch.setattr(sys, "argv", [bench.script, *shlex.split(bench.arguments), "--output", "here.json"])
+    assert script._parse().output == Path("here.json")
+
+
+def test_a_bench_that_fails_costs_the_others_nothing(scripts: Path) -> None:
+    benches = [Bench(name, f"{name}.py", "--some 'thing else'", 5) for name in ("fails", "forgets", "works")]
+    record = run.run(benches, scripts, quick=True, scripts=scripts)
+    fails, forgets, works = record["benches"]
+    assert fails["status"] == "exit code 1" and fails["last_lines"] == ["one", "two", "the last word"]
+    assert forgets["status"] == "exit code 0, nothing written" and forgets["last_lines"] == ["nothing written"]
+    assert works["status"] == page.OK and "last_lines" not in works
+    assert works["command"] == "python scripts/bench/works.py --some 'thing else'"
+    assert (scripts / "works.log").read_text() == "fine\n"
+    assert record["machine"]["device"].startswith(("cpu", "cuda"))
+
+
+def test_a_bench_that_hangs_is_ended_with_all_that_it_started(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "timeout_s", 2.0)
+    monkeypatch.setattr(run, "_GRACE_S", 1.0)
+    started = time.monotonic()
+    record = run.run([Bench("hangs", "hangs.py", "", 5)], scripts, quick=True, scripts=scripts)
+    assert record["benches"][0]["status"] == "timed out"
+    assert time.monotonic() - started < 30
+    child = Path("/proc") / record["benches"][0]["last_lines"][0]
+    assert not child.exists() or "State:\tZ" in (child / "status").read_text()
+
+
+def test_a_run_needs_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    command = [sys.executable, "scripts/bench/run.py", "--quick", "--folder", str(tmp_path), "--name", "mine"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "mine is in" in result.stderr
+
+
+def test_only_a_full_run_goes_on_the_page(tmp_path: Path) -> None:
+    # So little of a record that no page could be made of it, should one be tried.
+    (tmp_path / page.RECORD).write_text(json.dumps({"run": "it", "quick": True, "benches": []}))
+    command = [sys.executable, "scripts/bench/page.py", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "the page shows full runs" in result.stderr
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_quick_run(tmp_path: Path) -> None:
+    """All benches for real, at small sizes; the checkout stays as it is."""
+    before = (ROOT / "README.md").read_text()
+    command = [sys.executable, "scripts/bench/run.py", "--quick", "--folder", str(tmp_path), "--name", "it"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    text = (tmp_path / "it/BENCHMARKS.md").read_text()
+    assert all(f"## {SECTIONS[bench.name].title}" in text for bench in QUICK)
+    assert (ROOT / "README.md").read_text() == before

@@ -1,0 +1,115 @@
+"""Scaling on paper is what the simulator says, only faster."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
+
+from chart import Line, Panel, draw
+from scaling import CHOICES, DRAWN, Setting, lengths_ms, predict
+
+from megatron.zero_bubble import PassCosts, build, simulate
+
+ROOT = Path(__file__).parents[2]
+SETTING = Setting(forward_ms=10.0, backward_ms=12.0, wgrad_ms=8.0, comm_ms=0.5, tokens=1000)
+
+
+@given(st.sampled_from(CHOICES), st.integers(1, 6), st.integers(1, 15), st.randoms())
+def test_the_same_lengths_as_the_simulator(name: str, p: int, m: int, rng: random.Random) -> None:
+    schedule = build(name, num_ranks=p, num_microbatches=m)
+    figures = (tuple(rng.uniform(0.1, 20.0) for _ in range(schedule.num_stages)) for _ in range(3))
+    links = {(a, b): rng.uniform(0.0, 9.0) for a in range(p) for b in range(p) if rng.random() < 0.2}
+    costs = PassCosts(*figures, rng.uniform(0.0, 5.0), links)
+    timeline, fast = simulate(schedule, costs), lengths_ms(schedule, costs)
+    assert fast == pytest.approx({"makespan": timeline.makespan_ms, "span": timeline.span_ms}, rel=1e-12)
+
+
+def test_fused_and_split_backwards_together_are_refused() -> None:
+    schedule = build("dualpipe-v", num_ranks=2, num_microbatches=8)
+    with pytest.raises(ValueError, match="dualpipe-v has both"):
+        lengths_ms(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))
+
+
+@pytest.mark.parametrize("p", [2, 8, 32])
+def test_1f1b_without_transfers_is_the_papers_formula(p: int) -> None:
+    m, work = 64, 30.0
+    point = predict(Setting(10.0, 12.0, 8.0, 0.0, 1000), "1f1b", (p, m))
+    for metric in ("makespan", "span"):
+        assert point.ms[metric] == pytest.approx((m + p - 1) * work)
+        assert point.bubble[metric] == pytest.approx((p - 1) / (m + p - 1))
+        assert point.tokens_s[metric] == pytest.approx(m * 1000 / ((m + p - 1) * work) * 1e3)
+
+
+@pytest.mark.parametrize("name", DRAWN)
+def test_more_microbatches_and_post_validation_never_cost_throughput(name: str) -> None:
+    few, many = (predict(SETTING, name, (4, m)) for m in (16, 64))
+    for metric in ("makespan", "span"):
+        assert few.tokens_s[metric] < many.tokens_s[metric] < SETTING.ideal_tokens_s
+    assert many.tokens_s["span"] >= many.tokens_s["makespan"]
+
+
+def scale(folder: Path, *flags: str) -> tuple[dict, str]:
+    output = folder / "scaling.json"
+    command = [sys.executable, "scripts/bench/scaling.py", "--num-ranks", "2", "4", "--num-microbatches", "8"]
+    command += ["--schedules", "1f1b", "zb-h2", "--jobs", "1", "--output", str(output), *flags]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    return json.loads(output.read_text()), output.with_suffix(".svg").read_text()
+
+
+def test_measured_times_and_links_replace_the_estimates(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward_ms": [1, 3], "backward_ms": 4, "wgrad_ms": 5, "comm_ms": 9}))
+    flags = ("--config", "configs/gpt_1.5b.yaml", "--num-ranks", "2")
+    content, _ = scale(tmp_path, *flags, "--latency-us", "100", "--link-gbs", "50")
+    estimated = content["setting"]
+    message_bytes = 2 * 1024 * 6 * 2304
+    assert estimated["comm_ms"] == pytest.approx(0.1 + message_bytes / 50e6)
+    assert estimated["tokens"] == 6 * 1024
+    # 8 ranks by the configuration: the file's figures are for their halves.
+    costs.write_text(json.dumps({"forward_ms": [1, 3] * 4, "backward_ms": 4, "wgrad_ms": 5}))
+    given_ = scale(tmp_path, *flags, "--costs", str(costs))[0]["setting"]
+    assert [given_[f"{name}_ms"] for name in ("forward", "backward", "wgrad")] == [2, 4, 5]
+
+
+def test_the_published_times_are_those_of_the_table() -> None:
+    with (ROOT / "configs/published/zero_bubble_table5.csv").open() as file:
+        rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
+    published = next(row for row in rows if (row["model"], row["m"]) == ("28.3B", "256"))
+    content = json.loads((ROOT / "configs/published/gpt_28.3b_a100.json").read_text())
+    keys = {"forward_ms": "t_f_ms", "backward_ms": "t_b_ms", "wgrad_ms": "t_w_ms", "comm_ms": "t_comm_ms"}
+    assert content == {name: float(published[key]) for name, key in keys.items()}
+
+
+def test_a_costs_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, "scripts/bench/scaling.py", "--costs", str(tmp_path / "none.json")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr.startswith("scaling.py: cannot read the costs file") and result.stderr.count("\n") == 1
+
+
+def test_the_chart_has_a_line_for_every_schedule_in_every_panel(tmp_path: Path) -> None:
+    content, text = scale(tmp_path)
+    root = ElementTree.fromstring(text)
+    lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 2 * 2 and len(content["points"]) == 2 * 2
+    assert "prefers-color-scheme:dark" in text
+    assert "zb-h2, keeps (2p-1)M" in text
+
+
+def test_higher_is_more_and_right_is_more_ranks() -> None:
+    text = draw("title", [Panel("<panel>", (Line("a", ((2, 0.95), (8, 0.71))),))], {"a": "a & b"})
+    corners = ElementTree.fromstring(text).find(".//{http://www.w3.org/2000/svg}polyline").get("points").split()
+    (x0, y0), (x1, y1) = (map(float, corner.split(",")) for corner in corners)
+    assert x0 < x1 and y0 < y1
+    assert "&lt;panel&gt;" in text and "a &amp; b" in text

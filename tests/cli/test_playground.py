@@ -1,0 +1,213 @@
+"""The playground's server: it answers and refuses as ``zero-bubble plan`` does, and serves this machine only."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import pytest
+
+from megatron.zero_bubble import SCHEDULES, Pass
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.cli.playground.server import Server
+from megatron.zero_bubble.plan_file import schedule_from_json
+from tests.helpers.playground import drawn_setting, playground, without_seconds
+
+Capture = pytest.CaptureFixture[str]
+TIMES = {"forward-ms": "2", "backward-ms": "2", "wgrad-ms": "1", "comm-ms": "0.5"}
+ASKED = {"schedule": "zb-h1", "num-ranks": "4", "num-microbatches": "8", **TIMES}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with playground() as at:
+        yield at
+
+
+def get(address: str, path: str, host: str | None = None, method: str = "GET") -> tuple[int, str, bytes]:
+    url = urlsplit(address)
+    connection = HTTPConnection(str(url.hostname), url.port, timeout=60)
+    connection.request(method, path, headers={"Host": host or url.netloc})
+    response = connection.getresponse()
+    body = response.read()
+    connection.close()
+    return response.status, response.headers["Content-Type"], body
+
+
+def ask(address: str, asked: dict[str, str]) -> dict[str, Any]:
+    status, kind, body = get(address, f"/plan?{urlencode(asked)}")
+    assert (status, kind) == (200, "application/json"), body
+    content = json.loads(body)
+    assert isinstance(content, dict)
+    return content
+
+
+def refusal(address: str, path: str, **more: Any) -> tuple[int, str]:
+    status, _, body = get(address, path, **more)
+    (sentence,) = json.loads(body).values()
+    return status, sentence
+
+
+def test_answers_are_what_plan_prints_for_200_settings(address: str, capsys: Capture) -> None:
+    draw = random.Random(8)
+    for number in range(200):
+        asked = drawn_setting(draw, searched=number % 40 == 0)
+        words = [word for flag, value in asked.items() for word in (f"--{flag}", value) if word]
+        code = main(["plan", *words, "--format", "json"])
+        out, err = capsys.readouterr()
+        if code == 0:
+            answer = ask(address, asked)
+            assert without_seconds(answer["plan"]) == without_seconds(json.loads(out)), asked
+            assert shlex.split(answer["command"]) == ["zero-bubble", "plan", *words]
+        else:
+            status, sentence = refusal(address, f"/plan?{urlencode(asked)}")
+            assert (status, f"zero-bubble plan: {sentence}\n") == (400, err)
+
+
+def test_times_and_arrivals_are_those_of_the_passes(address: str) -> None:
+    answer = ask(address, {**ASKED, "schedule": "zb-v", "equal-passes": ""})
+    schedule = schedule_from_json(json.dumps(answer["plan"]))
+    ends = {
+        p: end
+        for row, times in zip(schedule.order, answer["times"], strict=True)
+        for p, (_, end) in zip(row, times, strict=True)
+    }
+    rank_of = schedule.placement.stage_to_rank
+    assert max(ends.values()) == answer["plan"]["makespan_ms"]
+    for rank, (row, waits, times) in enumerate(zip(schedule.order, answer["waits_for"], answer["times"], strict=True)):
+        for p, needs, (start, _) in zip(row, waits, times, strict=True):
+            assert tuple(Pass.parse(text) for text, _ in needs) == schedule.dependencies(p)
+            for text, arrives in needs:
+                source = Pass.parse(text)
+                assert arrives == ends[source] + (0.5 if rank_of[source.stage] != rank else 0.0)
+                assert arrives <= start
+
+
+def test_a_limit_that_is_not_kept_is_said_as_plan_says_it(address: str, capsys: Capture) -> None:
+    answer = ask(address, {**ASKED, "schedule": "zb-h2", "memory-limit": "1p"})
+    main(shlex.split(answer["command"])[1:])
+    assert answer["limit"]["kept"] is False
+    assert answer["limit"]["sentence"] in capsys.readouterr().out.splitlines()
+    assert ask(address, ASKED)["limit"] is None
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"forward-ms": "-3"}, "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
+        ({"num-ranks": "two"}, "argument --num-ranks: invalid int value: 'two'"),
+        ({"num-ranks": "--costs=/etc/passwd"}, "argument --num-ranks: invalid int value: '--costs=/etc/passwd'"),
+        ({"schedule": "zb-9"}, "unknown schedule 'zb-9'; choose one of 1f1b"),
+        ({"equal-passes": ""}, "--equal-passes belongs to zb-v, v-half, v-min; leave it out"),
+        ({"equal-passes": "yes"}, "argument --equal-passes: ignored explicit argument 'yes'"),
+        ({"costs": "/etc/passwd"}, "got 'costs'; leave it out"),
+        ({"schedule-file": "/etc/passwd"}, "got 'schedule-file'; leave it out"),
+        ({"config": "/etc/passwd"}, "got 'config'; leave it out"),
+        ({"num-ranks": "33"}, "the playground has at most 32 num-ranks; got 33; zero-bubble plan takes more"),
+        ({"num-ranks": "32", "num-microbatches": "33"}, "at most 1024 ranks times microbatches; got 1056"),
+        ({"forward-ms": "1e7"}, "at most 1e+06 forward-ms; got 1e+07"),
+        ({"forward-ms": "nan"}, "forward_ms of stage 0 must be a finite number, 0 or above; got nan"),
+    ],
+)
+def test_a_bad_question_is_refused_in_one_sentence(address: str, asked: dict[str, str], sentence: str) -> None:
+    status, said = refusal(address, f"/plan?{urlencode(ASKED | asked)}")
+    assert status == 400
+    assert sentence in said
+
+
+def test_a_question_that_is_no_question(address: str) -> None:
+    assert refusal(address, "/plan") == (400, "one of the arguments --schedule --schedule-file is required")
+    assert refusal(address, "/plan?zb-h1")[0] == 400
+    assert refusal(address, "/elsewhere") == (404, "there is / and /plan; got '/elsewhere'")
+    assert get(address, "/", method="POST")[0] == 501
+
+
+@pytest.mark.parametrize("path", ["/", f"/plan?{urlencode(ASKED)}"])
+def test_only_this_machines_own_names_are_served(address: str, path: str) -> None:
+    port = urlsplit(address).port
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
+        assert get(address, path, host)[0] == 200
+    for host in ("evil.example", f"evil.example:{port}", "127.0.0.1", f"127.0.0.1:{port}.evil.example"):
+        status, sentence = refusal(address, path, host=host)
+        assert status == 403
+        assert f"got the host '{host}'" in sentence
+
+
+def test_the_page_is_one_file_that_loads_nothing(address: str) -> None:
+    status, kind, body = get(address, "/")
+    page = body.decode()
+    assert (status, kind) == (200, "text/html; charset=utf-8")
+    for loads in (" src=", "@import", "url(", "http://", "https://"):
+        assert loads not in page
+    assert [line for line in page.splitlines() if "href=" in line] == ['<link rel="icon" href="data:,">']
+    for name in SCHEDULES:
+        assert f'"name": "{name}"' in page
+
+
+def test_one_search_runs_at_a_time_and_none_for_who_has_left() -> None:
+    searched = {**ASKED, "schedule": "zb-auto", "num-ranks": "2", "num-microbatches": "3"}
+    with Server(0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        host, port = server.hosts[0].split(":")
+        with server.searching, socket.create_connection((host, int(port))) as visitor:
+            lines = (f"GET /plan?{urlencode(searched)} HTTP/1.1", f"Host: {server.hosts[0]}", "", "")
+            visitor.sendall("\r\n".join(lines).encode())
+            assert ask(server.address, ASKED)["plan"]["schedule"] == "zb-h1"  # nothing else waits for the search
+        for _ in range(2):  # the second time it is known
+            assert ask(server.address, searched | {"comm-ms": "1"})["plan"]["schedule"] == "zb-auto"
+        for thread in threading.enumerate():
+            if "process_request_thread" in thread.name:
+                thread.join(60)
+        assert server.answers.cache_info().misses == 2
+        server.shutdown()
+
+
+def start(*flags: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "megatron.zero_bubble", "playground", "--no-browser", *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+
+
+def test_the_command_serves_until_ctrl_c_and_says_that_a_port_is_taken() -> None:
+    with start() as running:
+        assert running.stdout is not None
+        said = running.stdout.readline()
+        address = said.split()[4]
+        assert said == f"The playground is at {address} for this machine only; Ctrl-C ends it.\n"
+        assert get(address, "/")[0] == 200
+        port = urlsplit(address).port
+        with start("--port", str(port)) as second:
+            out, err = second.communicate(timeout=60)
+        why = f"cannot listen on port {port}: it is taken; choose another, or leave --port out"
+        assert (second.returncode, out, err) == (2, "", f"zero-bubble playground: {why}\n")
+        running.send_signal(signal.SIGINT)
+        out, err = running.communicate(timeout=60)
+    assert (running.returncode, out, err) == (0, "\nThe playground has ended.\n", "")
+
+
+def test_a_port_has_a_range(capsys: Capture) -> None:
+    assert main(["playground", "--no-browser", "--port", "65536"]) == 2
+    assert "--port must be within 0..65535, 0 for a free one; got 65536" in capsys.readouterr().err
+
+
+def test_the_page_is_installed_with_the_package(tmp_path: Path) -> None:
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
+    environment = {**os.environ, "ZB_BUILD": "none"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    page = Path("megatron/zero_bubble/cli/playground/page")
+    sources = {path.name for path in (ROOT / page).iterdir() if path.is_file()}
+    assert {path.name for path in (tmp_path / page).iterdir() if path.is_file()} == sources
+    assert {"index.html", "style.css", "main.js"} <= sources

@@ -1,0 +1,243 @@
+"""The playground's page in a real browser: it shows what ``zero-bubble plan`` prints, by mouse and by keys."""
+
+from __future__ import annotations
+
+import json
+import random
+import shlex
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import pytest
+
+from megatron.zero_bubble import SCHEDULES
+from megatron.zero_bubble.__main__ import main
+from tests.helpers.browser import browser, console_errors, resize
+from tests.helpers.playground import drawn_setting, playground, settle
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+    from selenium.webdriver.remote.webelement import WebElement
+
+Capture = pytest.CaptureFixture[str]
+KEYS = {"p": "num-ranks", "m": "num-microbatches", "F": "forward-ms", "B": "backward-ms", "W": "wgrad-ms"}
+KEYS |= {"comm": "comm-ms"}
+SMALL = {"p": "3", "m": "4", "F": "10", "B": "11", "W": "8", "comm": "0.5", "limit": "1", "v": "2"}
+ASK = """
+const [setting, id, done] = arguments;
+const row = rowsOf(setting).find((row) => row.id === id);
+ask(row.query, new AbortController().signal).then((answer) => {
+  const line = answerLine(row, answer, {span: 1, makespan: 1, peak: 1});
+  const cells = [...line.querySelectorAll("td[data-value]")];
+  done({values: cells.map((cell) => Number(cell.dataset.value)), command: line.querySelector("button").title});
+}, (error) => done({error: error.message}));
+"""
+
+
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    with playground() as at:
+        yield at
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[WebDriver]:
+    with browser() as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(driver: WebDriver, address: str) -> Iterator[WebDriver]:
+    """The page at a small setting, all searches done; whatever the test does, the page must not complain."""
+    driver.get("about:blank")
+    driver.get(f"{address}#{urlencode(SMALL)}")
+    settle(driver)
+    yield driver
+    assert console_errors(driver) == []
+
+
+def plan(capsys: Capture, *words: str) -> dict[str, Any] | str:
+    """What ``zero-bubble plan`` prints: the plan, or the sentence that says why there is none."""
+    code = main(["plan", *words, "--format", "json"])
+    out, err = capsys.readouterr()
+    return dict(json.loads(out)) if code == 0 else err.removeprefix("zero-bubble plan: ").strip()
+
+
+def figures(plan: dict[str, Any]) -> list[float]:
+    """What the table has of a plan, in its columns' order."""
+    keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan")
+    peak = max(plan["peak_activation"]) / plan["num_ranks"]
+    return [*(plan[key] for key in keys), peak, plan["lower_bound_ms"], plan["gap"]]
+
+
+def line_of(page: WebDriver, name: str) -> WebElement:
+    return next(line for line in lines(page) if name_of(line) == name)
+
+
+def lines(page: WebDriver) -> list[WebElement]:
+    return list(page.find_elements("css selector", "tbody tr"))
+
+
+def name_of(line: WebElement) -> str:
+    return str(line.find_element("css selector", "th a").text)
+
+
+def shown(line: WebElement) -> list[float]:
+    return [
+        float(str(cell.get_attribute("data-value"))) for cell in line.find_elements("css selector", "td[data-value]")
+    ]
+
+
+def asked_by_controls(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str], str]:
+    """The setting of the controls and the row's name for ``flags``, and the flags that the page makes of them."""
+    name, objective = flags["schedule"], flags.get("objective", "span")
+    setting = {key: flags[flag] for key, flag in KEYS.items()} | {"v": flags.get("num-chunks", "2")}
+    setting |= {"limit": flags.get("memory-limit", "").removesuffix("p"), "objective": objective}
+    setting["placement"] = flags.get("placement", "any").replace("auto", "any")
+    made = {"memory-limit": f"{flags['num-microbatches']}p", **flags, "objective": objective}
+    if objective == "span":
+        del made["objective"]
+    row = f"{name} x{flags['num-chunks']}" if "num-chunks" in flags else name
+    if name in SCHEDULES and SCHEDULES[name].adapts and "equal-passes" not in flags:
+        row = f"{name} fitted"
+    return setting, made, row
+
+
+def test_the_tables_numbers_are_those_of_plan_for_200_settings(page: WebDriver, capsys: Capture) -> None:
+    """Each from the controls' values to the table's cells, beside a command line that is put together here."""
+    draw = random.Random(88)
+    for number in range(200):
+        setting, flags, row = asked_by_controls(drawn_setting(draw, searched=number % 50 == 0))
+        words = [word for flag, value in flags.items() for word in (f"--{flag}", value) if word]
+        answer = page.execute_async_script(ASK, setting, row)
+        expected = plan(capsys, *words)
+        if isinstance(expected, str):
+            assert answer == {"error": expected}, setting
+            page.get_log("browser")  # which says 400 as well
+        else:
+            assert answer["values"] == figures(expected), (setting, row)
+            assert sorted(shlex.split(answer["command"])) == sorted(["zero-bubble", "plan", *words])
+
+
+def test_every_schedule_is_in_the_table_and_drawn(page: WebDriver) -> None:
+    names = {name_of(line) for line in lines(page)}
+    expected = {f"{name} x2" if recipe.shape == "interleaved" else name for name, recipe in SCHEDULES.items()}
+    expected |= {"zb-auto", *(f"{name} fitted" for name, recipe in SCHEDULES.items() if recipe.adapts)}
+    assert names == expected
+    assert {title.text for title in page.find_elements("css selector", "figure h2")} == expected
+    rates = [shown(line)[1] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
+    assert rates == sorted(rates)
+    reasons = page.find_element("id", "absent").text
+    assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, at most 4 microbatches on a rank" in reasons
+    scales = {canvas.get_attribute("data-scale") for canvas in page.find_elements("css selector", "canvas.layer")}
+    assert len(scales) == 1
+
+
+def test_a_slider_changes_the_table_to_what_plan_says(page: WebDriver, capsys: Capture) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    before = shown(line_of(page, "1f1b"))
+    page.find_element("id", "slider-W").send_keys(Keys.ARROW_RIGHT)
+    page.find_element("css selector", "input[value=makespan]").click()
+    settle(page)
+    assert page.find_element("id", "number-W").get_attribute("value") == "8.5"
+    words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8.5 --comm-ms 0.5".split()
+    words += ["--memory-limit", "1p", "--objective", "makespan"]
+    for name in ("1f1b", "zb-h1", "dualpipe-v", "zb-auto"):
+        expected = plan(capsys, "--schedule", name, *words)
+        assert isinstance(expected, dict)
+        assert shown(line_of(page, name)) == figures(expected)
+    assert shown(line_of(page, "1f1b")) != before
+    assert "W=8.5" in page.current_url and "objective=makespan" in page.current_url
+
+
+def test_the_address_keeps_the_setting(page: WebDriver, address: str) -> None:
+    page.find_element("css selector", "input[value=linear]").click()
+    settle(page)
+    url = page.current_url
+    table = page.find_element("css selector", "tbody").text
+    page.get("about:blank")
+    page.get(url)
+    settle(page)
+    assert page.find_element("css selector", "input[value=linear]").is_selected()
+    assert page.find_element("css selector", "tbody").text == table
+    reasons = page.find_element("id", "absent").text
+    assert "stages lie two a rank, in a V, and the placement asked for is linear" in reasons
+    assert "zb-v fitted" in reasons and "zb-v fitted" not in table
+
+
+def test_a_pass_that_is_pointed_at_says_what_it_waits_for(page: WebDriver) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    canvas = page.find_element("css selector", "#picture-zb-h1 canvas.layer")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    left, scale, pitch = (float(str(canvas.get_attribute(f"data-{name}"))) for name in ("left", "scale", "pitch"))
+    # F of microbatch 0 takes 10 ms a rank and 0.5 to the next: on rank 1 it runs from 10.5 to 20.5.
+    x = left + 15 * scale - canvas.size["width"] / 2
+    y = 1.4 * pitch - canvas.size["height"] / 2
+    ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()
+    assert page.find_element("id", "tip").text.splitlines() == [
+        "1F0 forward of microbatch 0, stage 1 on rank 1: 10.5 ms to 20.5 ms.",
+        "Waits for 0F0 on rank 0, there at 10.5 ms.",
+        "Rank 1 is idle for 10.5 ms before it.",
+        "Needed by 2F0 on rank 2.",
+    ]
+    drawn = "return arguments[0].toDataURL()"
+    marked = page.execute_script(drawn, canvas)
+    ActionChains(page).move_to_element(page.find_element("css selector", "#picture-zb-h1 h2")).perform()
+    assert not page.find_element("id", "tip").is_displayed()
+    assert page.execute_script(drawn, canvas) != marked
+
+
+def test_passes_are_reached_by_keys(page: WebDriver) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    canvas = page.find_element("css selector", "#picture-zb-h1 canvas.layer")
+    page.execute_script("arguments[0].focus()", canvas)
+    said = [page.find_element("id", "tip").text.split(" ")[0]]
+    for key in (Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER, Keys.ESCAPE):
+        canvas.send_keys(key)
+        said.append(page.find_element("id", "tip").text.split(" ")[0])
+    assert said == ["0F0", "1F0", "1F1", "0F1", ""]
+
+
+def test_the_copied_command_prints_the_same_numbers(page: WebDriver, capsys: Capture) -> None:
+    rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
+    page.execute_cdp_cmd("Browser.grantPermissions", rights)
+    for name in ("zb-auto", "zb-v", "interleaved-1f1b x2"):
+        line = line_of(page, name)
+        button = line.find_element("css selector", "button")
+        page.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
+        button.click()
+        read = "navigator.clipboard.readText().then(arguments[0])"
+        copied = shlex.split(str(page.execute_async_script(read)))
+        assert copied[:2] == ["zero-bubble", "plan"]
+        assert button.text == "copied"
+        expected = plan(capsys, *copied[2:])
+        assert isinstance(expected, dict)
+        assert shown(line) == figures(expected)
+
+
+@pytest.mark.parametrize("width", [1200, 700])
+def test_nothing_is_cut_off(page: WebDriver, width: int) -> None:
+    resize(page, width, 900)
+    try:
+        for what in ("document.documentElement", "document.querySelector('.wide')"):
+            wide = page.execute_script(f"return {what}.scrollWidth - {what}.clientWidth")
+            assert wide <= 0, what
+    finally:
+        resize(page, 1200, 900)
+
+
+def test_a_wrong_number_is_refused_in_plans_words(driver: WebDriver, address: str) -> None:
+    driver.get("about:blank")
+    driver.get(f"{address}#{urlencode(SMALL | {'F': '-1'})}")
+    settle(driver)
+    reasons = driver.find_element("id", "absent").text
+    sentence = "forward_ms of stage 0 must be a finite number, 0 or above; got"
+    assert f"1f1b, zb-h1, zb-h2, zb-auto: {sentence} -1.0" in reasons
+    assert "interleaved-1f1b x2, breadth-first x2, zb-v, zb-v fitted, " in reasons
+    assert f"v-min fitted, dualpipe-v: {sentence} -0.5" in reasons
+    assert driver.find_element("id", "best").text == "There is no schedule within the limit."
+    assert all("400" in message for message in console_errors(driver))

@@ -1,0 +1,66 @@
+"""A playground in this process, questions drawn at random for it, and waiting for its page."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from megatron.zero_bubble.cli.playground.server import Server
+from megatron.zero_bubble.schedules import SCHEDULES
+
+if TYPE_CHECKING:
+    from selenium.webdriver.chrome.webdriver import WebDriver
+
+_SETTLED = "return document.body.dataset.settled === hashOf(readSetting())"
+
+
+@contextmanager
+def playground() -> Iterator[str]:
+    """The address of a playground that runs in this process."""
+    with Server(0) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        try:
+            yield server.address
+        finally:
+            server.shutdown()
+
+
+def settle(driver: WebDriver, seconds: float = 120) -> None:
+    """Wait until the page shows all answers for what its controls say."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    WebDriverWait(driver, seconds, poll_frequency=0.1).until(lambda page: page.execute_script(_SETTLED))
+
+
+def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:
+    """Flags of ``zero-bubble plan`` and their values; ``searched`` for what is searched, small enough to be quick."""
+    adapting = [name for name, recipe in SCHEDULES.items() if recipe.adapts]
+    name = draw.choice(["zb-auto", *adapting] if searched else [*SCHEDULES])
+    flags = {
+        "schedule": name,
+        "num-ranks": str(draw.randint(1, 3 if searched else 6)),
+        "num-microbatches": str(draw.randint(1, 4 if searched else 12)),
+        "forward-ms": f"{draw.uniform(0.1, 40):.{draw.randint(0, 3)}f}",
+        "backward-ms": f"{draw.uniform(0.1, 40):.{draw.randint(0, 3)}f}",
+        "wgrad-ms": f"{draw.uniform(0, 40):.{draw.randint(0, 3)}f}",
+        "comm-ms": f"{draw.choice([0, draw.uniform(0, 10)]):.{draw.randint(0, 3)}f}",
+    }
+    if name in adapting and not searched:
+        flags["equal-passes"] = ""
+    if name in SCHEDULES and SCHEDULES[name].shape == "interleaved":
+        flags["num-chunks"] = str(draw.randint(2, 4))
+    if name == "zb-auto":
+        flags["placement"] = draw.choice(["linear", "vee", "auto"])
+    if draw.random() < 0.8:
+        flags["memory-limit"] = f"{draw.choice([0.3, 0.5, 0.75, 1, 1.5, 2, draw.uniform(0.2, 3)]):.4g}p"
+    if draw.random() < 0.5:
+        flags["objective"] = draw.choice(["span", "makespan"])
+    return flags
+
+
+def without_seconds(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """A plan's JSON but for how long it took, which is never the same twice."""
+    return {key: value for key, value in plan.items() if key != "planning_seconds"}

@@ -1,0 +1,78 @@
+"""The bubble in a job whose loop is not ours: a line and two scalars whenever the job logs, on its last rank."""
+
+from __future__ import annotations
+
+import re
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from tests.helpers.ranks import RankPool
+from tests.runtime.test_foreign_loop import STEPS, train
+
+START = 9
+
+
+class Args:
+    """A job's flags, of which one counts its iterations: read once in each."""
+
+    log_interval = 2
+
+    def __init__(self) -> None:
+        self._iteration = START
+
+    @property
+    def curr_iteration(self) -> int:
+        self._iteration += 1
+        return self._iteration - 1
+
+
+def job(_rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str, float, int]]]:
+    """What each rank printed, and wrote."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.patching.job_bubble import JobBubble
+
+    written: list[tuple[str, float, int]] = []
+    said: list[str] = []
+    global_vars = ModuleType("megatron.training.global_vars")
+    writer = SimpleNamespace(add_scalar=lambda *scalar: written.append(scalar))
+    monkeypatch.setattr(global_vars, "get_tensorboard_writer", lambda: writer, raising=False)
+    training = ModuleType("megatron.training")
+    monkeypatch.setattr(training, "global_vars", global_vars, raising=False)
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    monkeypatch.setitem(sys.modules, "megatron.training.global_vars", global_vars)
+    monkeypatch.setattr("builtins.print", lambda text, **_: said.append(text))
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+    bubble = JobBubble(Args())
+    apply("zb-h1", bubble.meter, around=lambda pipeline: bubble.around(pipeline.forward_backward))
+    try:
+        train()
+    finally:
+        revert()
+        monkeypatch.undo()
+    return said, written
+
+
+def on_rank(rank: int) -> tuple[list[str], list[tuple[str, float, int]]]:
+    return job(rank, pytest.MonkeyPatch())
+
+
+def test_the_bubble_of_the_iterations_since_the_last_line(ranks: RankPool) -> None:
+    assert STEPS == 3, "iterations 10 to 12"
+    first, (said, written) = ranks.run(2, on_rank)
+    assert first == ([], [])
+    lines = [re.fullmatch(r"zero-bubble: iteration (\d+): bubble ([\d.]+)% \(planned ([\d.]+)%\)", s) for s in said]
+    assert [line and line[1] for line in lines] == ["10", "12"]
+    assert [(name, at) for name, _, at in written] == [
+        ("zero-bubble/measured", 10),
+        ("zero-bubble/planned", 10),
+        ("zero-bubble/measured", 12),
+        ("zero-bubble/planned", 12),
+    ]
+    shown = [f"{value:.1%}" for _, value, _ in written]
+    assert shown == [f"{line[i]}%" for line in lines if line for i in (2, 3)]
+    assert all(0.0 < value < 1.0 for _, value, _ in written)

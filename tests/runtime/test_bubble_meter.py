@@ -1,0 +1,86 @@
+"""The meter on real ranks, its clock played from a plan: what it says is exact."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.analysis.bubble import Bubble
+from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.platforms.cpu import CpuPlatform
+from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
+from tests.helpers.ranks import RankPool
+
+COSTS = (5.0, 9.0, 3.0, 1.0)
+
+
+class Clock(CpuPlatform):
+    """Shows what it is told to."""
+
+    now_ms = 0.0
+
+    def mark(self) -> float:
+        return self.now_ms / 1e3
+
+
+def timeline_of(name: str, num_microbatches: int) -> Timeline:
+    schedule = build(name, num_ranks=3, num_microbatches=num_microbatches)
+    return simulate(schedule, PassCosts.uniform(schedule.placement, *COSTS))
+
+
+def play(meter: BubbleMeter, clock: Clock, spans: list[Span]) -> None:
+    for work, start, end in spans:
+        clock.now_ms = start
+        meter.begin(work)
+        clock.now_ms = end
+        meter.end(work)
+
+
+def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bubble | None, Bubble | None]:
+    """Each timeline an iteration, its first pass run in vain ``again_ms`` earlier; the second reading follows at
+    once.
+    """
+    assert dist.group.WORLD is not None
+    clock = Clock()
+    meter = BubbleMeter(clock)
+    clock_error_ms = 1000.0 * rank  # of no consequence
+    play(meter, clock, [Span(Pass.parse("0F0"), 0.0, 1e6)])  # an evaluation
+    for timeline in timelines:
+        spans = [Span(work, start + clock_error_ms, end + clock_error_ms) for work, start, end in timeline.spans[rank]]
+        first = spans[0]
+        if again_ms:
+            spans.insert(0, Span(first.pass_, first.start_ms - again_ms, first.end_ms - again_ms))
+        assert meter.around_passes(lambda spans=spans: play(meter, clock, spans) or rank) == rank
+    return meter.read(dist.group.WORLD), meter.read(dist.group.WORLD)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v", "1f1b"])
+def test_the_bubble_of_a_plan(ranks: RankPool, name: str) -> None:
+    timeline = timeline_of(name, 6)
+    instant = simulate(timeline.schedule, PassCosts.uniform(timeline.schedule.placement, *COSTS[:3]))
+    for bubble, nothing_new in ranks.run(3, measured, [timeline] * 4, 0.0):
+        assert bubble is not None and bubble.num_iterations == 4
+        assert bubble.measured == pytest.approx(timeline.bubble_rate("span"))
+        assert bubble.planned == pytest.approx(instant.bubble_rate("span"))
+        assert nothing_new is None
+
+
+def test_the_plan_is_of_the_last_iteration(ranks: RankPool) -> None:
+    """The schedule may change between two iterations, and the number of microbatches too."""
+    short, long = timeline_of("zb-h1", 4), timeline_of("1f1b", 9)
+    bubble, _ = ranks.run(3, measured, [short, long], 0.0)[0]
+    assert bubble is not None
+    span_ms, work_ms = short.span_ms + long.span_ms, short.work_ms + long.work_ms
+    assert bubble.measured == pytest.approx((span_ms - work_ms) / span_ms)
+    assert [len(row) for row in long.schedule.order] == [18] * 3
+    fused = PassCosts.uniform(long.schedule.placement, *COSTS[:3])
+    assert bubble.planned == pytest.approx(simulate(long.schedule, fused).bubble_rate("span"), abs=0.05)
+
+
+def test_what_ran_in_vain_is_bubble(ranks: RankPool) -> None:
+    timeline = timeline_of("zb-h1", 6)
+    bubble, _ = ranks.run(3, measured, [timeline], 100.0)[0]
+    assert bubble is not None
+    assert bubble.measured == pytest.approx(1 - timeline.work_ms / (timeline.span_ms + 100.0))
