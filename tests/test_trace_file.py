@@ -62,6 +62,12 @@ def test_round_trip(schedule: Schedule) -> None:
     assert trace_from_json(trace_to_json(recording(schedule))) == recording(schedule)
 
 
+def test_times_are_to_a_tenth_of_a_microsecond() -> None:
+    slow = {SCHEDULE.order[0][0]: 1.23456789}
+    read = trace_from_json(trace_to_json(Recording(COSTS, {1: run(SCHEDULE, COSTS, slow=slow)})))
+    assert read.traces[1].timeline.spans[0][0].end_ms == 11.2346
+
+
 def test_memory_may_be_unknown() -> None:
     known = recording()
     assert trace_from_json(trace_to_json(Recording(known.costs, known.traces))).memory is None

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megatron.zero_bubble import PassCosts, Schedule, build
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.plan import Recv, Send, Settle, lower, with_validation
+from megatron.zero_bubble.plan import Message, Recv, Send, Settle, lower, with_validation
 from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.clocks import Offset
 from megatron.zero_bubble.runtime.emulate import SleepingStage, execute
-from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.measure import gather_trace
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.recorder import Recorder
@@ -78,25 +78,33 @@ def test_the_clock_is_one(ranks: RankPool) -> None:
     assert waited >= PASS_MS, "the last rank stood idle until the first microbatch had come down"
 
 
-class _Silent:
-    """Stands for a transport of one rank, which has no messages."""
+class _Gone:
+    """A transport whose peer takes everything."""
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None:
+        pass
+
+    def settle(self, message: Message) -> None:
+        pass
 
 
 def test_a_second_run_forgets_the_first() -> None:
     """A step that was wrong: what ran before its validation is no part of the iteration."""
-    recorder = _started()
-    plan = lower(build("zb-h1", num_ranks=1, num_microbatches=1))
-    for validates in (lambda: False, lambda: True):
-        transport, validate = recorder.watch(_Silent(), validates)  # type: ignore[arg-type]
-        recorder.begin(Pass.parse("0F0"))
-        recorder.end(Pass.parse("0F0"))
-        validate()
-    stage = SleepingStage(plan.schedule, PassCosts.uniform(plan.schedule.placement, 0, 0, 0), (1,))
-    transport, validate = recorder.watch(_Silent(), lambda: True)  # type: ignore[arg-type]
-    Executor(plan, 0, {0: stage}, transport, lambda _: torch.zeros(1), recorder, validate).run()
+    recorder = Recorder(select("cpu"))
+    recorder._origin = recorder._new_origin(Offset())
+    for right in (False, True):
+        transport, validate = recorder.watch(_Gone(), lambda right=right: right)  # type: ignore[arg-type, misc]
+        for microbatch in (0, 1):
+            work = Pass(0, Kind.F, microbatch)
+            recorder.begin(work)
+            recorder.end(work)
+            transport.send(Message(work, 0, 1), torch.zeros(1))
+        assert validate() is right
+        transport.settle(Message(Pass(0, Kind.F, 0), 0, 1))
     row = recorder.stop().times()
-    assert [str(span.pass_) for span in row.spans] == ["0F0", "0B0", "0W0"]
-    assert not row.validations
+    assert [str(span.pass_) for span in row.spans] == ["0F0", "0F1"]
+    assert [str(sent.producer) for sent in row.sends] == ["0F0", "0F1"]
+    assert len(row.settles) == len(row.validations) == 1
 
 
 def test_off_it_records_nothing() -> None:
@@ -105,12 +113,3 @@ def test_off_it_records_nothing() -> None:
     recorder.end(Pass.parse("0F0"))
     with pytest.raises(AssertionError, match="belongs to a start"):
         recorder.stop()
-
-
-def _started() -> Recorder:
-    """A recorder that is on, without other ranks."""
-    from megatron.zero_bubble.runtime.clocks import Offset
-
-    recorder = Recorder(select("cpu"))
-    recorder._origin = recorder._new_origin(Offset())
-    return recorder

@@ -58,7 +58,7 @@ def render_html(compared: Comparison) -> str:
         legend=_legend(compared),
         chain=_chain(difference),
         ranks=_ranks(compared),
-        data=json.dumps(_data(compared), separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(_data(compared), separators=(",", ":")),
         script=(files / "timeline.js").read_text(encoding="utf-8"),
     )
 

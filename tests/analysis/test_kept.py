@@ -1,0 +1,25 @@
+"""What a rank keeps over time has the simulation's peaks, and every step at its moment."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+
+from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
+from megatron.zero_bubble.analysis.kept import kept
+from tests.helpers.strategies import schedules
+
+
+def test_a_forward_counts_from_its_start_and_the_others_from_their_end() -> None:
+    schedule = build("zb-h1", num_ranks=1, num_microbatches=1)
+    timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 3, 4, 5))
+    assert kept(timeline, PassMemory.uniform(schedule.placement, 8, 2)) == (((0, 8), (7, 2), (12, 0)),)
+
+
+@given(schedules())
+def test_the_peaks_are_those_of_the_simulation(schedule: Schedule) -> None:
+    memory = PassMemory.uniform(schedule.placement, 4, 1)
+    timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 10, 10, 10), memory)
+    curves = kept(timeline, memory)
+    assert [max(step.amount for step in curve) / 4 for curve in curves] == pytest.approx(timeline.peak_activation)
+    assert all(curve[-1].amount == pytest.approx(0) for curve in curves)
