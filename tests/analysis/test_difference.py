@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -101,6 +102,17 @@ def test_a_late_receive_names_the_pass_it_waited_for() -> None:
     assert step.waited_ms == pytest.approx(18.0)
     assert step.late_ms == pytest.approx(7.0)
     assert step.host_ms == pytest.approx(0.0)
+
+
+def test_a_wait_before_the_start_does_not_count() -> None:
+    """The other ranks expect their first inputs before rank 0 starts."""
+    trace = run(SLOW, EQUAL)
+    early = tuple(
+        replace(row, receives=(row.receives[0]._replace(posted_ms=-6.0, awaited_ms=-5.0), *row.receives[1:]))
+        for row in trace.ranks
+    )
+    planned = simulate(SLOW, EQUAL)
+    assert explain(planned, Trace(trace.timeline, early), EQUAL) == explain(planned, trace, EQUAL)
 
 
 def test_another_order_is_refused() -> None:

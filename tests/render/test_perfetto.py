@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,18 @@ def test_everything_is_where_it_belongs() -> None:
     assert {event["name"] for event in slices if event["tid"] == 200 + WAITS} == {
         "until rank 1 has 0F0", "validate the optimizer step",
     }  # fmt: skip
+
+
+def test_what_comes_before_the_first_pass_moves_the_start() -> None:
+    full = compared()
+    head, row = full.measured.ranks
+    early = replace(row, receives=(row.receives[0]._replace(posted_ms=-2.0, awaited_ms=-1.5), *row.receives[1:]))
+    text = render_perfetto(replace(full, measured=Trace(full.measured.timeline, (head, early))))
+    assert problems(text) == []
+    starts = {
+        event["ts"] for event in json.loads(text)["traceEvents"] if event.get("name") == "0F0" and event["ph"] == "X"
+    }
+    assert starts == {2000.0}, "planned and measured still start together"
 
 
 def test_an_arrow_for_every_message() -> None:

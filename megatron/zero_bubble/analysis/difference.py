@@ -270,11 +270,12 @@ class _Both:
             source = self._places[producer]
             if source.rank == place.rank:
                 continue
+            free, start = self._free(place)[1], place.measured.start_ms
             received = self._received[place.rank].get(producer)
             if received is not None:
-                start = self._measured.start_ms
-                return _Input(producer, received.awaited_ms - start, received.arrived_ms - start)
-            free, start = self._free(place)[1], place.measured.start_ms
+                # The first wait of a rank may begin before time does, with the first pass of all.
+                awaited, arrived = (max(free, at - self._measured.start_ms) for at in received[3:])
+                return _Input(producer, awaited, arrived)
             here = source.measured.end_ms + self._costs.comm(source.rank, place.rank)
             return _Input(producer, free, max(free, min(start, here)))
         return None

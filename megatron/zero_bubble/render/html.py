@@ -130,7 +130,7 @@ def _measured(compared: Comparison) -> list[list[list[Any]]]:
         free_ms = 0.0
         for span, step in zip(part.spans, difference.steps, strict=True):
             got = received.get(step.waits_for) if step.waits_for else None
-            times = (got.awaited_ms, got.arrived_ms) if got else (free_ms, free_ms + step.waited_ms)
+            times = (max(free_ms, got.awaited_ms), got.arrived_ms) if got else (free_ms, free_ms + step.waited_ms)
             amounts = (*times, step.slow_ms, step.late_ms, step.host_ms)
             row.append([*_pass(span), str(step.waits_for or ""), *map(_ms, amounts)])
             free_ms = span.end_ms

@@ -26,9 +26,14 @@ Event = dict[str, Any]
 
 
 def render_perfetto(compared: Comparison) -> str:
-    """The JSON text, an event a line; times are in us from the first pass of the plan and of the iteration."""
+    """The JSON text, an event a line; times are in us, and the first passes of plan and iteration start together."""
     schedule = compared.measured.timeline.schedule
     events = [*_names(schedule.num_ranks), *_measured(compared), *_planned(compared), *_memory(compared)]
+    # A rank expects its first input before the first pass of all starts, and no time may be below 0.
+    first = min(event.get("ts", 0.0) for event in events)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - first, 3)
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
     lines = ",\n".join(json.dumps(event) for event in events)
     # No displayTimeUnit: some versions of Perfetto take it for the unit of the times.
