@@ -6,7 +6,7 @@ The keys are a contract with other tools (docs/trace-json.md).
 from __future__ import annotations
 
 import json
-import math
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +95,7 @@ def trace_from_json(text: str) -> Recording:
         ValueError: one sentence when the text is not such a file.
     """
     content = json_object(text)
-    read_key(content, "format", f"{FORMAT}, the only one that this version reads", lambda value: value == FORMAT)
+    read_key(content, "format", f"{FORMAT}, the only one that this version reads", _is_format)
     name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
     iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
     traces: dict[int, Trace] = {}
@@ -103,6 +103,8 @@ def trace_from_json(text: str) -> Recording:
         if not isinstance(iteration, dict):
             raise ValueError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
         number = read_key(iteration, "iteration", "a whole number", lambda value: type(value) is int)
+        if number in traces:
+            raise ValueError(f"every iteration must have a number of its own; got {number} twice; leave one out")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, f"iteration {number}, rank {rank}") for rank, row in enumerate(ranks))
         traces[number] = Trace.of(name, rows)
@@ -178,8 +180,13 @@ def _value(cell: object, column: str, where: str) -> Any:
     raise ValueError(f"{where} must give {column} as {form}; got {json.dumps(cell)[:60]}")
 
 
+def _is_format(value: object) -> bool:
+    return type(value) is int and value == FORMAT  # True == 1
+
+
 def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+    """Whether it is a finite float, or a whole number that can be made one."""
+    return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 
 def _is_numbers(value: object) -> bool:

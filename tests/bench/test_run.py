@@ -8,7 +8,6 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -77,13 +76,13 @@ def test_a_bench_that_fails_costs_the_others_nothing(scripts: Path) -> None:
 
 
 def test_a_bench_that_hangs_is_ended_with_all_that_it_started(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "timeout_s", 2.0)
+    monkeypatch.setattr(Bench, "timeout_s", 10.0)  # for two starts of Python, on a machine that has other work
     monkeypatch.setattr(run, "_GRACE_S", 1.0)
-    started = time.monotonic()
     record = run.run([Bench("hangs", "hangs.py", "", 5)], scripts, quick=True, scripts=scripts)
     assert record["benches"][0]["status"] == "timed out"
-    assert time.monotonic() - started < 30
-    child = Path("/proc") / record["benches"][0]["last_lines"][0]
+    said = record["benches"][0]["last_lines"]
+    assert len(said) == 1 and said[0].isdecimal(), f"it must have started its child; got {said}"
+    child = Path("/proc") / said[0]
     assert not child.exists() or "State:\tZ" in (child / "status").read_text()
 
 

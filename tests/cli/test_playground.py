@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,12 @@ def address() -> Iterator[str]:
         yield at
 
 
-def get(address: str, path: str, host: str | None = None, method: str = "GET") -> tuple[int, str, bytes]:
+def get(
+    address: str, path: str, host: str | None = None, method: str = "GET", **headers: str
+) -> tuple[int, str, bytes]:
     url = urlsplit(address)
     connection = HTTPConnection(str(url.hostname), url.port, timeout=60)
-    connection.request(method, path, headers={"Host": host or url.netloc})
+    connection.request(method, path, headers={"Host": host or url.netloc, **headers})
     response = connection.getresponse()
     body = response.read()
     connection.close()
@@ -128,9 +131,25 @@ def test_a_bad_question_is_refused_in_one_sentence(address: str, asked: dict[str
     assert sentence in said
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"num-ranks": f"1{'0' * 400}"},  # no float
+        {"schedule": "zb-auto", "num-ranks": "2", "num-microbatches": "3", "forward-ms": "1e-320"},  # 1 / it is inf
+        {"activation-memory": "1e308"},  # two of it are inf
+    ],
+)
+def test_numbers_that_leave_the_range_of_floats_are_refused(address: str, asked: dict[str, str]) -> None:
+    status, said = refusal(address, f"/plan?{urlencode(ASKED | asked)}")
+    assert status == 400
+    assert said.startswith("some number is too large or small to plan with: ")
+    assert said.endswith("; choose ones nearer to 1")
+
+
 def test_a_question_that_is_no_question(address: str) -> None:
     assert refusal(address, "/plan") == (400, "one of the arguments --schedule --schedule-file is required")
     assert refusal(address, "/plan?zb-h1")[0] == 400
+    assert refusal(address, "http://[") == (400, "Invalid IPv6 URL")
     assert refusal(address, "/elsewhere") == (404, "there is / and /plan; got '/elsewhere'")
     assert get(address, "/", method="POST")[0] == 501
 
@@ -144,6 +163,32 @@ def test_only_this_machines_own_names_are_served(address: str, path: str) -> Non
         status, sentence = refusal(address, path, host=host)
         assert status == 403
         assert f"got the host '{host}'" in sentence
+
+
+def test_http_s_own_port_may_be_left_out_and_no_other() -> None:
+    with Server(0) as server:
+        assert "localhost" not in server.hosts
+        server.server_port = 80  # which only root can have
+        assert server.hosts == ("127.0.0.1:80", "localhost:80", "127.0.0.1", "localhost")
+
+
+@pytest.mark.parametrize("path", ["/", f"/plan?{urlencode(ASKED)}"])
+def test_pages_of_other_sites_cannot_ask(address: str, path: str) -> None:
+    for site in ("same-origin", "none"):
+        assert get(address, path, **{"Sec-Fetch-Site": site})[0] == 200
+    for site in ("cross-site", "same-site", ""):
+        status, sentence = refusal(address, path, **{"Sec-Fetch-Site": site})
+        assert status == 403
+        assert f"pages of other sites may not ask; got a {site} request" in sentence
+
+
+def test_a_connection_closes_where_the_visitor_asks_for_it(address: str) -> None:
+    url = urlsplit(address)
+    lines = (f"GET /plan?{urlencode(ASKED)} HTTP/1.1", f"Host: {url.netloc}", "Connection: close", "", "")
+    with socket.create_connection((str(url.hostname), url.port), timeout=30) as visitor:
+        visitor.sendall("\r\n".join(lines).encode())
+        with visitor.makefile("rb") as replied:
+            assert replied.read().startswith(b"HTTP/1.1 200 ")  # all of it: to the end of the connection
 
 
 def test_the_page_is_one_file_that_loads_nothing(address: str) -> None:
@@ -175,20 +220,31 @@ def test_one_search_runs_at_a_time_and_none_for_who_has_left() -> None:
         server.shutdown()
 
 
-def start(*flags: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, as from a terminal: Ctrl-C reaches it, even where these tests ignore it as a background job does."""
     command = [sys.executable, "-m", "megatron.zero_bubble", "playground", "--no-browser", *flags]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a new program inherits only that it is ignored
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+    finally:
+        signal.signal(signal.SIGINT, ours)
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def test_the_command_serves_until_ctrl_c_and_says_that_a_port_is_taken() -> None:
-    with start() as running:
+    with started() as running:
         assert running.stdout is not None
         said = running.stdout.readline()
         address = said.split()[4]
         assert said == f"The playground is at {address} for this machine only; Ctrl-C ends it.\n"
         assert get(address, "/")[0] == 200
         port = urlsplit(address).port
-        with start("--port", str(port)) as second:
+        with started("--port", str(port)) as second:
             out, err = second.communicate(timeout=60)
         why = f"cannot listen on port {port}: it is taken; choose another, or leave --port out"
         assert (second.returncode, out, err) == (2, "", f"zero-bubble playground: {why}\n")

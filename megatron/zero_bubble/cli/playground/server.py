@@ -2,7 +2,8 @@
 
 ``GET /`` is the page and ``GET /plan?<question>`` an answer as JSON; a question that cannot be answered gets status 400
 and ``{"error": sentence}``. A request must name this machine as its host: another site's name that was made to point
-here would make its pages ours (DNS rebinding).
+here would make its pages ours (DNS rebinding). Nor may another site's page send one: it could not read the answer, but
+would keep us planning.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import socket
 from contextlib import nullcontext, suppress
 from functools import lru_cache
 from http import HTTPStatus
+from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
 
 _HOME = "127.0.0.1"
+_OUR_SITES = (None, "none", "same-origin")
+"""``Sec-Fetch-Site`` of what is no browser, of an address that the user opened, and of our own page."""
 _KEPT = 64
 """Answers that are kept, of at most half a MB each."""
 
@@ -47,8 +51,10 @@ class Server(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What a browser on this machine calls it."""
-        return tuple(f"{name}:{self.server_port}" for name in (_HOME, "localhost"))
+        """What a browser on this machine calls it: with the port, which browsers leave out where it is HTTP's own."""
+        names = (_HOME, "localhost")
+        with_port = tuple(f"{name}:{self.server_port}" for name in names)
+        return (*with_port, *names) if self.server_port == HTTP_PORT else with_port
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -61,11 +67,26 @@ class _Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        if self.headers.get("Host") not in self.server.hosts:
+        host, site = self.headers.get("Host"), self.headers.get("Sec-Fetch-Site")
+        if host not in self.server.hosts:
             wanted = " or ".join(self.server.hosts)
-            self._refuse(HTTPStatus.FORBIDDEN, f"this server is {wanted}; got the host {self.headers.get('Host')!r}")
-        elif url.path == "/":
+            self._refuse(HTTPStatus.FORBIDDEN, f"this server is {wanted}; got the host {host!r}")
+        elif site not in _OUR_SITES:
+            remedy = f"open {self.server.address} yourself"
+            self._refuse(HTTPStatus.FORBIDDEN, f"pages of other sites may not ask; got a {site} request; {remedy}")
+        else:
+            try:
+                self._serve(urlsplit(self.path))
+            except ValueError as error:
+                self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            except OverflowError as error:
+                remedy = "choose ones nearer to 1"
+                self._refuse(
+                    HTTPStatus.BAD_REQUEST, f"some number is too large or small to plan with: {error}; {remedy}"
+                )
+
+    def _serve(self, url: SplitResult) -> None:
+        if url.path == "/":
             self._reply(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
         elif url.path == "/plan":
             self._plan(url.query)
@@ -74,17 +95,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _plan(self, query: str) -> None:
         """One search at a time, and none for a page that has left while it waited."""
-        try:
-            with self.server.searching if read_question(query).searches else nullcontext():
-                if not self._has_left():
-                    self._reply(HTTPStatus.OK, "application/json", self.server.answers(query))
-        except ValueError as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+        with self.server.searching if read_question(query).searches else nullcontext():
+            if not self._has_left():
+                self._reply(HTTPStatus.OK, "application/json", self.server.answers(query))
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
-        self.close_connection = bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
-        return self.close_connection
+        left = bool(readable) and not self.connection.recv(1, socket.MSG_PEEK)
+        self.close_connection |= left
+        return left
 
     def _refuse(self, status: HTTPStatus, sentence: str) -> None:
         self._reply(status, "application/json", json.dumps({"error": sentence}).encode())
@@ -103,4 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _answer(query: str) -> bytes:
-    return json.dumps(answer(read_question(query)), separators=(",", ":")).encode()
+    content = answer(read_question(query))
+    try:
+        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    except ValueError:
+        raise OverflowError("a figure of the answer is infinite") from None
