@@ -80,10 +80,8 @@ class _Handler(BaseHTTPRequestHandler):
             except ValueError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             except OverflowError as error:
-                remedy = "choose ones nearer to 1"
-                self._refuse(
-                    HTTPStatus.BAD_REQUEST, f"some number is too large or small to plan with: {error}; {remedy}"
-                )
+                why = f"some number is too large or small to plan with: {error}; choose ones nearer to 1"
+                self._refuse(HTTPStatus.BAD_REQUEST, why)
 
     def _serve(self, url: SplitResult) -> None:
         if url.path == "/":
