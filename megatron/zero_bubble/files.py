@@ -1,13 +1,25 @@
-"""Users' JSON files, with one clear sentence for whatever is wrong with them."""
+"""Users' files and folders: whatever is wrong with them is one clear sentence."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+
+def make_writable(folder: str | Path) -> None:
+    """Make ``folder``, unless it is there, and write to it, so that nobody finds out later that it cannot be done.
+
+    Raises:
+        OSError: it cannot.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder):
+        pass
 
 
 def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:

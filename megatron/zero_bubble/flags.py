@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from megatron.zero_bubble.config import ZeroBubbleConfig
 
+_MOST_RECORDED = 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
@@ -36,7 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="those to record, such as 10-12,50; default: the last ones",
     )
     add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
-    add("--zero-bubble-log-bubble", action="store_true", help="the bubble, measured and planned, in every log line")
+    add("--zero-bubble-log-bubble", action="store_true", help="the bubble, measured and planned, in the log")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
 
 
@@ -51,6 +53,10 @@ def iterations(text: str) -> tuple[range, ...]:
     if len(ranges) < len(matches) or not all(some and some[0] for some in ranges):
         raise argparse.ArgumentTypeError(
             f"iterations are numbers from 1 on and ranges of them, such as 10-12,50; got {text!r}"
+        )
+    if sum(len(some) for some in ranges) > _MOST_RECORDED:
+        raise argparse.ArgumentTypeError(
+            f"at most {_MOST_RECORDED} iterations can be recorded, for they stay in memory until the last; got {text!r}"
         )
     return tuple(ranges)
 
@@ -72,6 +78,10 @@ def check_measurements(options: argparse.Namespace) -> None:
         raise FlagError(
             "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
             f"{options.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
+        )
+    if options.zero_bubble_record_costs and Path(options.zero_bubble_record_costs).is_dir():
+        raise FlagError(
+            f"--zero-bubble-record-costs needs a file, got the folder {options.zero_bubble_record_costs}; name a file"
         )
     if options.zero_bubble_wgrad_stream and (records(options) or options.zero_bubble_log_bubble):
         raise FlagError(

@@ -19,7 +19,8 @@ from textwrap import wrap
 from typing import Any
 
 import ranks
-from sections import SECTIONS, Column, Figures
+from columns import Column, Figures
+from sections import SECTIONS
 
 sys.path.insert(0, str(ranks.ROOT))
 

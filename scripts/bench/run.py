@@ -1,4 +1,4 @@
-"""All benches in one run, each in a process of its own, and the page of their figures.
+"""The benches in one run, each in a process of its own, and the page of their figures.
 
 Results go to ``runs/bench/<run>/``: a JSON and a log for each bench, ``run.json`` and ``BENCHMARKS.md``. A full run
 then replaces ``docs/benchmarks.json``, ``docs/BENCHMARKS.md``, ``docs/scaling.svg`` and the README's figures. A bench
@@ -58,6 +58,7 @@ PUBLISHED_TIMES = "--costs configs/published/gpt_28.3b_a100.json"
 FULL = (
     Bench("emulated", "emulated_compute.py", "--clock wall --pass-ms 50 --rounds 5", 320),
     Bench("virtual", "emulated_compute.py", "--clock virtual", 60),
+    Bench("tracing", "tracing.py", "--only zb-h1 zb-v --rounds 5", 85),
     Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 4 --only zb-h1 zb-v 'zb-v, exact'", 280),
     Bench("wgrad", "wgrad.py", "--hidden-size 1024 --tokens 512 --rounds 7", 80),
     Bench("post-validation", "post_validation.py", "period --rounds 3", 125),
@@ -85,6 +86,7 @@ QUICK = (
         20,
     ),
     Bench("virtual", "emulated_compute.py", "--clock virtual --num-ranks 2 --kib 64", 15),
+    Bench("tracing", "tracing.py", "--only zb-h1 --num-ranks 2 --num-microbatches 4 --pass-ms 5 --rounds 2", 10),
     Bench("real-compute", "real_compute.py", "--num-microbatches 2 --hidden-size 64 --rounds 2 --only zb-h1", 15),
     Bench("wgrad", "wgrad.py", "--hidden-size 64 --tokens 64 --rounds 2", 5),
     Bench(

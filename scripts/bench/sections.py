@@ -2,76 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
-Figures = Mapping[str, Any]
-
-
-class Column(NamedTuple):
-    """A column of a table: its head, and what a row has there."""
-
-    head: str
-    cell: Callable[[Figures], str]
-
-
-@dataclass(frozen=True)
-class Section:
-    """One bench on the page.
-
-    ``digest`` takes from the bench's JSON what is shown, with its rows under ``"rows"``; ``words`` say of that and of
-    the machine what was compared with what. Columns of ``excerpt`` are in the README too.
-    """
-
-    title: str
-    digest: Callable[[Figures], dict[str, Any]]
-    words: Callable[[Figures, Figures], str]
-    columns: Callable[[Figures], Sequence[Column]]
-    excerpt: tuple[str, ...] = ()
-
-
-def measured(values: Sequence[float]) -> dict[str, float]:
-    """The median of some rounds, and their range."""
-    return {"median": median(values), "least": min(values), "most": max(values)}
-
-
-def _ratios(values: Sequence[float], others: Sequence[float]) -> dict[str, float]:
-    """Round by round."""
-    return measured([value / other for value, other in zip(values, others, strict=True)])
-
-
-def _number(key: str, form: str) -> Callable[[Figures], str]:
-    """A figure, or a dash where the row has none; with its range where it was measured."""
-
-    def cell(row: Figures) -> str:
-        value = row.get(key)
-        if isinstance(value, Mapping):
-            return f"{value['median']:{form}} ({value['least']:{form}} to {value['most']:{form}})"
-        return "-" if value is None else f"{value:{form}}"
-
-    return cell
-
-
-def _text(key: str) -> Callable[[Figures], str]:
-    return lambda row: str(row[key])
-
-
-def _pick(content: Figures, *keys: str) -> dict[str, Any]:
-    return {key: content[key] for key in keys}
-
-
-def _whose(name: str, machine: Figures) -> str:
-    """A variant's name with who runs it."""
-    for prefix, who in (
-        ("stock ", f"megatron-core {machine['megatron_core']}"),
-        ("torch ", f"torch.distributed.pipelining {machine['torch']}"),
-    ):
-        if name.startswith(prefix):
-            return f"{name.removeprefix(prefix)}, {who}"
-    return f"{name}, ours"
-
+from columns import Column, Figures, Section, fixed, measured, number, pick, ratios, text, whose
 
 # --- passes that only take time -------------------------------------------------------------------------------------
 
@@ -79,14 +13,14 @@ def _whose(name: str, machine: Figures) -> str:
 def _emulated(content: Figures) -> dict[str, Any]:
     rows = [
         {
-            "schedule": _whose(name, content["machine"]),
+            "schedule": whose(name, content["machine"]),
             "planned_ms": variant["planned_ms"],
             "measured_ms": measured(variant["rounds_ms"]),
             "over_planned": measured([ms / variant["planned_ms"] for ms in variant["rounds_ms"]]),
         }
         for name, variant in content["variants"].items()
     ]
-    return _pick(content, "num_ranks", "num_microbatches", "pass_ms", "kib", "rounds") | {"rows": rows}
+    return pick(content, "num_ranks", "num_microbatches", "pass_ms", "kib", "rounds") | {"rows": rows}
 
 
 def _emulated_words(figures: Figures, machine: Figures) -> str:
@@ -115,6 +49,25 @@ def _virtual_words(figures: Figures, _: Figures) -> str:
     )
 
 
+def _tracing(content: Figures) -> dict[str, Any]:
+    percent = {"wall": "wall_bubbles", "trace": "trace_bubbles", "overhead": "overheads"}
+    rows = [
+        {"schedule": name, "apart": 100 * row["apart"]}
+        | {key: measured([100 * part for part in row[rounds]]) for key, rounds in percent.items()}
+        for name, row in content["schedules"].items()
+    ]
+    return pick(content, "num_ranks", "num_microbatches", "pass_ms", "rounds") | {"rows": rows}
+
+
+def _tracing_words(figures: Figures, _: Figures) -> str:
+    return (
+        f"The bubble by the makespan of recorded iterations, from the wall clock and from the trace: "
+        f"{figures['num_ranks']} gloo ranks, {figures['num_microbatches']} microbatches, passes that sleep "
+        f"{figures['pass_ms']:g} ms; and how much longer an iteration took than one that was not recorded, in "
+        f"{figures['rounds']} rounds of both."
+    )
+
+
 # --- real passes ----------------------------------------------------------------------------------------------------
 
 
@@ -126,15 +79,15 @@ def _real(content: Figures) -> dict[str, Any]:
             rows.append(
                 {
                     "num_microbatches": result["num_microbatches"],
-                    "schedule": _whose(name, content["machine"]),
+                    "schedule": whose(name, content["machine"]),
                     "iteration_ms": measured(variant["rounds_ms"]),
-                    "over_stock": _ratios(variant["rounds_ms"], stock),
+                    "over_stock": ratios(variant["rounds_ms"], stock),
                     "predicted_over_stock": variant.get("predicted_time_over_stock"),
                     **_pass_times(variant.get("costs", [])),
                 }
             )
     first = content["results"][0]
-    return _pick(first, "hidden_size", "num_layers", "rounds") | {"device": content["device"], "rows": rows}
+    return pick(first, "hidden_size", "num_layers", "rounds") | {"device": content["device"], "rows": rows}
 
 
 def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
@@ -165,12 +118,12 @@ def _wgrad(content: Figures) -> dict[str, Any]:
                 continue  # single weights are in the bench's JSON
             own = rounds[row["weights"], row["variant"]]
             rows.append(
-                _pick(row, "dtype", "weights", "variant", "gflops", "reference")
-                | {"us": measured(own), "over_reference": _ratios(own, rounds[row["weights"], row["reference"]])}
+                pick(row, "dtype", "weights", "variant", "gflops", "reference")
+                | {"us": measured(own), "over_reference": ratios(own, rounds[row["weights"], row["reference"]])}
             )
     return (
-        _pick(content, "hidden_size", "tokens", "rounds")
-        | _pick(content["machine"], "device", "threads")
+        pick(content, "hidden_size", "tokens", "rounds")
+        | pick(content["machine"], "device", "threads")
         | {"rows": rows}
     )
 
@@ -198,7 +151,7 @@ def _period(content: Figures) -> dict[str, Any]:
         }
         for name, row in content["optimizers"].items()
     ]
-    return _pick(content, "num_ranks", "num_microbatches", "pass_ms", "step_ms", "rounds") | {"rows": rows}
+    return pick(content, "num_ranks", "num_microbatches", "pass_ms", "step_ms", "rounds") | {"rows": rows}
 
 
 def _period_words(figures: Figures, _: Figures) -> str:
@@ -216,7 +169,7 @@ def _rollback(content: Figures) -> dict[str, Any]:
         | {key: measured([one[key] for one in rounds]) for key in steps}
         for name, rounds in content["by_round"].items()
     ]
-    return _pick(content, "device", "elements", "rounds") | {"rows": rows}
+    return pick(content, "device", "elements", "rounds") | {"rows": rows}
 
 
 def _rollback_words(figures: Figures, _: Figures) -> str:
@@ -230,7 +183,7 @@ def _rollback_words(figures: Figures, _: Figures) -> str:
 
 
 def _peers(content: Figures) -> dict[str, Any]:
-    sizes = _pick(content, "questions", "of_questions", "schedules", "of_schedules", "seed")
+    sizes = pick(content, "questions", "of_questions", "schedules", "of_schedules", "seed")
     return sizes | {"lost": len(content["lost"]), "rows": content["medians"]}
 
 
@@ -264,7 +217,7 @@ def _scaling(content: Figures) -> dict[str, Any]:
         row = rows.setdefault((m, name), {"num_microbatches": m, "schedule": name, "memory": content["memory"][name]})
         row[f"p={point['num_ranks']}"] = point["tokens_s"]
     counts = sorted({point["num_ranks"] for point in content["points"]})
-    kept = _pick(content, "assumptions", "ideal_tokens_s")
+    kept = pick(content, "assumptions", "ideal_tokens_s")
     return kept | {"counts": counts, "rows": list(rows.values())}
 
 
@@ -288,41 +241,37 @@ def _scaling_columns(figures: Figures) -> list[Column]:
         return Column(f"p={num_ranks}", cell)
 
     shown = figures["counts"][::-2][::-1]  # every other one, the largest included
-    head = [Column("microbatches", _text("num_microbatches")), Column("schedule", _text("schedule"))]
-    return [*head, Column("keeps", _text("memory")), *map(at, shown)]
+    head = [Column("microbatches", text("num_microbatches")), Column("schedule", text("schedule"))]
+    return [*head, Column("keeps", text("memory")), *map(at, shown)]
 
 
-def _fixed(*columns: Column) -> Callable[[Figures], Sequence[Column]]:
-    return lambda _: columns
-
-
-_REAL = _fixed(
-    Column("microbatches", _text("num_microbatches")),
-    Column("schedule", _text("schedule")),
-    Column("ms / iteration", _number("iteration_ms", ".0f")),
-    Column("time / stock 1F1B", _number("over_stock", ".3f")),
-    Column("predicted", _number("predicted_over_stock", ".3f")),
-    Column("F ms", _number("forward_ms", ".1f")),
-    Column("B + W ms", _number("backward_ms", ".1f")),
+_REAL = fixed(
+    Column("microbatches", text("num_microbatches")),
+    Column("schedule", text("schedule")),
+    Column("ms / iteration", number("iteration_ms", ".0f")),
+    Column("time / stock 1F1B", number("over_stock", ".3f")),
+    Column("predicted", number("predicted_over_stock", ".3f")),
+    Column("F ms", number("forward_ms", ".1f")),
+    Column("B + W ms", number("backward_ms", ".1f")),
 )
-_WGRAD = _fixed(
-    Column("dtype", _text("dtype")),
-    Column("weights", _text("weights")),
-    Column("how", _text("variant")),
-    Column("us", _number("us", ".0f")),
-    Column("GFLOPS", _number("gflops", ".0f")),
-    Column("time / first", _number("over_reference", ".3f")),
+_WGRAD = fixed(
+    Column("dtype", text("dtype")),
+    Column("weights", text("weights")),
+    Column("how", text("variant")),
+    Column("us", number("us", ".0f")),
+    Column("GFLOPS", number("gflops", ".0f")),
+    Column("time / first", number("over_reference", ".3f")),
 )
 SECTIONS = {
     "emulated": Section(
         "Passes that only take time",
         _emulated,
         _emulated_words,
-        _fixed(
-            Column("schedule", _text("schedule")),
-            Column("planned ms", _number("planned_ms", ".0f")),
-            Column("measured ms", _number("measured_ms", ".0f")),
-            Column("measured / planned", _number("over_planned", ".3f")),
+        fixed(
+            Column("schedule", text("schedule")),
+            Column("planned ms", number("planned_ms", ".0f")),
+            Column("measured ms", number("measured_ms", ".0f")),
+            Column("measured / planned", number("over_planned", ".3f")),
         ),
         excerpt=("schedule", "planned ms", "measured ms", "measured / planned"),
     ),
@@ -330,10 +279,22 @@ SECTIONS = {
         "What it executes, against the plan",
         _virtual,
         _virtual_words,
-        _fixed(
-            Column("ranks", _text("num_ranks")),
-            Column("cases", _text("cases")),
-            Column("largest difference, ms", _number("worst_ms", ".6f")),
+        fixed(
+            Column("ranks", text("num_ranks")),
+            Column("cases", text("cases")),
+            Column("largest difference, ms", number("worst_ms", ".6f")),
+        ),
+    ),
+    "tracing": Section(
+        "Recorded iterations",
+        _tracing,
+        _tracing_words,
+        fixed(
+            Column("schedule", text("schedule")),
+            Column("bubble by the wall clock, %", number("wall", ".2f")),
+            Column("by the trace, %", number("trace", ".2f")),
+            Column("apart at most, points", number("apart", ".2f")),
+            Column("recording, %", number("overhead", "+.2f")),
         ),
     ),
     "real-compute": Section(
@@ -346,11 +307,11 @@ SECTIONS = {
         "With the optimizer",
         _period,
         _period_words,
-        _fixed(
-            Column("optimizer", _text("optimizer")),
-            Column("predicted ms", _number("predicted_ms", ".0f")),
-            Column("measured ms", _number("measured_ms", ".0f")),
-            Column("measured / predicted", _number("over_predicted", ".3f")),
+        fixed(
+            Column("optimizer", text("optimizer")),
+            Column("predicted ms", number("predicted_ms", ".0f")),
+            Column("measured ms", number("measured_ms", ".0f")),
+            Column("measured / predicted", number("over_predicted", ".3f")),
         ),
         excerpt=("optimizer", "predicted ms", "measured ms", "measured / predicted"),
     ),
@@ -358,27 +319,27 @@ SECTIONS = {
         "Taking a step back",
         _rollback,
         _rollback_words,
-        _fixed(
-            Column("rollback", _text("rollback")),
-            Column("step ms", _number("step_ms", ".1f")),
-            Column("check ms", _number("check_ms", ".1f")),
-            Column("keep ms", _number("keep_ms", ".1f")),
-            Column("undo ms", _number("undo_ms", ".1f")),
-            Column("bytes an element", _number("bytes_per_element", ".1f")),
+        fixed(
+            Column("rollback", text("rollback")),
+            Column("step ms", number("step_ms", ".1f")),
+            Column("check ms", number("check_ms", ".1f")),
+            Column("keep ms", number("keep_ms", ".1f")),
+            Column("undo ms", number("undo_ms", ".1f")),
+            Column("bytes an element", number("bytes_per_element", ".1f")),
         ),
     ),
     "peers": Section(
         "zb-auto against public schedules",
         _peers,
         _peers_words,
-        _fixed(
-            Column("objective", _text("objective")),
-            Column("memory", _text("memory")),
-            Column("questions", _text("questions")),
+        fixed(
+            Column("objective", text("objective")),
+            Column("memory", text("memory")),
+            Column("questions", text("questions")),
             Column("zb-auto", _rate("ours")),
             Column("best public", _rate("best_peer")),
             Column("bound", lambda row: _percent(row["bound"])),
-            Column("seconds to plan", _number("seconds", ".1f")),
+            Column("seconds to plan", number("seconds", ".1f")),
         ),
     ),
     "scaling": Section("Scaling on paper", _scaling, _scaling_words, _scaling_columns),

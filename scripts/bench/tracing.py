@@ -111,7 +111,7 @@ class _Variant:
         return Recording(self.costs, dict(enumerate(traces, start=1)))
 
 
-def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+def _measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
     from megatron.zero_bubble.runtime.p2p import Transport
@@ -134,7 +134,7 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
     return rows
 
 
-def _row(plain: list[float], recorded: list[float], recording: Any) -> dict[str, float]:
+def _row(plain: list[float], recorded: list[float], recording: Any) -> dict[str, Any]:
     comparisons = [recording.compared(number) for number in recording.traces]
     measured = [c.measured.timeline for c in comparisons]
     wall = [(ms - timeline.work_ms) / ms for ms, timeline in zip(recorded, measured, strict=True)]
@@ -146,6 +146,9 @@ def _row(plain: list[float], recorded: list[float], recording: Any) -> dict[str,
         "overhead": median(on / off - 1 for on, off in zip(recorded, plain, strict=True)),
         "wall_bubble": median(wall),
         "trace_bubble": median(trace),
+        "wall_bubbles": wall,
+        "trace_bubbles": trace,
+        "overheads": [on / off - 1 for on, off in zip(recorded, plain, strict=True)],
         "apart": max(abs(a - b) for a, b in zip(wall, trace, strict=True)),
         "slow_ms": median(c.difference.slow_ms for c in comparisons),
         "transfer_ms": median(c.difference.transfer_ms for c in comparisons),
@@ -168,7 +171,7 @@ _COLUMNS = (
 _CAUSES = ("slow_ms", "transfer_ms", "host_ms", "slack_ms")
 
 
-def _print(options: argparse.Namespace, rows: dict[str, dict[str, float]]) -> None:
+def _print(options: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> None:
     print(
         f"\nP={options.num_ranks}, M={options.num_microbatches}, {options.pass_ms:g} ms of F, B and W a rank, "
         f"{options.kib} KiB a message, medians of {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count, repeat
 from pathlib import Path
 
 import pytest
@@ -16,22 +16,29 @@ from tests.runtime.test_foreign_loop import STEPS, train
 
 @dataclass
 class Args:
-    """A job's flags, of which one counts its iterations: read once in each."""
+    """A job's flags, of which one counts its iterations: read once in each.
+
+    Attributes:
+        again: how often it runs its first iteration again.
+    """
 
     start: int
     train_iters: int
     exit_interval: int | None = None
     rank: int = 0
+    again: int = 0
 
     def __post_init__(self) -> None:
-        self._counter = count(self.start)
+        self._counter = chain(repeat(self.start, self.again), count(self.start))
 
     @property
     def curr_iteration(self) -> int:
         return next(self._counter)
 
 
-def job(rank: int, folder: str, iterations: str | None, args: Args) -> tuple[list[str], list[str]]:
+def job(
+    rank: int, folder: str, iterations: str | None, args: Args, in_the_way: str | None = None
+) -> tuple[list[str], list[str]]:
     """What the job said and what it had written right after its last iteration; then what it says at its end."""
     from megatron.core import parallel_state
 
@@ -50,6 +57,8 @@ def job(rank: int, folder: str, iterations: str | None, args: Args) -> tuple[lis
     said: list[str] = []
     args.rank = rank
     trace = JobTrace(parser.parse_args(flags), args, said.append)
+    if in_the_way and rank == 0:
+        Path(folder, in_the_way).mkdir()
     apply(ZeroBubbleConfig("zb-h1", measure_memory=True), recorder=trace.recorder, around=trace.around)
     try:
         train()
@@ -67,6 +76,7 @@ def job(rank: int, folder: str, iterations: str | None, args: Args) -> tuple[lis
         (None, Args(20, 10**6, exit_interval=23), [21, 22, 23]),
         ("5-6,8,11-20", Args(4, 10), [5, 6]),  # it goes on to 10, and the last to record is 8: not reached
         ("2,4-1000", Args(1, 4), [2, 4]),
+        (None, Args(0, 2, again=1), [1, 2]),
     ],
 )
 def test_chosen_iterations(
@@ -86,3 +96,18 @@ def test_chosen_iterations(
     assert {path.name for path in (tmp_path / "x").iterdir()} == {
         "trace.json", "timeline.svg", "timeline.html", "perfetto.json", "costs.json",
     }  # fmt: skip
+
+
+def test_a_job_that_goes_on_behind_the_chosen_iterations(ranks: RankPool, tmp_path: Path) -> None:
+    (said, at_end), _ = ranks.run(2, job, str(tmp_path), "10-12", Args(100, 103))
+    assert at_end == []
+    assert [line.partition(" to ")[0] for line in said] == ["no iteration was recorded, so nothing is written"] * 2
+
+
+def test_what_cannot_be_written_costs_nothing_else(ranks: RankPool, tmp_path: Path) -> None:
+    (said, at_end), _ = ranks.run(2, job, str(tmp_path), None, Args(0, STEPS), "trace.json")
+    assert at_end == []
+    assert said == [
+        f"cannot write what was recorded to {tmp_path}: Is a directory; it is lost",
+        f"iterations until {STEPS} recorded in {tmp_path}/costs.json",
+    ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from megatron.zero_bubble.ir import Pass
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
@@ -29,6 +31,14 @@ def train_observed(rank: int, flags: str) -> tuple[Outcome, list[str]]:
     (outcome,) = train(rank, flags, [None])  # reverts
     assert watcher.begun == watcher.ended
     return outcome, watcher.begun[:6]
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"), [(Layout(1), ""), (Layout(2, num_layers=4), "--num-virtual-stages-per-pipeline-rank 2")]
+)
+def test_orders_that_are_not_counted_are_not_told(ranks: RankPool, layout: Layout, more: str) -> None:
+    for _, seen in ranks.run(layout.num_ranks, train_observed, f"{layout.flags(4)} {more}"):
+        assert seen == []
 
 
 def test_observe_leaves_stock_as_it_is(ranks: RankPool) -> None:

@@ -66,6 +66,7 @@ def test_rivals_are_flags() -> None:
         ),
         (["--zero-bubble-trace-iterations", "0-3"], "numbers from 1 on"),
         (["--zero-bubble-trace-iterations", "5-3"], "numbers from 1 on"),
+        (["--zero-bubble-trace-iterations", "7,1-1000"], "at most 1000 iterations can be recorded"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(argv: list[str], words: str) -> None:

@@ -166,6 +166,11 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             2,
             "the schedule file /no/such/file does not exist",
         ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-record-costs /",
+            2,
+            "needs a file, got the folder /; name a file",
+        ),
         ("--zero-bubble-trace-iterations 3", 1, "says which iterations to record, got nowhere to write them"),
         ("--zero-bubble-record-costs file", 1, "needs a schedule that runs every B and W apart, got none"),
         (

@@ -1,4 +1,4 @@
-"""``--zero-bubble-log-bubble`` in a Megatron-LM job: a line above each of its log lines, and scalars beside its own."""
+"""``--zero-bubble-log-bubble`` in a Megatron-LM job: a line every --log-interval, and scalars beside its own."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class JobBubble:
     def __init__(self, args: Any) -> None:
         self.meter = BubbleMeter(select("auto"))
         self._args = args
+        self._logged = 0
 
     def around(self, forward_backward: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, measured."""
@@ -33,7 +34,8 @@ class JobBubble:
                 return forward_backward(**call)
             result = self.meter.around_passes(lambda: forward_backward(**call))
             iteration = self._args.curr_iteration + 1
-            if iteration % self._args.log_interval == 0:
+            if iteration % self._args.log_interval == 0 and iteration != self._logged:
+                self._logged = iteration  # Megatron runs one again where it doubts a loss
                 self._log(iteration)
             return result
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.files import make_writable
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.recorder import Recorder
-from megatron.zero_bubble.runtime.tracer import Tracer
+from megatron.zero_bubble.runtime.tracer import Tracer, end_of_run
 
 
 class JobTrace:
@@ -43,15 +44,14 @@ class JobTrace:
         if getattr(args, "rank", 0) == 0:
             self._make_folders()
         self._is_written = False
-        atexit.register(self._check)
 
     def _make_folders(self) -> None:
         """Now, and not after hours of training."""
         for folder in filter(None, (self._directory, self._costs_file and self._costs_file.parent)):
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_writable(folder)
             except OSError as error:
-                raise JobError(f"cannot make the folder {folder}: {error.strerror}; give another path") from None
+                raise JobError(f"cannot write to the folder {folder}: {error.strerror}; give another path") from None
 
     def around(self, pipeline: Pipeline) -> Callable[..., Any]:
         """The forward-backward function of ``pipeline``, recorded."""
@@ -66,18 +66,18 @@ class JobTrace:
             result = self._tracer.around_passes(iteration, lambda: pipeline.forward_backward(**call))
             if iteration >= self._tracer.last and not self._is_written:
                 self._is_written = True
-                self._tracer.write(self._directory, self._costs_file, pipeline)
-                for target in filter(None, (self._directory, self._costs_file)):
-                    self._say(f"iterations until {iteration} recorded in {target}")
+                atexit.unregister(self._check)
+                for sentence in self._tracer.write(self._directory, self._costs_file, pipeline):
+                    self._say(sentence)
             return result
 
         return forward_backward
 
     def _start(self, iteration: int) -> Tracer:
-        """Before the first iteration of this run, which ends at a multiple of --exit-interval if there is one."""
+        """Before the first iteration of this run."""
+        atexit.register(self._check)
         options, args = self._options, self._args
-        interval = getattr(args, "exit_interval", None) or args.train_iters
-        end = min(args.train_iters, -(-iteration // interval) * interval)
+        end = end_of_run(iteration, args.train_iters, getattr(args, "exit_interval", None))
         name = options.zero_bubble_schedule or options.zero_bubble_schedule_file
         return Tracer(self.recorder, name, end, options.zero_bubble_trace_iterations)
 

@@ -79,7 +79,7 @@ def apply(
 
 
 def observe(observer: PassObserver) -> None:
-    """Leave megatron-core's own 1F1B in place and tell ``observer`` of its passes.
+    """Leave megatron-core's own schedules in place, and tell ``observer`` of the passes of its 1F1B.
 
     Raises:
         PatchError, SeamError: as ``apply``.
@@ -88,7 +88,7 @@ def observe(observer: PassObserver) -> None:
     stock = _StockPasses(observer)
     _replace(
         [
-            (seams.schedule, stock.restarted),
+            (seams.schedule, stock.counted),
             (seams.forward_step, lambda original: stock.timed(original, Kind.F)),
             (seams.backward_step, lambda original: stock.timed(original, Kind.BW)),
         ]
@@ -145,23 +145,30 @@ def _build(name: str, num_chunks: int | None, num_ranks: int, num_microbatches: 
 
 
 class _StockPasses:
-    """Numbers the passes of the stock schedule, which runs F and BW each in the order of the microbatches."""
+    """Numbers the passes of the stock 1F1B, which runs F and BW each in the order of the microbatches. megatron-core's
+    other schedules use the same two functions in orders of their own; of these nothing is told.
+    """
 
     def __init__(self, observer: PassObserver) -> None:
         self._observer = observer
-        self._next = {Kind.F: 0, Kind.BW: 0}
+        self._next: dict[Kind, int] | None = None
 
-    def restarted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:
             self._next = {Kind.F: 0, Kind.BW: 0}
-            return original(**kwargs)
+            try:
+                return original(**kwargs)
+            finally:
+                self._next = None
 
         return forward_backward
 
     def timed(self, original: Callable[..., Any], kind: Kind) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(*args: Any, **kwargs: Any) -> Any:
+            if self._next is None:
+                return original(*args, **kwargs)
             work = Pass(parallel_state.get_pipeline_model_parallel_rank(), kind, self._next[kind])
             self._next[kind] += 1
             self._observer.begin(work)

@@ -7,9 +7,8 @@ entered it, so with ``enter`` and ``exit`` read on each rank's own clock, every 
     enter - exit of the first  <=  offset  <=  exit - enter of the first
 
 The tightest bounds of several gathers are kept, the middle of what they leave is taken, and half its width is an error
-that is proved, not estimated: it is about the time that the fastest gather took (a tenth of a millisecond on a local
-network). It holds at the time of the measurement; clocks of two hosts drift apart by some 10 us a second, so each
-recorded iteration measures anew.
+that is proved, not estimated: it is about the time that the fastest gather took. It holds at the time of the
+measurement; the clocks of two hosts drift apart, so each recorded iteration measures anew.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ A mark is a device event on CUDA and the monotonic clock on the CPU. All marks a
 device is idle between two readings of the host's clock; that clock is aligned with the other ranks' (``clocks``). Half
 the time between the two readings adds to the alignment's error.
 
-While nothing is recorded, a pass costs one check and everything else costs nothing: the transport is watched only in
-iterations that are.
+While nothing is recorded, a pass costs one check; the transport is watched only in iterations that are.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ the runtime adds.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,31 +25,27 @@ from megatron.zero_bubble.trace_file import Recording, trace_to_json
 LAST_ITERATIONS = 8
 
 
+def end_of_run(iteration: int, train_iters: int, exit_interval: int | None) -> int:
+    """The last iteration of a run that begins with ``iteration``: a multiple of ``exit_interval``, if there is one."""
+    interval = exit_interval or train_iters
+    return min(train_iters, -(-iteration // interval) * interval)
+
+
 class Tracer:
     """Records iterations of a run and writes what they were like.
 
     Args:
         recorder: what runs the passes has it too.
         name: of the schedule, for titles.
-        train_iters: when the run is to end.
+        end: the last iteration of the run.
         iterations: those to record; None for the last ``LAST_ITERATIONS``.
-        may_end_early: whether the run may end before ``train_iters``; then, where none are chosen, all iterations are
-            recorded, and the last ones are kept.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        name: str,
-        train_iters: int,
-        iterations: Sequence[range] | None = None,
-        may_end_early: bool = False,
-    ) -> None:
+    def __init__(self, recorder: Recorder, name: str, end: int, iterations: Sequence[range] | None = None) -> None:
         self.recorder = recorder
-        self._name, self._end = name, train_iters
-        first = 1 if may_end_early else train_iters - LAST_ITERATIONS + 1
-        self._chosen = (range(first, train_iters + 1),) if iterations is None else iterations
-        self._recorded: deque[tuple[int, Marks]] = deque(maxlen=LAST_ITERATIONS if iterations is None else None)
+        self._name, self._end = name, end
+        self._chosen = (range(end - LAST_ITERATIONS + 1, end + 1),) if iterations is None else iterations
+        self._recorded: list[tuple[int, Marks]] = []
 
     @property
     def last(self) -> int:
@@ -59,38 +54,53 @@ class Tracer:
         return max(within, default=self._end)
 
     def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
-        """Run the passes of an iteration, recorded if it is a chosen one."""
+        """Run the passes of an iteration, recorded if it is a chosen one. One that is run again, as Megatron does where
+        it doubts a loss, is recorded anew.
+        """
         if not any(iteration in some for some in self._chosen):
             return passes()
         self.recorder.start(parallel_state.get_pipeline_model_parallel_group())
         result = passes()
+        if self._recorded and self._recorded[-1][0] == iteration:
+            self._recorded.pop()
         self._recorded.append((iteration, self.recorder.stop()))
         return result
 
-    def write(self, directory: Path | None, costs_file: Path | None, pipeline: Pipeline | None) -> None:
+    def write(self, directory: Path | None, costs_file: Path | None, pipeline: Pipeline | None) -> list[str]:
         """Write the trace, and the costs as ``zero-bubble plan --costs`` reads them, from the first rank of the first
-        pipeline; nothing where no iteration was recorded. A collective call.
+        pipeline. A collective call. The run is worth more than its trace: what cannot be written is said, not raised.
 
         Args:
             pipeline: ours, which has counted what microbatches keep; None where megatron-core's own ran.
+
+        Returns:
+            a sentence for each of the two, on the rank that writes.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         # Megatron's interleaved schedule and its pipeline of one rank tell of no passes.
         recorded = [(iteration, marks) for iteration, marks in self._recorded if marks.passes]
+        self._recorded.clear()
         traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
         memory = pipeline.gather_memory(group) if pipeline is not None and traces else None
         if not _first_of_all():
-            return
+            return []
+        targets = [target for target in (directory, costs_file) if target]
         if not traces:
-            for target in filter(None, (directory, costs_file)):
-                print(f"zero-bubble: no iteration was recorded, so nothing is written to {target}", flush=True)
-            return
+            return [f"no iteration was recorded, so nothing is written to {target}" for target in targets]
         costs = median_costs([trace.timeline for trace in traces.values()])
-        if directory is not None:
-            _write(Recording(costs, traces, memory), directory)
-        if costs_file is not None:
-            costs_file.parent.mkdir(parents=True, exist_ok=True)
-            costs_file.write_text(costs_to_json(costs, memory), encoding="utf-8")
+        said = []
+        for target in targets:
+            try:
+                if target == directory:
+                    _write(Recording(costs, traces, memory), target)
+                else:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_text(costs_to_json(costs, memory), encoding="utf-8")
+            except OSError as error:
+                said.append(f"cannot write what was recorded to {target}: {error.strerror}; it is lost")
+            else:
+                said.append(f"iterations until {max(traces)} recorded in {target}")
+        return said
 
 
 def _write(recording: Recording, directory: Path) -> None:
@@ -111,5 +121,5 @@ def _first_of_all() -> bool:
     return (
         parallel_state.get_pipeline_model_parallel_rank() == 0
         and parallel_state.get_tensor_model_parallel_rank() == 0
-        and parallel_state.get_data_parallel_rank() == 0
+        and parallel_state.get_data_parallel_rank(with_context_parallel=True) == 0
     )

@@ -14,7 +14,6 @@ import json
 import os
 import pickle
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.zero_bubble.files import make_writable
 from megatron.zero_bubble.runtime import random_state
 from megatron.zero_bubble.runtime.p2p import lost_connection
 from megatron.zero_bubble.runtime.placement import believed_rank, believing
@@ -106,9 +106,7 @@ def prepare(flag: str, directory: str | Path) -> None:
     problem: str | None = None
     if dist.get_rank() == 0:
         try:
-            Path(directory).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory):
-                pass
+            make_writable(directory)
         except OSError as error:
             problem = f"{flag} needs a directory that can be written, got {directory} ({error.strerror}); give another"
     agree(problem)

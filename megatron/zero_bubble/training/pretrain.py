@@ -99,18 +99,14 @@ def _train_rank(
     with quiet():
         from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
         from megatron.zero_bubble.runtime.recorder import Recorder
-        from megatron.zero_bubble.runtime.tracer import Tracer
+        from megatron.zero_bubble.runtime.tracer import Tracer, end_of_run
         from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
         from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead
 
-    tracer = None
-    if records(args):
-        name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-        may_end_early = args.exit_interval is not None
-        tracer = Tracer(Recorder(platform), name, args.train_iters, args.zero_bubble_trace_iterations, may_end_early)
+    recorder = Recorder(platform) if records(args) else None
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
-    applied = apply_schedule(args, tracer.recorder if tracer else None, meter)
+    applied = apply_schedule(args, recorder, meter)
     if launch.rank == 0:
         print(
             f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
@@ -142,7 +138,11 @@ def _train_rank(
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
         trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter=meter)
-        if tracer:
+        tracer = None
+        if recorder is not None:
+            name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
+            end = end_of_run(state.iteration + 1, args.train_iters, args.exit_interval)
+            tracer = Tracer(recorder, name, end, args.zero_bubble_trace_iterations)
             trainer.around_passes = tracer.around_passes
         if state.iteration < args.train_iters:
             data.check_length(args, splits, state.iteration, state.consumed_samples)
@@ -154,7 +154,8 @@ def _train_rank(
                 applied.pipeline.stop_planning()
         if tracer:
             directory, file = (Path(p) if p else None for p in (args.zero_bubble_trace, args.zero_bubble_record_costs))
-            tracer.write(directory, file, applied.pipeline)
+            for sentence in tracer.write(directory, file, applied.pipeline):
+                print(f"zero-bubble: {sentence}", flush=True)
 
 
 def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:
