@@ -86,7 +86,7 @@ def test_they_are_in_the_jobs_help() -> None:
         ),
         (
             f"--zero-bubble-schedule zb-h1 --zero-bubble-trace {__file__}/x",
-            f"cannot make the folder {__file__}/x: Not a directory; give another path",
+            f"cannot write to the folder {__file__}/x: Not a directory; give another path",
         ),
     ],
 )
