@@ -135,6 +135,10 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN[:5], *TIMES], "--num-microbatches is missing"),
         (PLAN, "without --costs the times come from flags; --forward-ms is missing"),
         ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
+        (
+            [*PLAN, *TIMES, "--schedule", "zb-auto", "--forward-ms", "1e-320"],
+            "some number is too large or small to plan with",
+        ),
         ([*PLAN, *TIMES, "--comm-ms", "nan"], "comm_ms must be a finite number, 0 or above; got nan"),
         ([*PLAN, *TIMES, "--activation-memory", "0"], "activation memory must be above 0"),
         ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives all times of the passes; leave out --forward-ms"),

@@ -16,6 +16,7 @@ from typing import NoReturn
 from megatron.zero_bubble import __version__
 from megatron.zero_bubble.cli.compare import add_compare
 from megatron.zero_bubble.cli.dry_run import add_dry_run
+from megatron.zero_bubble.cli.figures import beyond_floats
 from megatron.zero_bubble.cli.plan import AUTO, add_plan
 from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.trace import add_trace
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         output: str = options.command(options)
-    except ValueError as error:
-        print(f"zero-bubble {options.name}: {error}", file=sys.stderr)
+    except (ValueError, OverflowError) as error:
+        why = beyond_floats(error) if isinstance(error, OverflowError) else error
+        print(f"zero-bubble {options.name}: {why}", file=sys.stderr)
         return 2
     try:
         sys.stdout.write(output)

@@ -79,6 +79,29 @@ def test_the_plan_is_of_the_last_iteration(ranks: RankPool) -> None:
     assert bubble.planned == pytest.approx(simulate(long.schedule, fused).bubble_rate("span"), abs=0.05)
 
 
+def measured_one_by_one(rank: int, timelines: list[Timeline]) -> list[Bubble | None]:
+    """A reading after each iteration."""
+    assert dist.group.WORLD is not None
+    clock = Clock()
+    meter, bubbles = BubbleMeter(clock), []
+    for timeline in timelines:
+        meter.around_passes(lambda spans=list(timeline.spans[rank]): play(meter, clock, spans))
+        bubbles.append(meter.read(dist.group.WORLD))
+    return bubbles
+
+
+def test_a_reading_knows_nothing_of_what_was_read_before(ranks: RankPool) -> None:
+    """Nor of its pass times: the forwards of the second iteration take ten times as long."""
+    schedule = build("zb-h1", num_ranks=3, num_microbatches=4)
+    costs = [PassCosts.uniform(schedule.placement, forward_ms, 9.0, 3.0) for forward_ms in (5.0, 50.0)]
+    timelines = [simulate(schedule, figures) for figures in costs]
+    for bubbles in ranks.run(3, measured_one_by_one, timelines):
+        for bubble, timeline in zip(bubbles, timelines, strict=True):
+            assert bubble is not None and bubble.num_iterations == 1
+            assert bubble.measured == pytest.approx(timeline.bubble_rate("span"))
+            assert bubble.planned == pytest.approx(timeline.bubble_rate("span"))
+
+
 def test_what_ran_in_vain_is_bubble(ranks: RankPool) -> None:
     timeline = timeline_of("zb-h1", 6)
     bubble, _ = ranks.run(3, measured, [timeline], 100.0)[0]

@@ -69,6 +69,11 @@ class Figures:
         return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
 
 
+def beyond_floats(error: OverflowError) -> str:
+    """What to tell about figures whose products or quotients are no numbers any more."""
+    return f"some number is too large or small to plan with: {error}; choose ones nearer to 1"
+
+
 def add_figures(verb: argparse.ArgumentParser) -> None:
     """The flags that give sizes and costs."""
     verb.add_argument("--num-ranks", type=int, metavar="P", help="pipeline ranks")

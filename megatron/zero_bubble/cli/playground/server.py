@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from urllib.parse import SplitResult, urlsplit
 
+from megatron.zero_bubble.cli.figures import beyond_floats
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
 
@@ -80,8 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
             except ValueError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             except OverflowError as error:
-                why = f"some number is too large or small to plan with: {error}; choose ones nearer to 1"
-                self._refuse(HTTPStatus.BAD_REQUEST, why)
+                self._refuse(HTTPStatus.BAD_REQUEST, beyond_floats(error))
 
     def _serve(self, url: SplitResult) -> None:
         if url.path == "/":
