@@ -45,7 +45,7 @@ class Tracer:
         self.recorder = recorder
         self._name, self._end = name, end
         self._chosen = (range(end - LAST_ITERATIONS + 1, end + 1),) if iterations is None else iterations
-        self._recorded: list[tuple[int, Marks]] = []
+        self._recorded: dict[int, Marks] = {}
 
     @property
     def last(self) -> int:
@@ -61,9 +61,7 @@ class Tracer:
             return passes()
         self.recorder.start(parallel_state.get_pipeline_model_parallel_group())
         result = passes()
-        if self._recorded and self._recorded[-1][0] == iteration:
-            self._recorded.pop()
-        self._recorded.append((iteration, self.recorder.stop()))
+        self._recorded[iteration] = self.recorder.stop()
         return result
 
     def write(self, directory: Path | None, costs_file: Path | None, pipeline: Pipeline | None) -> list[str]:
@@ -78,7 +76,7 @@ class Tracer:
         """
         group = parallel_state.get_pipeline_model_parallel_group()
         # Megatron's interleaved schedule and its pipeline of one rank tell of no passes.
-        recorded = [(iteration, marks) for iteration, marks in self._recorded if marks.passes]
+        recorded = [(iteration, marks) for iteration, marks in self._recorded.items() if marks.passes]
         self._recorded.clear()
         traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
         memory = pipeline.gather_memory(group) if pipeline is not None and traces else None
