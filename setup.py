@@ -116,7 +116,17 @@ setup(
         'triton; platform_system == "Linux"',  # megatron-core imports it even where it launches no kernel
     ],
     extras_require={
-        "dev": ["hypothesis", "import-linter", "mypy", "pytest", "pytest-timeout", "ruff", "selenium", "types-pyyaml"],
+        "dev": [
+            "hypothesis",
+            "import-linter",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "selenium",
+            "types-pyyaml",
+            "viztracer",
+        ],
         "exact": ["ortools"],
         "tensorboard": ["tensorboard"],
     },

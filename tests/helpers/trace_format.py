@@ -127,6 +127,8 @@ def _nesting(slices: dict[Track, list[Event]]) -> Iterable[str]:
 
 
 def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[str]:
+    """Both ends are there, each in a slice, and in no instant's way: Perfetto would hang them on the instant."""
+    instants = {(event["pid"], event["tid"]) for event in events if event["ph"] == "i"}
     place = {id(event): index for index, event in enumerate(events)}
     ends: defaultdict[tuple[str, int], dict[str, list[Event]]] = defaultdict(lambda: {"s": [], "f": []})
     for event in events:
@@ -137,6 +139,8 @@ def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[s
             before = (each for each in around if place[id(each)] < place[id(event)])
             if not any(_ns(each["ts"]) <= at < _ns(each["ts"]) + _ns(each["dur"]) for each in before):
                 yield f"an end of arrow {event['id']} is in no slice"
+            if (event["pid"], event["tid"]) in instants:
+                yield f"an end of arrow {event['id']} is on a thread with instants"
     for (_, number), both in ends.items():
         if [len(both["s"]), len(both["f"])] != [1, 1]:
             yield f"arrow {number} has {len(both['s'])} starts and {len(both['f'])} ends"

@@ -41,7 +41,7 @@ def test_everything_is_where_it_belongs() -> None:
     # Processes 100, 300, ... are the plans of the ranks, 200, 400, ... what they did.
     assert Counter((event["pid"], event["tid"] - event["pid"]) for event in slices) == {
         (100, PASSES): 6, (200, PASSES): 6, (300, PASSES): 6, (400, PASSES): 6,
-        (200, SENDS): 2, (400, SENDS): 2, (200, RECEIVES): 2, (400, RECEIVES): 2, (200, WAITS): 2,
+        (200, SENDS): 2, (400, SENDS): 2, (200, RECEIVES): 4, (400, RECEIVES): 4, (200, WAITS): 2,
     }  # fmt: skip
     first = next(event for event in slices if (event["pid"], event["name"]) == (200, "0F0"))
     assert (first["ts"], first["dur"]) == (0.0, 19000.0)
@@ -110,6 +110,7 @@ def index_of(**wanted: Any) -> int:
         ({"ph": "X", "name": "0F1", "pid": 200}, {"ts": 1e6, "dur": 1.0}, "goes back in time"),
         ({"ph": "s"}, {"id": 77}, "has 1 starts and 0 ends"),
         ({"ph": "s"}, {"ts": 1e6}, "is in no slice"),
+        ({"ph": "i"}, {"tid": 404}, "is on a thread with instants"),
         ({"ph": "f"}, {"bp": None}, "f lacks ['bp']"),
         ({"ph": "C"}, {"args": {"bytes": "many"}}, "must count in numbers"),
         ({"ph": "M", "name": "process_name"}, {"pid": 9}, "process 100 has no name"),

@@ -1,9 +1,9 @@
 """A recorded iteration for https://ui.perfetto.dev and chrome://tracing: the JSON of the Trace Event Format.
 
-A rank is a process with a thread for its passes, one for its sends, one for what it waited to receive and one for
-its other waits; the plan of a rank is a process above it. An arrow leads from every send to its receive, and a counter
-has what the rank keeps. The format is documented by its authors ("Trace Event Format", 2016); Perfetto reads the event
-kinds X, i, C, M and the flows s and f.
+A rank is a process with a thread for its passes, one for its sends, one for when it was ready to receive, one for what
+it waited to receive and one for its other waits; the plan of a rank is a process above it. An arrow leads from every
+send to the end of its receive, and a counter has what the rank keeps. The format is documented by its authors ("Trace
+Event Format", 2016); Perfetto reads the event kinds X, i, C, M and the flows s and f.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace
 from megatron.zero_bubble.ir import Pass
 
-PASSES, SENDS, RECEIVES, WAITS = range(1, 5)
-_THREADS = {PASSES: "passes", SENDS: "sends", RECEIVES: "receives", WAITS: "other waits"}
+PASSES, SENDS, POSTS, RECEIVES, WAITS = range(1, 6)
+_THREADS = {PASSES: "passes", SENDS: "sends", POSTS: "posted receives", RECEIVES: "receives", WAITS: "other waits"}
 _CAUSES = ("slow_ms", "late_ms", "host_ms", "waited_ms")
 
 Event = dict[str, Any]
@@ -83,11 +83,14 @@ def _measured(compared: Comparison) -> Iterator[Event]:
                 yield _flow("s", ids[producer, target], pid, SENDS, _us(start_ms))
         for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
             yield _slice(pid, RECEIVES, f"{producer} from rank {source}", awaited_ms, arrived_ms)
-            expects = {"ph": "i", "s": "t", "pid": pid, "tid": pid + RECEIVES, "name": f"expects {producer}"}
+            # On a thread of their own: Perfetto would hang the arrow on the instant.
+            expects = {"ph": "i", "s": "t", "pid": pid, "tid": pid + POSTS, "name": f"expects {producer}"}
             yield expects | {"ts": _us(posted_ms)}
             if (producer, rank) in ids:
-                last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
-                yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
+                # On a slice of 1 ns: Perfetto has arrows lead from the slice that starts first to the other.
+                last_ms = max(awaited_ms, arrived_ms - 1e-6)
+                yield _slice(pid, RECEIVES, f"{producer} arrives", last_ms, arrived_ms)
+                yield _flow("f", ids[producer, rank], pid, RECEIVES, _us(last_ms))
         for producer, target, start_ms, end_ms in row.settles:
             yield _slice(pid, WAITS, f"until rank {target} has {producer}", start_ms, end_ms)
         for start_ms, end_ms in row.validations:

@@ -1,0 +1,95 @@
+"""What Perfetto makes of a trace, asked in its own SQL: everything is there as written, and nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, build
+from megatron.zero_bubble.render.perfetto import render_perfetto
+from megatron.zero_bubble.trace_file import Recording
+from tests.helpers.delayed import run
+from tests.helpers.perfetto import Perfetto, perfetto
+from tests.test_trace_file import recording
+
+# Importers number tracks, flows and slices in orders of their own: rows are compared as they come, counted.
+_SLICES = """
+    select process.pid, thread.tid, thread.name, slice.name, slice.ts - (select min(ts) from slice), slice.dur
+    from slice join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)
+"""
+_ARROWS = """
+    select sent.name, got.name
+    from flow join slice sent on flow.slice_out = sent.id join slice got on flow.slice_in = got.id
+"""
+_COUNTERS = """
+    select process.pid, counter.ts - (select min(ts) from slice), counter.value
+    from counter join process_counter_track track on counter.track_id = track.id join process using (upid)
+"""
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Perfetto]:
+    with perfetto() as found:
+        yield found
+
+
+def written(text: str) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads(text)["traceEvents"]
+    return events
+
+
+def of_kind(events: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == kind]
+
+
+def nanoseconds(us: float) -> int:
+    return round(us * 1e3)
+
+
+def trace_of(name: str) -> str:
+    """An iteration of a schedule, its memory too; "everything" is one with an event of every kind."""
+    if name == "everything":
+        return render_perfetto(recording().compared(7))
+    schedule = build(name, num_ranks=4, num_microbatches=8)
+    costs = PassCosts.uniform(schedule.placement, 20, 20, 20, 1)
+    memory = PassMemory.uniform(schedule.placement, 2.0**30)
+    return render_perfetto(Recording(costs, {50: run(schedule, costs)}, memory).compared(50))
+
+
+@pytest.mark.parametrize("name", ["everything", "interleaved-1f1b", "zb-v"])
+def test_everything_arrives(page: Perfetto, name: str) -> None:
+    text = trace_of(name)
+    page.open(text)
+    assert page.complaints() == []
+    events = written(text)
+    names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    lasting = [*of_kind(events, "X"), *(event | {"dur": 0} for event in of_kind(events, "i"))]
+    assert Counter(page.rows(_SLICES)) == Counter(
+        (e["pid"], e["tid"], names[e["tid"]], e["name"], nanoseconds(e["ts"]), nanoseconds(e["dur"])) for e in lasting
+    )
+    processes = {(event["pid"], event["args"]["name"]) for event in events if event["name"] == "process_name"}
+    assert processes <= set(page.rows("select pid, name from process"))
+    assert Counter(page.rows(_COUNTERS)) == Counter(
+        (e["pid"], nanoseconds(e["ts"]), float(e["args"]["bytes"])) for e in of_kind(events, "C")
+    )
+    arrows = page.rows(_ARROWS)
+    assert len(arrows) == len(of_kind(events, "s"))
+    for start, end in arrows:
+        assert end == f"{start.split(' to rank ')[0]} arrives", "an arrow leads from a send to the end of its receive"
+
+
+def test_what_is_wrong_is_counted(page: Perfetto) -> None:
+    """The check of the check: passes that overlap, and arrows that end nowhere."""
+    content = json.loads(trace_of("everything"))
+    for event in content["traceEvents"]:
+        if event["ph"] == "X":
+            event["dur"] += 1500
+        elif event["ph"] == "f":
+            event["tid"] = 999
+    page.open(json.dumps(content))
+    counted = {name for name, _ in page.complaints()}
+    assert counted == {"flow_no_enclosing_slice", "slice_drop_overlapping_complete_event"}
