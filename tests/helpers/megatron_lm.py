@@ -6,9 +6,11 @@ checkout is the checkout's own. Tests that need one are skipped without it.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -25,9 +27,9 @@ ROOT = Path(__file__).resolve().parents[2]
 # A GPT of four layers; what a CPU has no kernels for is off.
 BASE_FLAGS = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
-    --micro-batch-size 2 --global-batch-size 16 --train-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --micro-batch-size 1 --global-batch-size 6 --train-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
     --lr-warmup-iters 2 --weight-decay 0.01 --attention-dropout 0 --hidden-dropout 0
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 5000 --make-vocab-size-divisible-by 8 --split 99,1,0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --make-vocab-size-divisible-by 8 --split 99,1,0
     --eval-iters 1 --eval-interval 1000 --log-interval 1 --num-workers 0
     --transformer-impl local --distributed-backend gloo --position-embedding-type rope --no-rope-fusion
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --attention-backend unfused
@@ -166,6 +168,16 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], timeout: float)
 
 
 @functools.cache
+def _data_cache() -> str:
+    """A folder in which the first job of a kind leaves the order of its samples to the others; it ends with this
+    process.
+    """
+    folder = tempfile.mkdtemp(prefix="megatron-lm-data-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+@functools.cache
 def _warm(checkout: Checkout) -> WarmRanks:
     return WarmRanks(checkout.path / "pretrain_gpt.py", _environment())
 
@@ -177,7 +189,7 @@ def pretrain_gpt(checkout: Checkout, num_ranks: int, flags: str, schedule: str |
         own += ["--zero-bubble-schedule", schedule, "--zero-bubble-exact"]
     # Megatron counts a run in iterations or in samples.
     base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
-    arguments = (*base.split(), *flags.split(), *own, *more)
+    arguments = (*base.split(), "--data-cache-path", _data_cache(), *flags.split(), *own, *more)
     return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments).run(warm=_warm(checkout))
 
 

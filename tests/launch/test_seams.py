@@ -157,6 +157,24 @@ def test_a_v_has_two_stages_a_rank(ranks: RankPool) -> None:
     ranks.run(1, beside_the_stand_in, the_job_learns_its_stages)
 
 
+def weights_in_a_shard_a_rank_are_nothing_special() -> None:
+    from megatron.zero_bubble.patching import megatron_lm
+
+    flags = ["--zero-bubble-schedule", "zb-h1"]
+    sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", *flags]
+    megatron_lm.install(parse_ours(flags)[0], lambda line: None)
+    try:
+        args = sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+    finally:
+        megatron_lm.revert()
+    assert args.tensor_parallel_num_weight_shards == 2
+
+
+def test_tensor_parallelism_shards_weights(ranks: RankPool) -> None:
+    """Megatron-LM 0.20 says of itself that it has as many shards as ranks."""
+    ranks.run(1, beside_the_stand_in, weights_in_a_shard_a_rank_are_nothing_special)
+
+
 def refuses_the_job(flags: list[str], sentence: str) -> None:
     from megatron.zero_bubble.config import JobError
     from megatron.zero_bubble.patching import megatron_lm
@@ -196,8 +214,17 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-h1 --tensor-parallel-num-weight-shards 2",
             (
-                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be 1, because the gradients of "
-                "weights in shards are reduced where they are computed; got 2; drop it"
+                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be that of its tensor-parallel "
+                "ranks, 1, because the gradients of weights in more shards are reduced where they are computed; got 2; "
+                "drop it"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-h1 --tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 4",
+            (
+                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be that of its tensor-parallel "
+                "ranks, 2, because the gradients of weights in more shards are reduced where they are computed; got 4; "
+                "drop it"
             ),
         ),
         (

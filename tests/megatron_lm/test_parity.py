@@ -31,7 +31,9 @@ class Row(NamedTuple):
 
 
 _UNTIED = "--untie-embeddings-and-output-weights"
+_RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 44 --lr-decay-samples 40"
 _MOE = f"{_UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
+_DP2 = "--global-batch-size 8"
 PIPELINES = (2, 4)
 PLAIN = Row(_UNTIED)
 # Every row of the table of variants that Megatron-LM itself can train on CPU ranks.
@@ -43,13 +45,13 @@ FEATURES = {
     "fp16": Row(f"{_UNTIED} --fp16 --initial-loss-scale 256"),
     "tp2-sp": Row(f"{_UNTIED} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
     "tp2": Row(f"{_UNTIED} --tensor-model-parallel-size 2", ranks_per_stage=2),
-    "dp2": Row(_UNTIED, ranks_per_stage=2),
-    "dp2-overlap": Row(f"{_UNTIED} --overlap-grad-reduce", ranks_per_stage=2),
+    "dp2": Row(f"{_UNTIED} {_DP2}", ranks_per_stage=2),
+    "dp2-overlap": Row(f"{_UNTIED} {_DP2} --overlap-grad-reduce", ranks_per_stage=2),
     "dp2-all-overlaps": Row(
-        f"{_UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks_per_stage=2
+        f"{_UNTIED} {_DP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks_per_stage=2
     ),
     "dp2-unaligned": Row(
-        f"{_UNTIED} --use-distributed-optimizer --overlap-grad-reduce --no-align-grad-reduce", ranks_per_stage=2
+        f"{_UNTIED} {_DP2} --use-distributed-optimizer --overlap-grad-reduce --no-align-grad-reduce", ranks_per_stage=2
     ),
     "moe-allgather": Row(_MOE),
     "moe-alltoall": Row(
@@ -57,7 +59,9 @@ FEATURES = {
         "--moe-aux-loss-coeff 1e-2",
     ),
     "moe-shared": Row(f"{_MOE} --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64"),
-    "moe-ep2": Row(f"{_MOE} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2", ranks_per_stage=2),
+    "moe-ep2": Row(
+        f"{_MOE} {_DP2} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2", ranks_per_stage=2
+    ),
     "mtp": Row(f"{_UNTIED} --mtp-num-layers 1", moves=False),
     "per-token": Row(f"{_UNTIED} --calculate-per-token-loss"),
     "recompute-full": Row(
@@ -72,10 +76,37 @@ FEATURES = {
     "logging": Row(
         f"{_UNTIED} --log-num-zeros-in-grad --log-params-norm --timing-log-level 2 --log-throughput",
     ),
-    "rampup": Row(f"{_UNTIED} --rampup-batch-size 8 4 40 --train-samples 120 --lr-decay-samples 100"),
+    "rampup": Row(f"{_UNTIED} {_RAMPUP}"),
     "evaluation": Row(f"{_UNTIED} --eval-interval 4 --eval-iters 2"),
     "signal-handler": Row(f"{_UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
     "rerun": Row(f"{_UNTIED} --rerun-mode validate_results"),
+}
+# The same features, many at a time: few enough rows for every version, schedule and number of stages.
+COMBINED = {
+    "dense": Row(
+        "--bf16 --use-distributed-optimizer --swiglu --normalization RMSNorm --disable-bias-linear "
+        "--group-query-attention --num-query-groups 2 --recompute-activations --calculate-per-token-loss "
+        "--cross-entropy-loss-fusion --log-num-zeros-in-grad --log-params-norm --timing-log-level 2 --log-throughput "
+        "--eval-interval 4 --eval-iters 2 --exit-signal-handler --manual-gc --manual-gc-interval 3 "
+        "--rerun-mode validate_results"
+    ),
+    "half": Row(
+        f"{_UNTIED} --fp16 --initial-loss-scale 256 --tensor-model-parallel-size 2 --recompute-granularity full "
+        f"--recompute-method uniform --recompute-num-layers 1 {_RAMPUP}",
+        ranks_per_stage=2,
+    ),
+    "data": Row(
+        f"{_DP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-align-grad-reduce",
+        ranks_per_stage=2,
+    ),
+    "experts": Row(
+        f"{_MOE} {_DP2} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --moe-router-topk 2 "
+        "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+        "--moe-shared-expert-intermediate-size 64 --overlap-grad-reduce --bf16",
+        ranks_per_stage=2,
+    ),
+    "tensor": Row(f"{_MOE} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
+    "prediction": Row(f"{_MOE} --mtp-num-layers 1", moves=False),
 }
 CASES = [
     pytest.param(checkout, pipeline, id=f"{checkout}-pp{pipeline}") for checkout in CHECKOUTS for pipeline in (2, 4)
@@ -118,12 +149,20 @@ def test_the_same_lines_while_it_plans_and_switches(checkout: Checkout, pipeline
     _switched(own)
 
 
+@pytest.mark.parametrize(("checkout", "pipeline"), CASES)
+@pytest.mark.parametrize("name", COMBINED)
+@pytest.mark.parametrize("schedule", [*IN_PLACE, "zb-auto"])
+def test_the_same_lines_with_all_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
+    """Ten iterations are too few for ``zb-auto`` to plan: what it starts with."""
+    job = _job(checkout, pipeline, COMBINED[name])
+    _same(pretrain_gpt(*job, schedule), stock(*job))
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("schedule", [*IN_PLACE, "zb-auto"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_the_same_lines_with_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
-    """Ten iterations are too few for ``zb-auto`` to plan: what it starts with."""
     job = _job(checkout, pipeline, FEATURES[name])
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
@@ -164,6 +203,12 @@ def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 def test_the_same_lines_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
     _moved(checkout, pipeline, PLAIN, tmp_path)
+
+
+@pytest.mark.parametrize(("checkout", "pipeline"), CASES)
+@pytest.mark.parametrize("name", [name for name, row in COMBINED.items() if row.moves])
+def test_the_same_lines_on_a_v_with_all_features(checkout: Checkout, pipeline: int, name: str, tmp_path: Path) -> None:
+    _moved(checkout, pipeline, COMBINED[name], tmp_path)
 
 
 @pytest.mark.full

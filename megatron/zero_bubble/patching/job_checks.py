@@ -22,7 +22,6 @@ _REFUSED: tuple[tuple[str, Any, str], ...] = (
     ("use_torch_fsdp2", False, "its gradients take a way of their own"),
     ("cpu_offloading_num_layers", 0, "it assumes Megatron's order of backwards"),
     ("overlap_param_gather_with_optimizer_step", False, "it assumes Megatron's order of chunks"),
-    ("tensor_parallel_num_weight_shards", 1, "the gradients of weights in shards are reduced where they are computed"),
 )
 # The same for placements that are not Megatron's own.
 _REFUSED_ELSEWHERE: tuple[tuple[str, Any, str], ...] = (
@@ -92,11 +91,26 @@ def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
                 f"zero-bubble schedules{'' if own else ' of this placement'} need --{flag.replace('_', '-')} to be "
                 f"{allowed or 'off'}, because {why}; got {value!r}; drop it"
             )
+    _check_weight_shards(args)
     if not own and (args.save or args.load) and args.ckpt_format == "torch":
         raise JobError(
             "checkpoints of --ckpt-format torch are files of ranks, and this schedule has its stages on other ranks; "
             "give --ckpt-format torch_dist"
         )
+
+
+def _check_weight_shards(args: Any) -> None:
+    """Megatron's default is one shard of every weight a tensor-parallel rank: nothing beyond tensor parallelism."""
+    for prefix, ranks_flag in (("", "tensor_model_parallel_size"), ("expert_", "expert_tensor_parallel_size")):
+        flag = f"{prefix}tensor_parallel_num_weight_shards"
+        ranks = getattr(args, ranks_flag, None) or getattr(args, "tensor_model_parallel_size", 1)
+        shards = getattr(args, flag, None) or ranks
+        if shards != ranks:
+            raise JobError(
+                f"zero-bubble schedules need --{flag.replace('_', '-')} to be that of its tensor-parallel ranks, "
+                f"{ranks}, because the gradients of weights in more shards are reduced where they are computed; got "
+                f"{shards}; drop it"
+            )
 
 
 def _chunks_of_job(args: Any) -> int | None:
