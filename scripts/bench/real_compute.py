@@ -1,5 +1,7 @@
 """Real compute: what a zero-bubble schedule gains on a real GPT, on two CPU ranks of one thread each, or two GPUs.
 
+One rank (--num-ranks 1) has no bubble to lose: there it shows the times of the passes, and what the split costs.
+
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
 each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
 the one that the simulator predicts from the passes of the same round, and the least that any order of these passes on
@@ -8,7 +10,7 @@ costs is seen where everything else is the same: in "1f1b, split", which runs ea
 order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic ("exact").
 
     python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--hidden-size 512] [--num-layers 8]
-        [--num-microbatches 4 8 16]
+        [--num-microbatches 4 8 16] [--num-ranks 2]
 """
 
 from __future__ import annotations
@@ -36,7 +38,6 @@ STOCK_INTERLEAVED = "stock interleaved"
 SPLIT = "1f1b, split"
 EXACT = ", exact"
 OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT)
-NUM_RANKS = 2
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _FLAGS = {
     STOCK: "",
@@ -50,7 +51,7 @@ def main() -> int:
     """Start the ranks, or be one of them."""
     options = _parse()
     if not ranks.on_ranks():
-        ranks.launch(__file__, NUM_RANKS, sys.argv[1:])
+        ranks.launch(__file__, options.num_ranks, sys.argv[1:])
         return 0
     results = [_measure(options, num_microbatches) for num_microbatches in options.num_microbatches]
     import torch.distributed as dist
@@ -73,10 +74,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these beside stock 1f1b; default: all")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
+    parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
-    unknown = sorted({*options.only} - {*_STOCK, *OURS})
+    known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT)
+    unknown = sorted({*options.only} - {*known})
     if unknown:
-        parser.error(f"--only takes names of {', '.join((*_STOCK, *OURS))}; got {', '.join(unknown)}; quote each name")
+        parser.error(
+            f"--only takes names of {', '.join(known)} on {options.num_ranks} ranks; got {', '.join(unknown)}; quote "
+            "each name"
+        )
+    options.only = options.only or known
     return options
 
 
@@ -99,10 +106,10 @@ class _Job:
             "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --mock-data "
             "--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 "
             "--hidden-dropout 0 --lr 1e-4 --train-iters 1 --untie-embeddings-and-output-weights "
-            f"--transformer-impl local --pipeline-model-parallel-size {NUM_RANKS} "
+            f"--transformer-impl local --pipeline-model-parallel-size {options.num_ranks} "
             f"--zero-bubble-device {options.device} --global-batch-size {num_microbatches} {flags}".split()
         )
-        check(self.args, NUM_RANKS)
+        check(self.args, options.num_ranks)
         self.platform = select(options.device)
         self.device = self.platform.setup(self.launch.local_rank)
         with quiet():
@@ -142,9 +149,12 @@ class _Job:
 
     def iteration(self) -> None:
         """All passes of one global batch."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-        get_forward_backward_func()(
+        # Megatron runs one rank in a loop of its own; its pipeline runs there too, and is what others replace.
+        alone = self.args.pipeline_model_parallel_size == 1
+        run = schedules.forward_backward_pipelining_without_interleaving if alone else get_forward_backward_func()
+        run(
             forward_step_func=self._forward_step,
             data_iterator=[None] * len(self.chunks),
             model=self.chunks,
@@ -161,16 +171,16 @@ class _Job:
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
 
-def _schedule(name: str, num_microbatches: int) -> Schedule:
+def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule of a variant."""
     name = name.removesuffix(EXACT)
     if name not in (*_STOCK, SPLIT):
-        return build(name, num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
-    plain = build("1f1b", num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
+        return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    plain = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
     if name == STOCK:
         return plain
     if name == STOCK_INTERLEAVED:
-        return build("interleaved-1f1b", num_ranks=NUM_RANKS, num_microbatches=num_microbatches)
+        return build("interleaved-1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
     return replace(plain, name=name, order=tuple(tuple(q for p in row for q in _halves(p)) for row in plain.order))
 
 
@@ -240,11 +250,11 @@ class _Variant:
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
-    names = [name for name in (*_STOCK, *OURS) if name == STOCK or not options.only or name in options.only]
+    names = [name for name in (*_STOCK, *OURS) if name == STOCK or name in options.only]
     models = {name.removesuffix(EXACT) for name in names}
     jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
-        schedules = {name: replace(_schedule(name, num_microbatches), name=name) for name in names}
+        schedules = {name: replace(_schedule(name, options.num_ranks, num_microbatches), name=name) for name in names}
         variants = {
             name: _Variant(jobs.get(name.removesuffix(EXACT), jobs[STOCK]), schedule, Path(folder))
             for name, schedule in schedules.items()
@@ -262,6 +272,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         "num_microbatches": num_microbatches,
         "hidden_size": options.hidden_size,
         "num_layers": options.num_layers,
+        "num_ranks": options.num_ranks,
         "rounds": options.rounds,
         "variants": {
             name: {
@@ -288,7 +299,8 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
 
 def _print(result: dict[str, Any]) -> None:
     print(
-        f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, {result['num_layers']} layers, "
+        f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, {result['num_layers']} layers on "
+        f"{result['num_ranks']} rank{'s' * (result['num_ranks'] > 1)}, "
         f"medians of {result['rounds']} rounds"
     )
     print("  schedule             ms/iteration   time/stock   predicted   least   measured/planned   B+W/BW   noise")

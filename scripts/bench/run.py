@@ -59,7 +59,8 @@ FULL = (
     Bench("emulated", "emulated_compute.py", "--clock wall --pass-ms 50 --rounds 5", 320),
     Bench("virtual", "emulated_compute.py", "--clock virtual", 60),
     Bench("tracing", "tracing.py", "--only zb-h1 zb-v --rounds 5", 85),
-    Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 7 --only zb-v 'zb-v, exact'", 310),
+    Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 6 --only zb-v 'zb-v, exact'", 270),
+    Bench("passes", "real_compute.py", "--num-ranks 1 --num-microbatches 4 --hidden-size 256 --rounds 7", 45),
     Bench("wgrad", "wgrad.py", "--hidden-size 1024 --tokens 512 --rounds 7", 80),
     Bench("post-validation", "post_validation.py", "period --rounds 3", 125),
     Bench("rollback", "post_validation.py", "rollback", 20),
@@ -69,6 +70,13 @@ FULL = (
 """What a full run does: under 20 minutes on two idle cores."""
 ON_GPUS = (
     Bench("wgrad-cuda", "wgrad.py", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
+    Bench(
+        "passes-cuda",
+        "real_compute.py",
+        "--device cuda --num-ranks 1 --hidden-size 2048 --num-layers 8 --num-microbatches 8 --rounds 9",
+        60,
+        num_gpus=1,
+    ),
     Bench(
         "real-compute-cuda",
         "real_compute.py",
@@ -88,6 +96,7 @@ QUICK = (
     Bench("virtual", "emulated_compute.py", "--clock virtual --num-ranks 2 --kib 64", 15),
     Bench("tracing", "tracing.py", "--only zb-h1 --num-ranks 2 --num-microbatches 4 --pass-ms 5 --rounds 2", 10),
     Bench("real-compute", "real_compute.py", "--num-microbatches 2 --hidden-size 64 --rounds 2 --only zb-h1", 15),
+    Bench("passes", "real_compute.py", "--num-ranks 1 --num-microbatches 2 --hidden-size 64 --rounds 2", 15),
     Bench("wgrad", "wgrad.py", "--hidden-size 64 --tokens 64 --rounds 2", 5),
     Bench(
         "post-validation", "post_validation.py", "period --num-ranks 2 --num-microbatches 4 --pass-ms 10 --rounds 2", 10

@@ -88,7 +88,7 @@ def _real(content: Figures) -> dict[str, Any]:
                 }
             )
     first = content["results"][0]
-    return pick(first, "hidden_size", "num_layers", "rounds") | {"device": content["device"], "rows": rows}
+    return pick(first, "hidden_size", "num_layers", "num_ranks", "rounds") | {"device": content["device"], "rows": rows}
 
 
 def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
@@ -102,11 +102,12 @@ def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
 
 def _real_words(figures: Figures, _: Figures) -> str:
     return (
-        f"A GPT of hidden size {figures['hidden_size']} and {figures['num_layers']} layers on two ranks "
+        f"A GPT of hidden size {figures['hidden_size']} and {figures['num_layers']} layers on "
+        f"{'two ranks' if figures['num_ranks'] == 2 else 'one rank'} "
         f"({figures['device']}), 256 tokens a microbatch, without the optimizer. One iteration over stock's in the "
         f"same round, beside what the simulator predicts from the passes of these rounds and the least that any "
         f"order of these passes on these ranks could reach; medians of "
-        f"{figures['rounds']} rounds, least and most in brackets. F, and B with W: a microbatch through both ranks. "
+        f"{figures['rounds']} rounds, least and most in brackets. F, and B with W: a microbatch through all layers. "
         '"exact" has the bits of stock.'
     )
 
@@ -307,6 +308,8 @@ SECTIONS = {
         _REAL,
         ("microbatches", "schedule", "time / stock 1F1B", "predicted", "least"),
     ),
+    "passes": Section("Pass times", _real, _real_words, _REAL),
+    "passes-cuda": Section("Pass times on a GPU", _real, _real_words, _REAL),
     "real-compute-cuda": Section("Real compute on GPUs", _real, _real_words, _REAL),
     "wgrad": Section("Weight gradients", _wgrad, _wgrad_words, _WGRAD, ("dtype", "weights", "how", "time / first")),
     "wgrad-cuda": Section("Weight gradients on a GPU", _wgrad, _wgrad_words, _WGRAD),
