@@ -29,7 +29,7 @@ BASE_FLAGS = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --micro-batch-size 1 --global-batch-size 6 --train-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
     --lr-warmup-iters 2 --weight-decay 0.01 --attention-dropout 0 --hidden-dropout 0
-    --mock-data --tokenizer-type NullTokenizer --vocab-size 500 --make-vocab-size-divisible-by 8 --split 99,1,0
+    --mock-data --tokenizer-type NullTokenizer --vocab-size 5000 --make-vocab-size-divisible-by 8 --split 99,1,0
     --eval-iters 1 --eval-interval 1000 --log-interval 1 --num-workers 0
     --transformer-impl local --distributed-backend gloo --position-embedding-type rope --no-rope-fusion
     --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --attention-backend unfused
