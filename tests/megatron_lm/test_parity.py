@@ -34,7 +34,7 @@ _UNTIED = "--untie-embeddings-and-output-weights"
 _RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 44 --lr-decay-samples 40"
 _MOE = f"{_UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
 _DP2 = "--global-batch-size 8"
-PIPELINES = (2, 4)
+_LAYOUTS = {2: "Et|t*3L", 4: "Et|t*2|t*3|t*2L"}
 PLAIN = Row(_UNTIED)
 # Every row of the table of variants that Megatron-LM itself can train on CPU ranks.
 FEATURES = {
@@ -80,6 +80,7 @@ FEATURES = {
     "evaluation": Row(f"{_UNTIED} --eval-interval 4 --eval-iters 2"),
     "signal-handler": Row(f"{_UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
     "rerun": Row(f"{_UNTIED} --rerun-mode validate_results"),
+    "layout": Row(f"{_UNTIED} --pipeline-model-parallel-layout LAYOUT", moves=False),
 }
 # The same features, many at a time: few enough rows for every version, schedule and number of stages.
 COMBINED = {
@@ -107,6 +108,7 @@ COMBINED = {
     ),
     "tensor": Row(f"{_MOE} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
     "prediction": Row(f"{_MOE} --mtp-num-layers 1", until=19, moves=False),
+    "layout": FEATURES["layout"],
 }
 CASES = [
     pytest.param(checkout, pipeline, id=f"{checkout}-pp{pipeline}") for checkout in CHECKOUTS for pipeline in (2, 4)
@@ -119,7 +121,8 @@ def _job(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> tuple[C
     if int(checkout.minor.partition(".")[2]) > row.until:
         pytest.skip(f"Megatron-LM {checkout} itself does not train with these flags on CPU ranks")
     stages = f"--pipeline-model-parallel-size {pipeline} --num-layers {2 * pipeline}"
-    return checkout, pipeline * row.ranks_per_stage, f"{stages} {row.flags} {more}"
+    flags = row.flags.replace("LAYOUT", _LAYOUTS[pipeline])
+    return checkout, pipeline * row.ranks_per_stage, f"{stages} {flags} {more}"
 
 
 def _same(own: Log, expected: Log) -> None:
