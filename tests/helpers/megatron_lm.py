@@ -148,7 +148,7 @@ def _environment() -> dict[str, str]:
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
         "TORCHDYNAMO_DISABLE": "1",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers/newer_typing")]),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/helpers/other_versions")]),
     }
 
 
