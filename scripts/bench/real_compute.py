@@ -1,13 +1,14 @@
-"""Real compute: what a zero-bubble schedule gains on a real GPT, on two CPU ranks of one thread each, or two GPUs.
+"""Real compute: what a zero-bubble schedule gains on a real GPT, on CPU ranks of one thread each, or GPUs.
 
 One rank (--num-ranks 1) has no bubble to lose: there it shows the times of the passes, and what the split costs.
 
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
 each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
-the one that the simulator predicts from the passes of the same round, and the least that any order of these passes on
-the same ranks could reach (megatron.zero_bubble.analysis.bounds): no schedule can be asked for less. What the split
-costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right behind it in the
-order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic ("exact").
+the one that the simulator predicts from the median passes and transfers of the same round, and the bound of that
+prediction: what it could not be less than for any order of such passes on the same ranks
+(megatron.zero_bubble.analysis.bounds). What the split costs is seen where everything else is the same: in "1f1b,
+split", which runs each B with its W right behind it in the order of 1F1B; what fused weight gradients gain, beside the
+variants with upstream's arithmetic ("exact").
 
     python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--hidden-size 512] [--num-layers 8]
         [--num-microbatches 4 8 16] [--num-ranks 2]
@@ -70,7 +71,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8, help="of both ranks together, a multiple of four")
+    parser.add_argument("--num-layers", type=int, default=8, help="of all ranks together, a multiple of four")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these beside stock 1f1b; default: all")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
@@ -238,8 +239,8 @@ class _Variant:
         """What each iteration would have taken without any overhead, its passes as they were."""
         return [simulate(self._schedule, costs).makespan_ms for costs in self.costs]
 
-    def least(self) -> list[float]:
-        """What no order of these passes on these ranks is shorter than, whatever it keeps in memory."""
+    def bounds(self) -> list[float]:
+        """What ``planned`` could not be less than for any order of such passes, whatever it keeps in memory."""
         on, m = self._schedule.placement, self._schedule.num_microbatches
         memory = PassMemory.uniform(on, 1.0)
         return [lower_bound(costs, memory, on, m, None, "makespan").value_ms for costs in self.costs]
@@ -264,10 +265,10 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         times = ranks.interleaved(dict(variants), options.rounds)
     known = {name: variant for name, variant in variants.items() if variant.costs}
     planned = {name: variant.planned()[-options.rounds :] for name, variant in known.items()}
-    least = {name: variant.least()[-options.rounds :] for name, variant in known.items()}
+    bounds = {name: variant.bounds()[-options.rounds :] for name, variant in known.items()}
     backward = {name: variant.backward()[-options.rounds :] for name, variant in known.items()}
     ratios, predicted, splits = (ranks.ratio_to(values, STOCK) for values in (times, planned, backward))
-    bounds = ranks.ratio_to(least | {STOCK: planned[STOCK]}, STOCK)
+    least = {name: median(b / p for b, p in zip(row, planned[STOCK], strict=True)) for name, row in bounds.items()}
     return {
         "num_microbatches": num_microbatches,
         "hidden_size": options.hidden_size,
@@ -284,7 +285,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
             | (
                 {
                     "predicted_time_over_stock": predicted[name],
-                    "least_time_over_stock": bounds[name],
+                    "bound_over_predicted_stock": least[name],
                     "measured_over_planned": median(t / p for t, p in zip(times[name], planned[name], strict=True)),
                     "backward_over_stock": splits[name],
                     "costs": [asdict(costs) | {"links": []} for costs in variants[name].costs[-options.rounds :]],
@@ -303,11 +304,11 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['num_ranks']} rank{'s' * (result['num_ranks'] > 1)}, "
         f"medians of {result['rounds']} rounds"
     )
-    print("  schedule             ms/iteration   time/stock   predicted   least   measured/planned   B+W/BW   noise")
+    print("  schedule             ms/iteration   time/stock   predicted   bound   measured/planned   B+W/BW   noise")
     for name, row in result["variants"].items():
         print(
             f"  {name:<19}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
-            f"  {_number(row, 'predicted_time_over_stock'):>10}  {_number(row, 'least_time_over_stock'):>6}"
+            f"  {_number(row, 'predicted_time_over_stock'):>10}  {_number(row, 'bound_over_predicted_stock'):>6}"
             f"  {_number(row, 'measured_over_planned'):>17}"
             f"  {_number(row, 'backward_over_stock'):>7}  {row['spread']:6.1%}"
         )

@@ -113,3 +113,7 @@ def test_a_quick_run(tmp_path: Path) -> None:
     text = (tmp_path / "it/BENCHMARKS.md").read_text()
     assert all(f"## {SECTIONS[bench.name].title}" in text for bench in QUICK)
     assert (ROOT / "README.md").read_text() == before
+    real = json.loads((tmp_path / "it/real-compute.json").read_text())["results"][0]["variants"]
+    for variant in real.values():
+        assert variant["bound_over_predicted_stock"] <= variant["predicted_time_over_stock"]
+    assert real["stock 1f1b"]["bound_over_predicted_stock"] < 1, "another order fills the bubble of 1F1B"

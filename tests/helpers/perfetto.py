@@ -26,7 +26,8 @@ _OPEN = """
 const [text, done] = arguments;
 window.app.openTraceFromBuffer({buffer: new TextEncoder().encode(text).buffer, title: "trace"});
 (async () => {
-    while (!window.app.trace) await new Promise((again) => setTimeout(again, 50));
+    for (const started = Date.now(); !window.app.trace; await new Promise((again) => setTimeout(again, 50)))
+        if (Date.now() - started > 30_000) throw "nothing of it was there after 30 s";
     await window.waitForPerfettoIdle();
     done(null);
 })().catch((error) => done(String(error)));

@@ -130,15 +130,18 @@ def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[s
     """Both ends are there, each in a slice, and in no instant's way: Perfetto would hang them on the instant."""
     instants = {(event["pid"], event["tid"]) for event in events if event["ph"] == "i"}
     place = {id(event): index for index, event in enumerate(events)}
+    starts: dict[int, int] = {}
     ends: defaultdict[tuple[str, int], dict[str, list[Event]]] = defaultdict(lambda: {"s": [], "f": []})
     for event in events:
         if event["ph"] in "sf":
             ends[event["cat"], event["id"]][event["ph"]].append(event)
             at = _ns(event["ts"])
             around = slices.get((event["pid"], event["tid"]), [])
-            before = (each for each in around if place[id(each)] < place[id(event)])
-            if not any(_ns(each["ts"]) <= at < _ns(each["ts"]) + _ns(each["dur"]) for each in before):
+            before = [each for each in around if place[id(each)] < place[id(event)]]
+            open_then = [each for each in before if _ns(each["ts"]) <= at < _ns(each["ts"]) + _ns(each["dur"])]
+            if not open_then:
                 yield f"an end of arrow {event['id']} is in no slice"
+            starts[id(event)] = _ns(open_then[-1]["ts"]) if open_then else at
             if (event["pid"], event["tid"]) in instants:
                 yield f"an end of arrow {event['id']} is on a thread with instants"
     for (_, number), both in ends.items():
@@ -146,6 +149,8 @@ def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[s
             yield f"arrow {number} has {len(both['s'])} starts and {len(both['f'])} ends"
         elif both["s"][0]["ts"] > both["f"][0]["ts"]:
             yield f"arrow {number} ends before it starts"
+        elif starts[id(both["s"][0])] > starts[id(both["f"][0])]:
+            yield f"arrow {number} ends in a slice that starts before the one it comes from: it would be turned round"
 
 
 def _counters(events: list[Event]) -> Iterable[str]:

@@ -161,17 +161,18 @@ def weights_in_a_shard_a_rank_are_nothing_special() -> None:
     from megatron.zero_bubble.patching import megatron_lm
 
     flags = ["--zero-bubble-schedule", "zb-h1"]
-    sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", "--tensor-model-parallel-size", "2", *flags]
+    sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
+    sys.argv = ["job.py", *sizes.split(), *flags]
     megatron_lm.install(parse_ours(flags)[0], lambda line: None)
     try:
         args = sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
     finally:
         megatron_lm.revert()
-    assert args.tensor_parallel_num_weight_shards == 2
+    assert (args.tensor_parallel_num_weight_shards, args.expert_tensor_parallel_num_weight_shards) == (2, 1)
 
 
 def test_tensor_parallelism_shards_weights(ranks: RankPool) -> None:
-    """Megatron-LM 0.20 says of itself that it has as many shards as ranks."""
+    """From core_r0.19 on a job says of itself that it has as many shards as ranks."""
     ranks.run(1, beside_the_stand_in, weights_in_a_shard_a_rank_are_nothing_special)
 
 
@@ -212,19 +213,22 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
             ),
         ),
         (
-            "--zero-bubble-schedule zb-h1 --tensor-parallel-num-weight-shards 2",
+            "--zero-bubble-schedule zb-h1 --tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 4",
             (
-                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be that of its tensor-parallel "
-                "ranks, 1, because the gradients of weights in more shards are reduced where they are computed; got 2; "
-                "drop it"
+                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be 2, one for each of the "
+                "tensor-parallel ranks, because the gradients of weights in more shards are reduced where they are "
+                "computed; got 4; drop it"
             ),
         ),
         (
-            "--zero-bubble-schedule zb-h1 --tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 4",
             (
-                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be that of its tensor-parallel "
-                "ranks, 2, because the gradients of weights in more shards are reduced where they are computed; got 4; "
-                "drop it"
+                "--zero-bubble-schedule zb-h1 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1 "
+                "--expert-tensor-parallel-num-weight-shards 2"
+            ),
+            (
+                "zero-bubble schedules need --expert-tensor-parallel-num-weight-shards to be 1, one for each of the "
+                "expert tensor-parallel ranks, because the gradients of weights in more shards are reduced where they "
+                "are computed; got 2; drop it"
             ),
         ),
         (

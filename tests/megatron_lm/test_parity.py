@@ -17,23 +17,27 @@ pytestmark = [
 
 
 class Row(NamedTuple):
-    """One combination of features: its flags beside those of the pipeline, and the ranks that it takes a stage.
+    """One combination of features: its flags beside those of the pipeline, where ``{layout}`` is an uneven one, and
+    the ranks that it takes a stage.
 
     Attributes:
-        until: the last minor of megatron-core that can train with them on CPU ranks.
+        samples: of a microbatch of all data-parallel ranks together.
+        until: the last minor of megatron-core that can train with them on CPU ranks; None where all can.
         moves: whether the stages may lie elsewhere than where Megatron has them.
     """
 
     flags: str
     ranks_per_stage: int = 1
-    until: int = 99
+    samples: int = 1
+    until: int | None = None
     moves: bool = True
 
 
 _UNTIED = "--untie-embeddings-and-output-weights"
-_RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 44 --lr-decay-samples 40"
+_RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 60 --lr-decay-samples 50"
 _MOE = f"{_UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
-_DP2 = "--global-batch-size 8"
+# On so many stages: enough microbatches for every phase of a schedule.
+_NUM_MICROBATCHES = {2: 6, 4: 8}
 _LAYOUTS = {2: "Et|t*3L", 4: "Et|t*2|t*3|t*2L"}
 PLAIN = Row(_UNTIED)
 # Every row of the table of variants that Megatron-LM itself can train on CPU ranks.
@@ -45,13 +49,17 @@ FEATURES = {
     "fp16": Row(f"{_UNTIED} --fp16 --initial-loss-scale 256"),
     "tp2-sp": Row(f"{_UNTIED} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
     "tp2": Row(f"{_UNTIED} --tensor-model-parallel-size 2", ranks_per_stage=2),
-    "dp2": Row(f"{_UNTIED} {_DP2}", ranks_per_stage=2),
-    "dp2-overlap": Row(f"{_UNTIED} {_DP2} --overlap-grad-reduce", ranks_per_stage=2),
+    "dp2": Row(_UNTIED, ranks_per_stage=2, samples=2),
+    "dp2-overlap": Row(f"{_UNTIED} --overlap-grad-reduce", ranks_per_stage=2, samples=2),
     "dp2-all-overlaps": Row(
-        f"{_UNTIED} {_DP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather", ranks_per_stage=2
+        f"{_UNTIED} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather",
+        ranks_per_stage=2,
+        samples=2,
     ),
     "dp2-unaligned": Row(
-        f"{_UNTIED} {_DP2} --use-distributed-optimizer --overlap-grad-reduce --no-align-grad-reduce", ranks_per_stage=2
+        f"{_UNTIED} --use-distributed-optimizer --overlap-grad-reduce --no-align-grad-reduce",
+        ranks_per_stage=2,
+        samples=2,
     ),
     "moe-allgather": Row(_MOE),
     "moe-alltoall": Row(
@@ -60,9 +68,9 @@ FEATURES = {
     ),
     "moe-shared": Row(f"{_MOE} --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64"),
     "moe-ep2": Row(
-        f"{_MOE} {_DP2} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2", ranks_per_stage=2
+        f"{_MOE} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2", ranks_per_stage=2, samples=2
     ),
-    "mtp": Row(f"{_UNTIED} --mtp-num-layers 1", until=19, moves=False),  # 0.20 asks TransformerEngine for a class
+    "mtp": Row(f"{_UNTIED} --mtp-num-layers 1", until=19, moves=False),  # there 0.20 needs TransformerEngine
     "per-token": Row(f"{_UNTIED} --calculate-per-token-loss"),
     "recompute-full": Row(
         f"{_UNTIED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
@@ -80,16 +88,17 @@ FEATURES = {
     "evaluation": Row(f"{_UNTIED} --eval-interval 4 --eval-iters 2"),
     "signal-handler": Row(f"{_UNTIED} --exit-signal-handler --manual-gc --manual-gc-interval 3"),
     "rerun": Row(f"{_UNTIED} --rerun-mode validate_results"),
-    "layout": Row(f"{_UNTIED} --pipeline-model-parallel-layout LAYOUT", moves=False),
+    "layout": Row(_UNTIED + " --pipeline-model-parallel-layout {layout}", moves=False),
 }
 # The same features, many at a time: few enough rows for every version, schedule and number of stages.
 COMBINED = {
     "dense": Row(
-        "--bf16 --use-distributed-optimizer --swiglu --normalization RMSNorm --disable-bias-linear "
-        "--group-query-attention --num-query-groups 2 --recompute-activations --calculate-per-token-loss "
-        "--cross-entropy-loss-fusion --log-num-zeros-in-grad --log-params-norm --timing-log-level 2 --log-throughput "
-        "--eval-interval 4 --eval-iters 2 --exit-signal-handler --manual-gc --manual-gc-interval 3 "
-        "--rerun-mode validate_results"
+        "--micro-batch-size 2 --bf16 --use-distributed-optimizer --swiglu --normalization RMSNorm "
+        "--disable-bias-linear --group-query-attention --num-query-groups 2 --recompute-activations "
+        "--calculate-per-token-loss --cross-entropy-loss-fusion --log-num-zeros-in-grad --log-params-norm "
+        "--timing-log-level 2 --log-throughput --eval-interval 4 --eval-iters 2 --exit-signal-handler --manual-gc "
+        "--manual-gc-interval 3 --rerun-mode validate_results",
+        samples=2,
     ),
     "half": Row(
         f"{_UNTIED} --fp16 --initial-loss-scale 256 --tensor-model-parallel-size 2 --recompute-granularity full "
@@ -97,14 +106,16 @@ COMBINED = {
         ranks_per_stage=2,
     ),
     "data": Row(
-        f"{_DP2} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-align-grad-reduce",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --no-align-grad-reduce",
         ranks_per_stage=2,
+        samples=2,
     ),
     "experts": Row(
-        f"{_MOE} {_DP2} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --moe-router-topk 2 "
+        f"{_MOE} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --moe-router-topk 2 "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
         "--moe-shared-expert-intermediate-size 64 --overlap-grad-reduce --bf16",
         ranks_per_stage=2,
+        samples=2,
     ),
     "tensor": Row(f"{_MOE} --tensor-model-parallel-size 2 --sequence-parallel", ranks_per_stage=2),
     "prediction": Row(f"{_MOE} --mtp-num-layers 1", until=19, moves=False),
@@ -118,10 +129,11 @@ IN_PLACE = ("zb-h1", "zb-h2")
 
 def _job(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> tuple[Checkout, int, str]:
     """The row on so many stages, as the helpers take a job."""
-    if int(checkout.minor.partition(".")[2]) > row.until:
+    if row.until is not None and int(checkout.minor.partition(".")[2]) > row.until:
         pytest.skip(f"Megatron-LM {checkout} itself does not train with these flags on CPU ranks")
     stages = f"--pipeline-model-parallel-size {pipeline} --num-layers {2 * pipeline}"
-    flags = row.flags.replace("LAYOUT", _LAYOUTS[pipeline])
+    stages += f" --global-batch-size {_NUM_MICROBATCHES[pipeline] * row.samples}"
+    flags = row.flags.format(layout=_LAYOUTS[pipeline])
     return checkout, pipeline * row.ranks_per_stage, f"{stages} {flags} {more}"
 
 

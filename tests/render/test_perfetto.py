@@ -68,6 +68,18 @@ def test_what_comes_before_the_first_pass_moves_the_start() -> None:
     assert starts == {2000.0}, "planned and measured still start together"
 
 
+@pytest.mark.parametrize("half", [0.5, 1.5, 2.5])
+def test_times_between_two_nanoseconds(half: float) -> None:
+    """The slice that an arrow ends on stays within its receive, however both are rounded."""
+    full = compared()
+    head, row = full.measured.ranks
+    receives = tuple(got._replace(arrived_ms=got.arrived_ms + half * 1e-6) for got in row.receives)
+    text = render_perfetto(
+        replace(full, measured=Trace(full.measured.timeline, (head, replace(row, receives=receives))))
+    )
+    assert problems(text) == []
+
+
 def test_an_arrow_for_every_message() -> None:
     arrows = Counter((event["ph"], event["pid"]) for event in events(compared()) if event["ph"] in "sf")
     assert arrows == {("s", 200): 2, ("f", 400): 2, ("s", 400): 2, ("f", 200): 2}
@@ -110,6 +122,7 @@ def index_of(**wanted: Any) -> int:
         ({"ph": "X", "name": "0F1", "pid": 200}, {"ts": 1e6, "dur": 1.0}, "goes back in time"),
         ({"ph": "s"}, {"id": 77}, "has 1 starts and 0 ends"),
         ({"ph": "s"}, {"ts": 1e6}, "is in no slice"),
+        ({"ph": "f"}, {"ts": 19500.0}, "it would be turned round"),
         ({"ph": "i"}, {"tid": 404}, "is on a thread with instants"),
         ({"ph": "f"}, {"bp": None}, "f lacks ['bp']"),
         ({"ph": "C"}, {"args": {"bytes": "many"}}, "must count in numbers"),

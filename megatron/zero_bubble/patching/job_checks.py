@@ -100,16 +100,16 @@ def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
 
 
 def _check_weight_shards(args: Any) -> None:
-    """Megatron's default is one shard of every weight a tensor-parallel rank: nothing beyond tensor parallelism."""
-    for prefix, ranks_flag in (("", "tensor_model_parallel_size"), ("expert_", "expert_tensor_parallel_size")):
-        flag = f"{prefix}tensor_parallel_num_weight_shards"
-        ranks = getattr(args, ranks_flag, None) or getattr(args, "tensor_model_parallel_size", 1)
-        shards = getattr(args, flag, None) or ranks
+    """From core_r0.19 on every job says how many; one a tensor-parallel rank is tensor parallelism and no more."""
+    for expert in ("", "expert_"):
+        flag = f"{expert}tensor_parallel_num_weight_shards"
+        ranks = args.expert_tensor_parallel_size if expert else args.tensor_model_parallel_size
+        shards = getattr(args, flag, ranks)
         if shards != ranks:
             raise JobError(
-                f"zero-bubble schedules need --{flag.replace('_', '-')} to be that of its tensor-parallel ranks, "
-                f"{ranks}, because the gradients of weights in more shards are reduced where they are computed; got "
-                f"{shards}; drop it"
+                f"zero-bubble schedules need --{flag.replace('_', '-')} to be {ranks}, one for each of the "
+                f"{expert.replace('_', ' ')}tensor-parallel ranks, because the gradients of weights in more shards are "
+                f"reduced where they are computed; got {shards}; drop it"
             )
 
 

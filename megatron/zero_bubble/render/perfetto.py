@@ -88,9 +88,9 @@ def _measured(compared: Comparison) -> Iterator[Event]:
             yield expects | {"ts": _us(posted_ms)}
             if (producer, rank) in ids:
                 # On a slice of 1 ns: Perfetto has arrows lead from the slice that starts first to the other.
-                last_ms = max(awaited_ms, arrived_ms - 1e-6)
-                yield _slice(pid, RECEIVES, f"{producer} arrives", last_ms, arrived_ms)
-                yield _flow("f", ids[producer, rank], pid, RECEIVES, _us(last_ms))
+                last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
+                yield _slice_us(pid, RECEIVES, f"{producer} arrives", last, last)
+                yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
         for producer, target, start_ms, end_ms in row.settles:
             yield _slice(pid, WAITS, f"until rank {target} has {producer}", start_ms, end_ms)
         for start_ms, end_ms in row.validations:
@@ -131,11 +131,13 @@ def _of_pass(p: Pass) -> dict[str, Any]:
 
 
 def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: dict[str, Any] | None = None) -> Event:
+    return _slice_us(pid, tid, name, _us(start_ms), _us(end_ms)) | ({"args": args} if args else {})
+
+
+def _slice_us(pid: int, tid: int, name: str, start: float, end: float) -> Event:
     """At least 1 ns long: a flow needs a slice that is open at its time."""
-    start = _us(start_ms)
-    event = {"ph": "X", "pid": pid, "tid": pid + tid, "name": name, "ts": start}
-    event["dur"] = max(0.001, round(_us(end_ms) - start, 3))
-    return event | ({"args": args} if args else {})
+    event: Event = {"ph": "X", "pid": pid, "tid": pid + tid, "name": name, "ts": start}
+    return event | {"dur": max(0.001, round(end - start, 3))}
 
 
 def _flow(phase: str, number: int, pid: int, tid: int, ts: float) -> Event:

@@ -12,7 +12,9 @@ _NUMBERS = {
     "decoder-last-pipeline-num-layers": None,
     "mtp-num-layers": None,
     "tensor-model-parallel-size": 1,
+    "expert-tensor-parallel-size": None,
     "tensor-parallel-num-weight-shards": None,
+    "expert-tensor-parallel-num-weight-shards": None,
     "distributed-timeout-minutes": 10,
 }
 _SWITCHES = ("delay-wgrad-compute", "use-megatron-fsdp", "account-for-embedding-in-pipeline-split")
@@ -38,6 +40,10 @@ def parse_args() -> argparse.Namespace:
 def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (as upstream)
     """As upstream: says how many stages a rank has and how many shards a weight."""
     args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
-    # Of 0.20: what is not given is one shard a rank.
+    args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    # Of 0.19: what is not given is one shard a rank.
     args.tensor_parallel_num_weight_shards = args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size
+    args.expert_tensor_parallel_num_weight_shards = (
+        args.expert_tensor_parallel_num_weight_shards or args.expert_tensor_parallel_size
+    )
     return args
