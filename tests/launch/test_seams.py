@@ -176,6 +176,37 @@ def test_tensor_parallelism_shards_weights(ranks: RankPool) -> None:
     ranks.run(1, beside_the_stand_in, weights_in_a_shard_a_rank_are_nothing_special)
 
 
+def a_tied_embedding_whose_ends_meet() -> None:
+    import megatron.core
+
+    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.patching import megatron_lm
+
+    def job(version: str, *more: str) -> None:
+        sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *V, "--load", "somewhere", *more]
+        megatron_lm.install(parse_ours(V)[0], lambda line: None)
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(megatron.core, "__version__", version)
+                sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        finally:
+            megatron_lm.revert()
+
+    job("0.15.3")
+    job("0.14.0", "--untie-embeddings-and-output-weights")
+    with pytest.raises(JobError) as caught:
+        job("0.14.0")
+    assert str(caught.value) == (
+        "megatron-core 0.14.0 cannot load a checkpoint where one rank holds both ends of a tied embedding, as under "
+        "this schedule; take Megatron-LM core_r0.15 or newer, a schedule with one stage a rank, or "
+        "--untie-embeddings-and-output-weights"
+    )
+
+
+def test_old_versions_cannot_load_both_ends_of_a_tied_embedding(ranks: RankPool) -> None:
+    ranks.run(1, beside_the_stand_in, a_tied_embedding_whose_ends_meet)
+
+
 def refuses_the_job(flags: list[str], sentence: str) -> None:
     from megatron.zero_bubble.config import JobError
     from megatron.zero_bubble.patching import megatron_lm

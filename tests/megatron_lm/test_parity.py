@@ -214,7 +214,11 @@ def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
         load.append("--no-load-optim")
     saved = stock(*job, tuple(save))
     assert "exiting program at iteration 2" in saved.text, saved.text[-2000:]
-    _same(pretrain_gpt(*job, "zb-v", load), stock(*job, tuple(load)))
+    own = pretrain_gpt(*job, "zb-v", load)
+    if checkout.minor in ("0.13", "0.14") and "--untie-embeddings-and-output-weights" not in row.flags:
+        assert "cannot load a checkpoint where one rank holds both ends of a tied embedding" in own.text
+        return
+    _same(own, stock(*job, tuple(load)))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)

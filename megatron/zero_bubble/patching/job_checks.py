@@ -6,12 +6,14 @@ import argparse
 from dataclasses import replace
 from typing import Any
 
+import megatron.core
 from megatron.core.transformer import pipeline_parallel_layer_layout
 
 from megatron.zero_bubble.config import JobError, ZeroBubbleConfig, check_model_config, check_placement
 from megatron.zero_bubble.flags import check_measurements, config_of, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
+from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.runtime.placement import is_megatrons_own
 
 # flag, the one value that works, why
@@ -92,6 +94,14 @@ def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
                 f"{allowed or 'off'}, because {why}; got {value!r}; drop it"
             )
     _check_weight_shards(args)
+    ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]
+    tied = not args.untie_embeddings_and_output_weights
+    if ends_meet and tied and args.load and not installed_seams().loads_both_ends:
+        raise JobError(
+            f"megatron-core {megatron.core.__version__} cannot load a checkpoint where one rank holds both ends of a "
+            "tied embedding, as under this schedule; take Megatron-LM core_r0.15 or newer, a schedule with one stage a "
+            "rank, or --untie-embeddings-and-output-weights"
+        )
     if not own and (args.save or args.load) and args.ckpt_format == "torch":
         raise JobError(
             "checkpoints of --ckpt-format torch are files of ranks, and this schedule has its stages on other ranks; "

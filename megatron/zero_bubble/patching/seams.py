@@ -25,6 +25,7 @@ class Seams:
         process_groups, models: of a Megatron-LM job whose placement is not Megatron's own; every name of ``models``
             takes a function that builds one chunk.
         pipeline_group: the same, where a chunk asks for its pipeline group whatever groups it was given.
+        loads_both_ends: whether a checkpoint loads where one rank holds both ends of a tied embedding.
     """
 
     schedule: Seam
@@ -39,6 +40,7 @@ class Seams:
     process_groups: Seam
     models: tuple[Seam, ...]
     pipeline_group: Seam | None = None
+    loads_both_ends: bool = True
 
 
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
@@ -159,9 +161,12 @@ _SINCE_0_18 = replace(
     models=(*_SEAMS.models, _BUILDER),
 )
 
+# Until 0.14 the parts of a weight on a rank may not overlap where a checkpoint is loaded.
+_UNTIL_0_14 = replace(_SEAMS, loads_both_ends=False)
+
 MINORS: dict[str, Seams] = {
-    "0.13": _SEAMS,
-    "0.14": _SEAMS,
+    "0.13": _UNTIL_0_14,
+    "0.14": _UNTIL_0_14,
     "0.15": _ASKS_FOR_GROUPS,
     "0.16": _SEAMS,
     "0.17": _SEAMS,

@@ -17,7 +17,12 @@ _NUMBERS = {
     "expert-tensor-parallel-num-weight-shards": None,
     "distributed-timeout-minutes": 10,
 }
-_SWITCHES = ("delay-wgrad-compute", "use-megatron-fsdp", "account-for-embedding-in-pipeline-split")
+_SWITCHES = (
+    "delay-wgrad-compute",
+    "use-megatron-fsdp",
+    "account-for-embedding-in-pipeline-split",
+    "untie-embeddings-and-output-weights",
+)
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
