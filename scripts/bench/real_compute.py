@@ -3,12 +3,16 @@
 One rank (--num-ranks 1) has no bubble to lose: there it shows the times of the passes, and what the split costs.
 
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
-each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
-the one that the simulator predicts from the median passes and transfers of the same round, and the bound of that
-prediction: what it could not be less than for any order of such passes on the same ranks
-(megatron.zero_bubble.analysis.bounds). What the split costs is seen where everything else is the same: in "1f1b,
-split", which runs each B with its W right behind it in the order of 1F1B; what fused weight gradients gain, beside the
-variants with upstream's arithmetic ("exact").
+each schedule, or several, of which the median counts; a ratio is the median over rounds, so it compares neighbours in
+time. Beside the measured ratio stands the one that the simulator predicts from the median passes and transfers of the
+same turn, and the bound of that prediction: what it could not be less than for any order of such passes on the same
+ranks (megatron.zero_bubble.analysis.bounds). A machine whose cores are now fast, now slow says little in a single
+round, least where one rank waits for the other; so the ratio stands there for "even" rounds as well: those in which
+every rank, in stock's turn as in the schedule's, needed the same time for its passes, within a tenth.
+
+What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
+behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
+("exact").
 
     python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--hidden-size 512] [--num-layers 8]
         [--num-microbatches 4 8 16] [--num-ranks 2]
@@ -40,6 +44,7 @@ SPLIT = "1f1b, split"
 EXACT = ", exact"
 OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT)
 _STOCK = (STOCK, STOCK_INTERLEAVED)
+_EVEN = 1.1
 _FLAGS = {
     STOCK: "",
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
@@ -70,6 +75,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--iterations", type=int, default=1, help="timed ones of a turn, of which the median counts")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8, help="of all ranks together, a multiple of four")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
@@ -192,13 +198,14 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
 class _Variant:
     """One way to run the iteration, with the passes it recorded."""
 
-    def __init__(self, job: _Job, schedule: Schedule, folder: Path) -> None:
+    def __init__(self, job: _Job, schedule: Schedule, folder: Path, iterations: int) -> None:
         from megatron.core import parallel_state
 
         from megatron.zero_bubble.runtime.recorder import Recorder
 
         self._job = job
         self._schedule = schedule
+        self._iterations = iterations
         self._file = folder / f"{schedule.name}.json"
         self._file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))))
         self._group = parallel_state.get_pipeline_model_parallel_group()
@@ -207,8 +214,6 @@ class _Variant:
 
     def __call__(self) -> float:
         """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
-        import torch.distributed as dist
-
         from megatron.zero_bubble.config import ZeroBubbleConfig
         from megatron.zero_bubble.patching import apply, observe, revert
         from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
@@ -221,19 +226,26 @@ class _Variant:
             apply(ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad), self._recorder)
         try:
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
-            self._job.zero_grad()
-            self._recorder.start(self._group)
-            started = time.perf_counter()
-            self._job.iteration()
-            self._job.platform.synchronize()
-            dist.barrier(group=self._group)
-            elapsed = (time.perf_counter() - started) * 1e3
+            timed = [self._timed() for _ in range(self._iterations)]
         finally:
             revert()
-        marks = self._recorder.stop()
         if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
-            self.costs.append(median_costs([gather_trace(self._schedule.name, marks, self._group).timeline]))
-        return elapsed
+            traces = [gather_trace(self._schedule.name, marks, self._group) for _, marks in timed]
+            self.costs.append(median_costs([trace.timeline for trace in traces]))
+        return median(elapsed for elapsed, _ in timed)
+
+    def _timed(self) -> tuple[float, Any]:
+        """One iteration's time, and the marks of its passes."""
+        import torch.distributed as dist
+
+        self._job.zero_grad()
+        self._recorder.start(self._group)
+        started = time.perf_counter()
+        self._job.iteration()
+        self._job.platform.synchronize()
+        dist.barrier(group=self._group)
+        elapsed = (time.perf_counter() - started) * 1e3
+        return elapsed, self._recorder.stop()
 
     def planned(self) -> list[float]:
         """What each iteration would have taken without any overhead, its passes as they were."""
@@ -244,6 +256,13 @@ class _Variant:
         on, m = self._schedule.placement, self._schedule.num_microbatches
         memory = PassMemory.uniform(on, 1.0)
         return [lower_bound(costs, memory, on, m, None, "makespan").value_ms for costs in self.costs]
+
+    def work(self) -> list[list[float]]:
+        """Milliseconds of a microbatch's passes on every rank, in each iteration."""
+        stages = [self._schedule.placement.stages_of(rank) for rank in range(self._schedule.num_ranks)]
+        return [
+            [sum(c.forward_ms[i] + c.backward_ms[i] + c.wgrad_ms[i] for i in own) for own in stages] for c in self.costs
+        ]
 
     def backward(self) -> list[float]:
         """Milliseconds of a microbatch's backward, all stages together, in each iteration."""
@@ -257,7 +276,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
     with TemporaryDirectory() as folder:
         schedules = {name: replace(_schedule(name, options.num_ranks, num_microbatches), name=name) for name in names}
         variants = {
-            name: _Variant(jobs.get(name.removesuffix(EXACT), jobs[STOCK]), schedule, Path(folder))
+            name: _Variant(jobs.get(name.removesuffix(EXACT), jobs[STOCK]), schedule, Path(folder), options.iterations)
             for name, schedule in schedules.items()
         }
         if jobs[STOCK].launch.rank == 0:
@@ -268,6 +287,8 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
     bounds = {name: variant.bounds()[-options.rounds :] for name, variant in known.items()}
     backward = {name: variant.backward()[-options.rounds :] for name, variant in known.items()}
     ratios, predicted, splits = (ranks.ratio_to(values, STOCK) for values in (times, planned, backward))
+    work = {name: variant.work()[-options.rounds :] for name, variant in known.items()}
+    even = {name: in_even_rounds(times[name], times[STOCK], row, work[STOCK]) for name, row in work.items()}
     least = {name: median(b / p for b, p in zip(row, planned[STOCK], strict=True)) for name, row in bounds.items()}
     return {
         "num_microbatches": num_microbatches,
@@ -275,6 +296,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         "num_layers": options.num_layers,
         "num_ranks": options.num_ranks,
         "rounds": options.rounds,
+        "iterations": options.iterations,
         "variants": {
             name: {
                 "iteration_ms": median(times[name]),
@@ -288,6 +310,8 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
                     "bound_over_predicted_stock": least[name],
                     "measured_over_planned": median(t / p for t, p in zip(times[name], planned[name], strict=True)),
                     "backward_over_stock": splits[name],
+                    "even_rounds": len(even[name]),
+                    "time_over_stock_in_even_rounds": median(even[name]) if even[name] else None,
                     "costs": [asdict(costs) | {"links": []} for costs in variants[name].costs[-options.rounds :]],
                 }
                 if name in known
@@ -298,20 +322,36 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
     }
 
 
+def in_even_rounds(
+    times: list[float], stock: list[float], work: list[list[float]], stocks: list[list[float]]
+) -> list[float]:
+    """The ratios of the rounds in which all ranks were equally fast in both turns."""
+    rounds = zip(times, stock, work, stocks, strict=True)
+    return [time / base for time, base, own, other in rounds if max(*own, *other) <= _EVEN * min(*own, *other)]
+
+
 def _print(result: dict[str, Any]) -> None:
     print(
         f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, {result['num_layers']} layers on "
         f"{result['num_ranks']} rank{'s' * (result['num_ranks'] > 1)}, "
         f"medians of {result['rounds']} rounds"
     )
-    print("  schedule             ms/iteration   time/stock   predicted   bound   measured/planned   B+W/BW   noise")
+    print(
+        "  schedule             ms/iteration   time/stock   predicted   bound   measured/planned   B+W/BW   noise"
+        "   even rounds"
+    )
     for name, row in result["variants"].items():
         print(
             f"  {name:<19}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
             f"  {_number(row, 'predicted_time_over_stock'):>10}  {_number(row, 'bound_over_predicted_stock'):>6}"
             f"  {_number(row, 'measured_over_planned'):>17}"
-            f"  {_number(row, 'backward_over_stock'):>7}  {row['spread']:6.1%}"
+            f"  {_number(row, 'backward_over_stock'):>7}  {row['spread']:6.1%}  {_evenly(row)}"
         )
+
+
+def _evenly(row: dict[str, Any]) -> str:
+    ratio = row.get("time_over_stock_in_even_rounds")
+    return "" if ratio is None else f"{ratio:6.3f} ({row['even_rounds']})"
 
 
 def _number(row: dict[str, Any], name: str) -> str:
