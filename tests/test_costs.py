@@ -47,6 +47,14 @@ def test_a_wrong_figure_is_named(wrong: object) -> None:
         PassCosts((1.0,), (1.0,), (1.0,), links={(0, 1): wrong})  # type: ignore[dict-item]
 
 
+@pytest.mark.parametrize("huge", [2e15, 1e308, 10**400])
+def test_a_figure_that_no_sum_could_hold_is_refused(huge: float) -> None:
+    with pytest.raises(
+        ValueError, match=r"activation of stage 0 must be at most 1e\+15; got .*; give it in a larger unit"
+    ):
+        PassMemory((huge,), (1.0,))
+
+
 def test_lists_of_different_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match="forward_ms has 2, backward_ms has 1, wgrad_ms has 2"):
         PassCosts((1.0, 1.0), (1.0,), (1.0, 1.0))

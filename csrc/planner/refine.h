@@ -75,7 +75,7 @@ class Refiner {
     for (int r = 0; r < p.num_ranks; ++r) latest = std::max(latest, lateness(rows, r));
     std::vector<int> longest;
     for (int r = 0; r < p.num_ranks; ++r)
-      if (lateness(rows, r) > latest - kSlack) longest.push_back(r);
+      if (lateness(rows, r) >= latest - kSlack) longest.push_back(r);
     int rank = longest[dice.below(static_cast<int>(longest.size()))];
     int place = line.begin[rank + 1] - 1, last = place;
     while (true) {
@@ -88,8 +88,8 @@ class Refiner {
         arrival = line.starts[other_place] + p.duration[before] + p.hop[code];
       }
       const bool follows =
-          place > line.begin[rank] && line.starts[place - 1] + p.duration[rows[place - 1]] > start - kSlack;
-      const bool arrives = arrival > start - kSlack;
+          place > line.begin[rank] && line.starts[place - 1] + p.duration[rows[place - 1]] >= start - kSlack;
+      const bool arrives = arrival >= start - kSlack;
       if (follows && !(arrives && dice.uniform() < 0.5)) {
         --place;
         continue;

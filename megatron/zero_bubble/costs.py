@@ -23,6 +23,8 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 _MEMORY = ("activation", "wgrad")
+_MOST = 1e15
+"""Sums of such figures are still exact enough to be compared, whatever the unit."""
 _KEYS = frozenset((*_TIMES, *_MEMORY, "comm_ms", "links"))
 
 
@@ -34,7 +36,7 @@ class PassCosts:
     receiver and occupies nobody.
 
     Raises:
-        ValueError: for a negative or non-finite figure, or when the three lists differ in length.
+        ValueError: for a negative, non-finite or huge figure (above 1e15), or when the three lists differ in length.
     """
 
     forward_ms: tuple[float, ...]
@@ -165,8 +167,10 @@ def read_costs_file(path: str | Path, placement: Placement) -> tuple[PassCosts, 
 
 
 def _figure(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number, 0 or above; got {value!r}")
+    if value > _MOST:
+        raise ValueError(f"{name} must be at most {_MOST:g}; got {value!r}; give it in a larger unit")
     return float(value)
 
 

@@ -21,8 +21,9 @@ def problems(draw: st.DrawFn) -> Problem:
     num_ranks = draw(st.integers(1, 4))
     placement = draw(st.sampled_from([Placement.linear, Placement.vee]))(num_ranks)
     stages = placement.num_stages
-    figures = st.lists(milliseconds, min_size=stages, max_size=stages).map(tuple)
-    costs = PassCosts(draw(figures), draw(figures), draw(figures), draw(st.floats(0, 5)))
+    unit = draw(st.sampled_from([1.0, 1e13]))  # in the greater one, a sum is rounded by more than the loops' slack
+    figures = st.lists(milliseconds.map(lambda ms: ms * unit), min_size=stages, max_size=stages).map(tuple)
+    costs = PassCosts(draw(figures), draw(figures), draw(figures), draw(st.floats(0, 5)) * unit)
     memory = PassMemory((1.0,) * stages, (draw(st.floats(0.1, 1.0)),) * stages)
     limit = (draw(st.floats(2.0, 4.0 * num_ranks)),) * num_ranks
     return Problem.of(

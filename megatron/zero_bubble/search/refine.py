@@ -57,7 +57,7 @@ def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
     starts, number, places = times(problem, rows)
     rank_of, duration, source, hop, _, _ = problem.tables
     lateness = [s[-1] + duration[row[-1]] - o for s, row, o in zip(starts, rows, problem.origin, strict=True)]
-    longest = [r for r, late in enumerate(lateness) if late > max(lateness) - _SLACK]
+    longest = [r for r, late in enumerate(lateness) if late >= max(lateness) - _SLACK]
     rank = longest[dice.below(len(longest))]
     place = last = len(rows[rank]) - 1
     moves: list[Move] = []
@@ -68,8 +68,8 @@ def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
             other = rank_of[before]
             other_place = places[before][number[rank][place]]
             arrival = starts[other][other_place] + duration[before] + hop[code]
-        follows = place > 0 and starts[rank][place - 1] + duration[rows[rank][place - 1]] > start - _SLACK
-        arrives = arrival > start - _SLACK
+        follows = place > 0 and starts[rank][place - 1] + duration[rows[rank][place - 1]] >= start - _SLACK
+        arrives = arrival >= start - _SLACK
         if follows and not (arrives and dice.uniform() < 0.5):
             place -= 1
             continue
