@@ -34,6 +34,6 @@ def test_a_job_is_recorded_and_stays_what_it_is(checkout: Checkout, tmp_path: Pa
     recording = read_trace_file(tmp_path / "trace.json")
     assert list(recording.traces) == list(range(3, 11))
     for trace in recording.traces.values():
-        assert trace.timeline.schedule.num_microbatches == 8
+        assert trace.timeline.schedule.num_microbatches == 6
         assert all(row.receives for row in trace.ranks)
     assert read_costs_file(tmp_path / "costs.json", Placement.linear(2)) == (recording.costs, recording.memory)
