@@ -48,11 +48,22 @@ def test_a_wrong_figure_is_named(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("huge", [2e15, 1e308, 10**400])
-def test_a_figure_that_no_sum_could_hold_is_refused(huge: float) -> None:
-    with pytest.raises(
-        ValueError, match=r"activation of stage 0 must be at most 1e\+15; got .*; give it in a larger unit"
-    ):
-        PassMemory((huge,), (1.0,))
+def test_a_huge_figure_is_refused_where_it_is_given(huge: float) -> None:
+    with pytest.raises(ValueError, match=r"activation must be at most 1e\+15; got .*; give a smaller one"):
+        PassMemory.uniform(VEE, huge)
+    with pytest.raises(ValueError, match=r"comm_ms must be at most 1e\+15"):
+        PassCosts.uniform(LINEAR, 1, 1, 1, huge)
+    content = {"forward_ms": 1, "backward_ms": [1, huge], "wgrad_ms": 1}
+    with pytest.raises(ValueError, match=r"backward_ms must be at most 1e\+15"):
+        costs_from_json(json.dumps(content), LINEAR)
+    content |= {"backward_ms": 1, "links": [[0, 1, huge]]}
+    with pytest.raises(ValueError, match=r"links must be at most 1e\+15"):
+        costs_from_json(json.dumps(content), LINEAR)
+
+
+def test_the_greatest_figures_serve_every_placement() -> None:
+    costs = PassCosts.uniform(LINEAR, 1e15, 1e15, 1e15)
+    assert costs.fit(VEE).fit(LINEAR) == costs
 
 
 def test_lists_of_different_lengths_are_refused() -> None:

@@ -23,8 +23,8 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 _MEMORY = ("activation", "wgrad")
-_MOST = 1e15
-"""Sums of such figures are still exact enough to be compared, whatever the unit."""
+MOST = 1e15
+"""Nobody measures more, in whatever unit, and no sum or product of what is less overflows."""
 _KEYS = frozenset((*_TIMES, *_MEMORY, "comm_ms", "links"))
 
 
@@ -36,7 +36,7 @@ class PassCosts:
     receiver and occupies nobody.
 
     Raises:
-        ValueError: for a negative, non-finite or huge figure (above 1e15), or when the three lists differ in length.
+        ValueError: for a negative or non-finite figure, or when the three lists differ in length.
     """
 
     forward_ms: tuple[float, ...]
@@ -57,7 +57,12 @@ class PassCosts:
     def uniform(
         cls, placement: Placement, forward_ms: float, backward_ms: float, wgrad_ms: float, comm_ms: float = 0.0
     ) -> PassCosts:
-        """Every rank costs the same; each of its chunks gets an equal part of the rank's figures."""
+        """Every rank costs the same; each of its chunks gets an equal part of the rank's figures.
+
+        Raises:
+            ValueError: also for a figure above ``MOST``.
+        """
+        refuse_huge(forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms, comm_ms=comm_ms)
         f, b, w = (_spread(placement, ms) for ms in (forward_ms, backward_ms, wgrad_ms))
         return cls(f, b, w, comm_ms)
 
@@ -116,8 +121,13 @@ class PassMemory:
 
     @classmethod
     def uniform(cls, placement: Placement, activation: float = 1.0, wgrad: float | None = None) -> PassMemory:
-        """Every rank keeps the same; ``wgrad`` is ``activation`` unless given, the most that W may have to keep."""
+        """Every rank keeps the same; ``wgrad`` is ``activation`` unless given, the most that W may have to keep.
+
+        Raises:
+            ValueError: also for a figure above ``MOST``.
+        """
         kept = activation if wgrad is None else wgrad
+        refuse_huge(activation=activation, wgrad=kept)
         return cls(_spread(placement, activation), _spread(placement, kept))
 
     @property
@@ -153,6 +163,10 @@ def costs_from_json(text: str, placement: Placement) -> tuple[PassCosts, PassMem
     content = json_object(text)
     if unknown := sorted(content.keys() - _KEYS):
         raise ValueError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
+    for name in content.keys() - {"links"}:
+        values = content[name] if isinstance(content[name], list) else [content[name]]
+        for value in values:
+            refuse_huge(**{name: value})
     f, b, w = (_per_stage(content, name, placement) for name in _TIMES)
     costs = PassCosts(f, b, w, content.get("comm_ms", 0.0), _links(content.get("links", [])))
     if not content.keys() & set(_MEMORY):
@@ -166,11 +180,16 @@ def read_costs_file(path: str | Path, placement: Placement) -> tuple[PassCosts, 
     return read_file(path, "costs file", lambda text: costs_from_json(text, placement))
 
 
+def refuse_huge(**figures: object) -> None:
+    """``ValueError`` for a number above ``MOST``; what is no finite number at all is somebody else's to refuse."""
+    for name, value in figures.items():
+        if isinstance(value, (int, float)) and MOST < value < math.inf:
+            raise ValueError(f"{name} must be at most {MOST:g}; got {value!r}; give a smaller one")
+
+
 def _figure(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise ValueError(f"{name} must be a finite number, 0 or above; got {value!r}")
-    if value > _MOST:
-        raise ValueError(f"{name} must be at most {_MOST:g}; got {value!r}; give it in a larger unit")
     return float(value)
 
 
@@ -225,5 +244,6 @@ def _links(rows: object) -> dict[tuple[int, int], float]:
     for row in rows if isinstance(rows, list) else [rows]:
         if not (isinstance(row, list) and len(row) == 3 and type(row[0]) is int and type(row[1]) is int):
             raise ValueError(f"links must be a list of [source rank, destination rank, ms]; got {row!r}")
+        refuse_huge(links=row[2])
         links[row[0], row[1]] = row[2]
     return links

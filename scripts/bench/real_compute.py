@@ -6,16 +6,17 @@ Every round runs one iteration (all forward and backward passes, without the opt
 each schedule, or several, of which the median counts; a ratio is the median over rounds, so it compares neighbours in
 time. Beside the measured ratio stands the one that the simulator predicts from the median passes and transfers of the
 same turn, and the bound of that prediction: what it could not be less than for any order of such passes on the same
-ranks (megatron.zero_bubble.analysis.bounds). A machine whose cores are now fast, now slow says little in a single
-round, least where one rank waits for the other; so the ratio stands there for "even" rounds as well: those in which
-every rank, in stock's turn as in the schedule's, needed the same time for its passes, within a tenth.
+ranks (megatron.zero_bubble.analysis.bounds). Where the cores of a machine are now
+fast, now slow, one rank waits for the other in any order; so the ratio stands there for "even" rounds as well (in
+brackets: how many): those in which the passes of no rank, in stock's turn or in the schedule's, were more than a tenth
+slower than those of another, each next to the median over all rounds of what it ran.
 
 What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
 behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
 ("exact").
 
-    python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--hidden-size 512] [--num-layers 8]
-        [--num-microbatches 4 8 16] [--num-ranks 2]
+    python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
+        [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -85,6 +86,8 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_args()
     known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT)
     unknown = sorted({*options.only} - {*known})
+    if options.iterations < 1:
+        parser.error(f"--iterations takes 1 or more; got {options.iterations}")
     if unknown:
         parser.error(
             f"--only takes names of {', '.join(known)} on {options.num_ranks} ranks; got {', '.join(unknown)}; quote "
@@ -248,7 +251,7 @@ class _Variant:
         return elapsed, self._recorder.stop()
 
     def planned(self) -> list[float]:
-        """What each iteration would have taken without any overhead, its passes as they were."""
+        """What each turn's iteration would have taken without any overhead, its passes as they were."""
         return [simulate(self._schedule, costs).makespan_ms for costs in self.costs]
 
     def bounds(self) -> list[float]:
@@ -258,14 +261,14 @@ class _Variant:
         return [lower_bound(costs, memory, on, m, None, "makespan").value_ms for costs in self.costs]
 
     def work(self) -> list[list[float]]:
-        """Milliseconds of a microbatch's passes on every rank, in each iteration."""
+        """Milliseconds of a microbatch's passes on every rank, in each turn."""
         stages = [self._schedule.placement.stages_of(rank) for rank in range(self._schedule.num_ranks)]
         return [
             [sum(c.forward_ms[i] + c.backward_ms[i] + c.wgrad_ms[i] for i in own) for own in stages] for c in self.costs
         ]
 
     def backward(self) -> list[float]:
-        """Milliseconds of a microbatch's backward, all stages together, in each iteration."""
+        """Milliseconds of a microbatch's backward, all stages together, in each turn."""
         return [sum(costs.backward_ms) + sum(costs.wgrad_ms) for costs in self.costs]
 
 
@@ -325,9 +328,22 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
 def in_even_rounds(
     times: list[float], stock: list[float], work: list[list[float]], stocks: list[list[float]]
 ) -> list[float]:
-    """The ratios of the rounds in which all ranks were equally fast in both turns."""
-    rounds = zip(times, stock, work, stocks, strict=True)
+    """The ratios of the rounds in which every rank was as fast as it usually is, or all of them equally slower.
+
+    Args:
+        times: of each round, in ms.
+        stock: likewise, of the stock run.
+        work: ms of the median passes of every rank in each round.
+        stocks: likewise, of the stock run.
+    """
+    rounds = zip(times, stock, _slowness(work), _slowness(stocks), strict=True)
     return [time / base for time, base, own, other in rounds if max(*own, *other) <= _EVEN * min(*own, *other)]
+
+
+def _slowness(work: list[list[float]]) -> list[list[float]]:
+    """Each rank's work next to its own median: what a schedule or a stage costs always is no slowness."""
+    usual = [median(column) for column in zip(*work, strict=True)]
+    return [[ms / of_rank for ms, of_rank in zip(row, usual, strict=True)] for row in work]
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -351,7 +367,9 @@ def _print(result: dict[str, Any]) -> None:
 
 def _evenly(row: dict[str, Any]) -> str:
     ratio = row.get("time_over_stock_in_even_rounds")
-    return "" if ratio is None else f"{ratio:6.3f} ({row['even_rounds']})"
+    return (
+        "" if "even_rounds" not in row else f"{'-' if ratio is None else format(ratio, '.3f')} ({row['even_rounds']})"
+    )
 
 
 def _number(row: dict[str, Any], name: str) -> str:

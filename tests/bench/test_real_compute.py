@@ -10,12 +10,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
 from real_compute import in_even_rounds
 
 
-def test_rounds_in_which_a_rank_was_slower_are_left_out() -> None:
-    even, slow_rank, slow_stock = [100.0, 105.0], [100.0, 125.0], [130.0, 130.0]
-    times, stock = [8.0, 9.0, 7.0, 6.0], [10.0, 10.0, 10.0, 10.0]
-    work, stocks = [even, slow_rank, even, even], [even, even, slow_stock, [95.5, 100.0]]
-    assert in_even_rounds(times, stock, work, stocks) == [0.8, 0.6]
+def test_rounds_in_which_a_rank_was_slower_than_usual_are_left_out() -> None:
+    usual, other = [100.0, 150.0], [130.0, 90.0]  # stages differ, and so may the schedules' work
+    slow_rank, slow_stock, all_slow = [100.0, 180.0], [150.0, 90.0], [[200.0, 290.0], [260.0, 180.0]]
+    times, stock = [8.0, 8.5, 9.0, 7.0, 6.0], [10.0] * 5
+    work = [usual, usual, slow_rank, usual, all_slow[0]]
+    stocks = [other, other, other, slow_stock, all_slow[1]]
+    assert in_even_rounds(times, stock, work, stocks) == [0.8, 0.85, 0.6]
 
 
 def test_no_round_need_be_even() -> None:
-    assert in_even_rounds([1.0], [1.0], [[1.0, 2.0]], [[1.0, 1.0]]) == []
+    work = [[1.0, 2.0], [2.0, 1.0], [1.0, 2.0], [2.0, 1.0]]
+    assert in_even_rounds([1.0] * 4, [1.0] * 4, work, [[1.0, 1.0]] * 4) == []

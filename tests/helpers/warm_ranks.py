@@ -105,7 +105,10 @@ def _serve(script: str, answers: TextIO) -> list[str]:
 
 
 def _read_descriptions_of_flags_once() -> None:
-    """Megatron-LM reads those of many flags out of its own sources, since core_r0.16: a fifth of a small job's time."""
+    """Megatron-LM reads those of many flags out of its own sources, since core_r0.16: a fifth of a small job's time.
+
+    Nothing else in its jobs asks for sources.
+    """
     from megatron.training.arguments import add_megatron_arguments
 
     inspect.getsource = functools.cache(inspect.getsource)  # type: ignore[assignment]

@@ -21,7 +21,7 @@ def problems(draw: st.DrawFn) -> Problem:
     num_ranks = draw(st.integers(1, 4))
     placement = draw(st.sampled_from([Placement.linear, Placement.vee]))(num_ranks)
     stages = placement.num_stages
-    unit = draw(st.sampled_from([1.0, 1e13]))  # in the greater one, a sum is rounded by more than the loops' slack
+    unit = draw(st.sampled_from([1.0, 1e13]))  # in the greater one a sum's rounding is more than the loops' slack
     figures = st.lists(milliseconds.map(lambda ms: ms * unit), min_size=stages, max_size=stages).map(tuple)
     costs = PassCosts(draw(figures), draw(figures), draw(figures), draw(st.floats(0, 5)) * unit)
     memory = PassMemory((1.0,) * stages, (draw(st.floats(0.1, 1.0)),) * stages)
@@ -52,6 +52,6 @@ def test_same_bits(compiled: type, problem: Problem, skip: int) -> None:
     for eagerness, ambition in product((0.0, 0.3, 1.0), (1.0, 1.5, float("inf"))):
         filled = fast.refill(packed, eagerness, ambition * max(problem.work))
         assert (filled and fast.unpack(filled)) == slow.refill(rows, eagerness, ambition * max(problem.work))
-    for heat in (0.0, 5.0):
+    for heat in (0.0, 5.0, max(problem.forward)):
         cost, found = fast.refine(packed, 40, heat, 7)
         assert (cost, fast.unpack(found)) == slow.refine(rows, 40, heat, 7)

@@ -205,7 +205,7 @@ def _text(table: Table, costs: Figures) -> str:
     ]
     for row in table.rows:
         line = (
-            f"{row.schedule:22}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}{row.makespan_ms:13.3f}"
+            f"{row.schedule:22}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f} {row.makespan_ms:12.3f}"
         )
         line += f"{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"

@@ -12,6 +12,7 @@ from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
+from megatron.zero_bubble.costs import refuse_huge
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.plan_file import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.render.svg import render_svg
@@ -96,6 +97,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         raise ValueError(f"--equal-passes belongs to {', '.join(_ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
         raise ValueError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
+    refuse_huge(step_ms=options.step_ms)
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     started = time.perf_counter()

@@ -19,6 +19,8 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 _TICKS = 1_000_000
 """Ticks in all passes one by one; durations are cut to whole ticks, so that the bound holds for the true ones."""
+_MOST_MS = 1e12
+"""Of all passes one by one, for ticks of a millisecond: times ``_TICKS``, below the solver's greatest integer."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ class _Model:
         hops = pairwise(placement.stage_to_rank)
         transfers = 2 * m * sum(max(costs.comm(a, b), costs.comm(b, a)) for a, b in hops)
         one_by_one = sum(map(costs.duration, self.passes)) + transfers
-        self.tick = max(one_by_one, 1e-9) / _TICKS if not self._whole() else 1.0
+        exact = self._whole() and one_by_one <= _MOST_MS
+        self.tick = 1.0 if exact else max(one_by_one, 1e-9) / _TICKS
         self.horizon = int(one_by_one / self.tick) + 1
         self.start: dict[Pass, Any] = {}
         self.end: dict[Pass, Any] = {}
