@@ -6,10 +6,10 @@ Every round runs one iteration (all forward and backward passes, without the opt
 each schedule, or several, of which the median counts; a ratio is the median over rounds, so it compares neighbours in
 time. Beside the measured ratio stands the one that the simulator predicts from the median passes and transfers of the
 same turn, and the bound of that prediction: what it could not be less than for any order of such passes on the same
-ranks (megatron.zero_bubble.analysis.bounds). Where the cores of a machine are now
-fast, now slow, one rank waits for the other in any order; so the ratio stands there for "even" rounds as well (in
-brackets: how many): those in which the passes of no rank, in stock's turn or in the schedule's, were more than a tenth
-slower than those of another, each next to the median over all rounds of what it ran.
+ranks (megatron.zero_bubble.analysis.bounds). Where the cores of a machine are now fast, now slow, one rank waits for
+the other in any order; so the ratio stands there for "even" rounds as well (in brackets: how many): those in which the
+passes of no rank, in stock's turn or in the schedule's, were more than a tenth slower than those of another, each next
+to the median over all rounds of what it ran.
 
 What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
 behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic

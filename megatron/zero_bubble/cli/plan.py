@@ -97,7 +97,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
         raise ValueError(f"--equal-passes belongs to {', '.join(_ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
         raise ValueError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
-    refuse_huge(step_ms=options.step_ms)
+    refuse_huge(**{"--step-ms": options.step_ms})
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     started = time.perf_counter()
