@@ -36,9 +36,11 @@ def test_auto_takes_a_gpu_where_there_is_one(
 
 def test_marks_of_the_cpu_measure_milliseconds() -> None:
     platform = select("cpu")
+    before = time.perf_counter()
     start = platform.mark()
     time.sleep(0.02)
-    assert 20.0 <= platform.elapsed_ms(start, platform.mark()) < 1000.0
+    measured_ms = platform.elapsed_ms(start, platform.mark())
+    assert 20.0 <= measured_ms <= (time.perf_counter() - before) * 1e3
 
 
 def test_peak_memory_of_the_cpu_counts_what_was_touched() -> None:

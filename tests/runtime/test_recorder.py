@@ -74,18 +74,45 @@ def test_the_clock_is_one(ranks: RankPool) -> None:
             assert arrived_ms >= spans[producer].end_ms
             for span in trace.timeline.spans[rank]:
                 assert span.end_ms <= awaited_ms or span.start_ms >= arrived_ms
-    waited = max(r.arrived_ms - r.awaited_ms for r in trace.ranks[2].receives)
-    assert waited >= PASS_MS, "the last rank stood idle until the first microbatch had come down"
 
 
-class _Gone:
-    """A transport whose peer takes everything."""
+class _Peer:
+    """A transport whose peer takes everything, and tells when it is waited for."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self.posted: list[float] = []
+        self.waited: list[float] = []
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         pass
 
     def settle(self, message: Message) -> None:
-        pass
+        self.waited.append(self._recorder.mark())
+
+    def post(self, message: Message, buffer: torch.Tensor) -> _Peer:
+        self.posted.append(self._recorder.mark())
+        return self
+
+    def wait(self, needed_by: object) -> torch.Tensor:
+        self.waited.append(self._recorder.mark())
+        return torch.zeros(1)
+
+
+def test_waiting_is_between_its_marks() -> None:
+    """What a rank waits for another lies within the recorded wait, however short it is; so does its post before."""
+    recorder = Recorder(select("cpu"))
+    recorder._origin = recorder._new_origin(Offset())
+    peer = _Peer(recorder)
+    transport, _ = recorder.watch(peer, lambda: True)
+    message = Message(Pass(0, Kind.F, 0), 0, 1)
+    transport.post(message, torch.zeros(1)).wait("1F0")
+    transport.settle(message)
+    marks = recorder.stop()
+    ((_, posted, awaited, arrived),) = marks.received
+    assert posted <= peer.posted[0] <= awaited <= peer.waited[0] <= arrived
+    ((_, start, end),) = marks.settled
+    assert start <= peer.waited[1] <= end
 
 
 def test_a_second_run_forgets_the_first() -> None:
@@ -93,7 +120,7 @@ def test_a_second_run_forgets_the_first() -> None:
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     for right in (False, True):
-        transport, validate = recorder.watch(_Gone(), lambda right=right: right)  # type: ignore[arg-type, misc]
+        transport, validate = recorder.watch(_Peer(recorder), lambda right=right: right)  # type: ignore[misc]
         for microbatch in (0, 1):
             work = Pass(0, Kind.F, microbatch)
             recorder.begin(work)
