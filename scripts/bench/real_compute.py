@@ -13,7 +13,8 @@ to the median over all rounds of what it ran.
 
 What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
 behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
-("exact").
+("exact"). The published zb-v is made for passes of one length; "zb-v fitted" is what ``zero-bubble plan`` makes of it
+for these passes, in the same memory: from a few iterations of the published one, before the rounds begin.
 
     python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
@@ -38,14 +39,18 @@ sys.path.insert(0, str(ranks.ROOT))
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.search import zb_auto
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
 SPLIT = "1f1b, split"
 EXACT = ", exact"
-OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT)
+FITTED = " fitted"
+OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _EVEN = 1.1
+_FITTED_TO = 8
+"""Iterations whose costs a schedule is fitted to, as many as a training run records."""
 _FLAGS = {
     STOCK: "",
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
@@ -85,14 +90,11 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
     known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT)
-    unknown = sorted({*options.only} - {*known})
     if options.iterations < 1:
         parser.error(f"--iterations takes 1 or more; got {options.iterations}")
-    if unknown:
-        parser.error(
-            f"--only takes names of {', '.join(known)} on {options.num_ranks} ranks; got {', '.join(unknown)}; quote "
-            "each name"
-        )
+    if unknown := sorted({*options.only} - {*known}):
+        on = f"on {options.num_ranks} ranks"
+        parser.error(f"--only takes names of {', '.join(known)} {on}; got {', '.join(unknown)}; quote each name")
     options.only = options.only or known
     return options
 
@@ -182,8 +184,8 @@ class _Job:
 
 
 def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of a variant."""
-    name = name.removesuffix(EXACT)
+    """The schedule of a variant, as published."""
+    name = _model(name)
     if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -196,6 +198,11 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
 
 def _halves(p: Pass) -> tuple[Pass, ...]:
     return (p._replace(kind=Kind.B), p._replace(kind=Kind.W)) if p.kind is Kind.BW else (p,)
+
+
+def _model(name: str) -> str:
+    """What a variant runs, however it does."""
+    return name.removesuffix(EXACT).removesuffix(FITTED)
 
 
 class _Variant:
@@ -272,18 +279,30 @@ class _Variant:
         return [sum(costs.backward_ms) + sum(costs.wgrad_ms) for costs in self.costs]
 
 
+def fitted(published: Schedule, costs: PassCosts) -> Schedule:
+    """What ``zero-bubble plan`` makes of a schedule for these costs, in the memory that it keeps as published."""
+    memory = PassMemory.uniform(published.placement, 1.0)
+    limit = max(simulate(published, costs, memory).peak_activation)
+    sizes = published.num_ranks, published.num_microbatches
+    return zb_auto(costs, memory, *sizes, limit, placement="vee", objective="makespan", start=published)
+
+
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
     names = [name for name in (*_STOCK, *OURS) if name == STOCK or name in options.only]
-    models = {name.removesuffix(EXACT) for name in names}
+    models = {_model(name) for name in names}
     jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
-        schedules = {name: replace(_schedule(name, options.num_ranks, num_microbatches), name=name) for name in names}
-        variants = {
-            name: _Variant(jobs.get(name.removesuffix(EXACT), jobs[STOCK]), schedule, Path(folder), options.iterations)
-            for name, schedule in schedules.items()
-        }
         if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
+        variants = {}
+        for name in names:
+            job = jobs.get(_model(name), jobs[STOCK])
+            schedule = _schedule(name, options.num_ranks, num_microbatches)
+            if name.endswith(FITTED):
+                published = _Variant(job, schedule, Path(folder), _FITTED_TO)
+                published()
+                schedule = fitted(schedule, *published.costs)  # all ranks see all costs, and plan the same
+            variants[name] = _Variant(job, replace(schedule, name=name), Path(folder), options.iterations)
         times = ranks.interleaved(dict(variants), options.rounds)
     known = {name: variant for name, variant in variants.items() if variant.costs}
     planned = {name: variant.planned()[-options.rounds :] for name, variant in known.items()}
@@ -352,10 +371,8 @@ def _print(result: dict[str, Any]) -> None:
         f"{result['num_ranks']} rank{'s' * (result['num_ranks'] > 1)}, "
         f"medians of {result['rounds']} rounds"
     )
-    print(
-        "  schedule             ms/iteration   time/stock   predicted   bound   measured/planned   B+W/BW   noise"
-        "   even rounds"
-    )
+    columns = "ms/iteration   time/stock   predicted   bound   measured/planned   B+W/BW   noise   even rounds"
+    print(f"  schedule             {columns}")
     for name, row in result["variants"].items():
         print(
             f"  {name:<19}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
@@ -367,9 +384,8 @@ def _print(result: dict[str, Any]) -> None:
 
 def _evenly(row: dict[str, Any]) -> str:
     ratio = row.get("time_over_stock_in_even_rounds")
-    return (
-        "" if "even_rounds" not in row else f"{'-' if ratio is None else format(ratio, '.3f')} ({row['even_rounds']})"
-    )
+    shown = "-" if ratio is None else format(ratio, ".3f")
+    return f"{shown} ({row['even_rounds']})" if "even_rounds" in row else ""
 
 
 def _number(row: dict[str, Any], name: str) -> str:
