@@ -144,6 +144,11 @@ def _same(own: Log, expected: Log) -> None:
     assert len(own.of("zero-bubble: schedule ")) == 1
 
 
+def _until(iteration: int, folder: Path) -> tuple[str, ...]:
+    """Flags of a job that saves after this iteration, and ends."""
+    return ("--save", str(folder), "--save-interval", str(iteration), "--exit-interval", str(iteration))
+
+
 def _switched(own: Log) -> None:
     said = own.of("zero-bubble: zb-auto: ")
     assert any("switched to the planned schedule" in line for line in said), own.text[-4000:]
@@ -154,6 +159,12 @@ def _switched(own: Log) -> None:
 def test_the_same_lines(checkout: Checkout, pipeline: int, schedule: str) -> None:
     job = _job(checkout, pipeline, PLAIN)
     _same(pretrain_gpt(*job, schedule), stock(*job))
+
+
+@pytest.mark.parametrize(("checkout", "pipeline"), CASES)
+def test_the_same_lines_interleaved(checkout: Checkout, pipeline: int) -> None:
+    job = _job(checkout, pipeline, PLAIN, "--num-virtual-stages-per-pipeline-rank 2")
+    _same(pretrain_gpt(*job, "interleaved-1f1b"), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
@@ -190,10 +201,10 @@ def test_a_checkpoint_goes_on_in_stock(checkout: Checkout, schedule: str, form: 
     job = _job(checkout, 2, PLAIN, f"--ckpt-format {form}")
     figures = []
     for name in (schedule, None):
-        folder = str(tmp_path / str(name))
-        saved = pretrain_gpt(*job, name, ("--save", folder, "--save-interval", "4", "--exit-interval", "4"))
+        folder = tmp_path / str(name)
+        saved = pretrain_gpt(*job, name, _until(4, folder))
         assert "exiting program at iteration 4" in saved.text, saved.text[-2000:]
-        after = pretrain_gpt(*job, None, ("--load", folder))
+        after = pretrain_gpt(*job, None, ("--load", str(folder)))
         assert after.exit_codes == (0, 0), after.text[-4000:]
         figures.append([*saved.figures, *after.figures])
     assert figures[0] == figures[1]
@@ -207,7 +218,7 @@ _MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 
 def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
     job = _job(checkout, pipeline, row, _MOVING)
-    save, load = ["--save", str(folder), "--save-interval", "2", "--exit-interval", "2"], ["--load", str(folder)]
+    save, load = [*_until(2, folder)], ["--load", str(folder)]
     if "--use-distributed-optimizer" in row.flags:
         # Megatron-LM cannot load that of torch's Adam, which is all there is on a CPU, nor save it until core_r0.15.
         save.append("--no-save-optim")
@@ -237,3 +248,21 @@ def test_the_same_lines_on_a_v_with_all_features(checkout: Checkout, pipeline: i
 @pytest.mark.parametrize("name", [name for name, row in FEATURES.items() if row.moves])
 def test_the_same_lines_on_a_v_with_features(checkout: Checkout, pipeline: int, name: str, tmp_path: Path) -> None:
     _moved(checkout, pipeline, FEATURES[name], tmp_path)
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_a_checkpoint_of_a_v_goes_on_in_stock(checkout: Checkout, tmp_path: Path) -> None:
+    """Both ways: the V goes on from one of a stock run, and a stock run from the V's as from its own."""
+    job = _job(checkout, 2, PLAIN, _MOVING)
+    begun = tmp_path / "begun"
+    stock(*job, _until(2, begun))
+    figures = []
+    for name in ("zb-v", None):
+        folder = tmp_path / str(name)
+        saved = pretrain_gpt(*job, name, ("--load", str(begun), *_until(6, folder)))
+        assert "exiting program at iteration 6" in saved.text, saved.text[-2000:]
+        after = pretrain_gpt(*job, None, ("--load", str(folder)))
+        assert after.exit_codes == (0, 0), after.text[-4000:]
+        figures.append([*saved.figures, *after.figures])
+    assert figures[0] == figures[1]
+    assert len(figures[0]) >= 8
