@@ -31,7 +31,7 @@ import ranks
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Metric
-from megatron.zero_bubble.search import zb_auto
+from megatron.zero_bubble.search import fit, zb_auto
 
 PEERS = ranks.ROOT / "configs/published/peer_schedules.csv"
 METRICS: tuple[Metric, ...] = ("span", "makespan")
@@ -126,9 +126,7 @@ def zb_v_bubble(case: Case, objective: Metric) -> float:
     on = start.placement
     costs = PassCosts.uniform(on, case.forward_ms, case.backward_ms, case.wgrad_ms, case.comm_ms)
     memory = PassMemory.uniform(on, 1.0, case.wgrad_memory)
-    limit = max(simulate(start, costs, memory).peak_activation)
-    schedule = zb_auto(costs, memory, case.p, case.m, limit, placement="vee", objective=objective, start=start)
-    return simulate(schedule, costs, memory).bubble_rate(objective)
+    return simulate(fit(start, costs, memory, objective=objective), costs, memory).bubble_rate(objective)
 
 
 def main() -> int:

@@ -13,8 +13,8 @@ to the median over all rounds of what it ran.
 
 What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
 behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
-("exact"). The published zb-v is made for passes of one length; "zb-v fitted" is what ``zero-bubble plan`` makes of it
-for these passes, in the same memory: from a few iterations of the published one, before the rounds begin.
+("exact"). The published zb-v is made for passes of one length; "zb-v fitted" is what ``zero-bubble plan --objective
+makespan`` makes of it in the same memory for these passes, as they are in a few iterations before the rounds begin.
 
     python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
@@ -39,7 +39,7 @@ sys.path.insert(0, str(ranks.ROOT))
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.plan_file import plan_to_json
-from megatron.zero_bubble.search import zb_auto
+from megatron.zero_bubble.search import fit
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
@@ -49,8 +49,8 @@ FITTED = " fitted"
 OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _EVEN = 1.1
-_FITTED_TO = 8
-"""Iterations whose costs a schedule is fitted to, as many as a training run records."""
+_TRIAL_ITERATIONS = 8
+"""Of which the costs are those that a schedule is fitted to; --zero-bubble-record-costs takes as many."""
 _FLAGS = {
     STOCK: "",
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
@@ -93,8 +93,10 @@ def _parse() -> argparse.Namespace:
     if options.iterations < 1:
         parser.error(f"--iterations takes 1 or more; got {options.iterations}")
     if unknown := sorted({*options.only} - {*known}):
-        on = f"on {options.num_ranks} ranks"
-        parser.error(f"--only takes names of {', '.join(known)} {on}; got {', '.join(unknown)}; quote each name")
+        parser.error(
+            f"--only takes names of {', '.join(known)} with --num-ranks {options.num_ranks}; got {', '.join(unknown)}; "
+            "quote each name"
+        )
     options.only = options.only or known
     return options
 
@@ -184,8 +186,8 @@ class _Job:
 
 
 def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
-    """The schedule of a variant, as published."""
-    name = _model(name)
+    """The schedule of a variant, before it is fitted to costs."""
+    name = _base(name)
     if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -200,8 +202,8 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
     return (p._replace(kind=Kind.B), p._replace(kind=Kind.W)) if p.kind is Kind.BW else (p,)
 
 
-def _model(name: str) -> str:
-    """What a variant runs, however it does."""
+def _base(name: str) -> str:
+    """A variant's name without how it is run."""
     return name.removesuffix(EXACT).removesuffix(FITTED)
 
 
@@ -279,29 +281,23 @@ class _Variant:
         return [sum(costs.backward_ms) + sum(costs.wgrad_ms) for costs in self.costs]
 
 
-def fitted(published: Schedule, costs: PassCosts) -> Schedule:
-    """What ``zero-bubble plan`` makes of a schedule for these costs, in the memory that it keeps as published."""
-    memory = PassMemory.uniform(published.placement, 1.0)
-    limit = max(simulate(published, costs, memory).peak_activation)
-    sizes = published.num_ranks, published.num_microbatches
-    return zb_auto(costs, memory, *sizes, limit, placement="vee", objective="makespan", start=published)
-
-
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
     names = [name for name in (*_STOCK, *OURS) if name == STOCK or name in options.only]
-    models = {_model(name) for name in names}
+    models = {_base(name) for name in names}
     jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
         if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
-        variants = {}
+        variants, fitted_to = {}, {}
         for name in names:
-            job = jobs.get(_model(name), jobs[STOCK])
+            job = jobs.get(_base(name), jobs[STOCK])
             schedule = _schedule(name, options.num_ranks, num_microbatches)
             if name.endswith(FITTED):
-                published = _Variant(job, schedule, Path(folder), _FITTED_TO)
-                published()
-                schedule = fitted(schedule, *published.costs)  # all ranks see all costs, and plan the same
+                trial = _Variant(job, schedule, Path(folder), _TRIAL_ITERATIONS)
+                trial()
+                (fitted_to[name],) = trial.costs  # of all ranks, on all ranks: they plan the same
+                memory = PassMemory.uniform(schedule.placement, 1.0)
+                schedule = fit(schedule, fitted_to[name], memory, objective="makespan")
             variants[name] = _Variant(job, replace(schedule, name=name), Path(folder), options.iterations)
         times = ranks.interleaved(dict(variants), options.rounds)
     known = {name: variant for name, variant in variants.items() if variant.costs}
@@ -321,6 +317,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         "iterations": options.iterations,
         "variants": {
             name: {
+                **({"fitted_to": asdict(fitted_to[name]) | {"links": []}} if name in fitted_to else {}),
                 "iteration_ms": median(times[name]),
                 "spread": ranks.spread(times[name]),
                 "time_over_stock": ratios[name],

@@ -101,10 +101,11 @@ def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
 
 
 def _real_words(figures: Figures, _: Figures) -> str:
+    is_fitted = any(" fitted" in row["schedule"] for row in figures["rows"])
     return (
         f"{_gpt(figures)} on two ranks. One iteration over stock's in the same round, beside what the simulator "
         "predicts from the median passes and transfers of these rounds, and the bound of that prediction for any order "
-        f"of such passes; {_rounds(figures)}"
+        f"of such passes; {_rounds(figures)}" + ' "fitted" is made for these passes, in the same memory.' * is_fitted
     )
 
 

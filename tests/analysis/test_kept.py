@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.analysis.kept import kept
+from megatron.zero_bubble.analysis.kept import kept, most_kept
 from tests.helpers.strategies import schedules
 
 
@@ -22,4 +22,5 @@ def test_the_peaks_are_those_of_the_simulation(schedule: Schedule) -> None:
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 10, 10, 10), memory)
     curves = kept(timeline, memory)
     assert [max(step.amount for step in curve) / 4 for curve in curves] == pytest.approx(timeline.peak_activation)
+    assert most_kept(timeline, memory) == pytest.approx([max(step.amount for step in curve) for curve in curves])
     assert all(curve[-1].amount == pytest.approx(0) for curve in curves)

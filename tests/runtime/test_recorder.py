@@ -77,18 +77,19 @@ def test_the_clock_is_one(ranks: RankPool) -> None:
 
 
 class _Peer:
-    """A transport whose peer takes everything, and tells when it is waited for."""
+    """A transport whose peer takes and sends everything, with marks of when it was asked to."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self.posted: list[float] = []
         self.waited: list[float] = []
+        self.settled: list[float] = []
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         pass
 
     def settle(self, message: Message) -> None:
-        self.waited.append(self._recorder.mark())
+        self.settled.append(self._recorder.mark())
 
     def post(self, message: Message, buffer: torch.Tensor) -> _Peer:
         self.posted.append(self._recorder.mark())
@@ -100,19 +101,21 @@ class _Peer:
 
 
 def test_waiting_is_between_its_marks() -> None:
-    """What a rank waits for another lies within the recorded wait, however short it is; so does its post before."""
+    """However short it is."""
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     peer = _Peer(recorder)
     transport, _ = recorder.watch(peer, lambda: True)
     message = Message(Pass(0, Kind.F, 0), 0, 1)
-    transport.post(message, torch.zeros(1)).wait("1F0")
+    receive = transport.post(message, torch.zeros(1))
+    meanwhile = recorder.mark()
+    receive.wait("1F0")
     transport.settle(message)
     marks = recorder.stop()
     ((_, posted, awaited, arrived),) = marks.received
-    assert posted <= peer.posted[0] <= awaited <= peer.waited[0] <= arrived
+    assert posted <= peer.posted[0] <= meanwhile <= awaited <= peer.waited[0] <= arrived
     ((_, start, end),) = marks.settled
-    assert start <= peer.waited[1] <= end
+    assert arrived <= start <= peer.settled[0] <= end
 
 
 def test_a_second_run_forgets_the_first() -> None:

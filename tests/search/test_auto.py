@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.analysis.kept import most_kept
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.search import zb_auto
+from megatron.zero_bubble.search import fit, zb_auto
 
 PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
 HIDDEN_SIZE_AND_HEADS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
@@ -106,6 +107,20 @@ def test_it_is_no_worse_than_the_schedule_it_starts_from() -> None:
     assert spans[1] <= spans[0] < spans[2]
     elsewhere = zb_auto(costs, memory, 4, 12, 6.0, placement="linear", effort=1e-6, start=build_vee(4, 12))
     assert elsewhere.placement == placement
+
+
+@pytest.mark.parametrize("objective", ["span", "makespan"])
+def test_a_schedule_for_equal_passes_is_fitted_to_others_in_its_memory(objective: str) -> None:
+    """Figures of a GPT on two CPU ranks, in bytes: W takes half as long as B."""
+    published = build("zb-v", num_ranks=2, num_microbatches=4)
+    costs = PassCosts.uniform(published.placement, 163.0, 198.0, 88.0)
+    memory = PassMemory.uniform(published.placement, 3e9, 2e9)
+    before = simulate(published, costs, memory)
+    fitted = fit(published, costs, memory, objective=objective)
+    after = simulate(fitted, costs, memory)
+    assert after.makespan_ms < before.makespan_ms
+    assert max(most_kept(after, memory)) <= max(most_kept(before, memory))
+    assert (fitted.name, fitted.placement) == (published.name, published.placement)
 
 
 def build_vee(p: int, m: int):

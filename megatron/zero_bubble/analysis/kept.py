@@ -26,3 +26,10 @@ def kept(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ...], ...]
             curve.append(Kept(start_ms if p.kind is Kind.F else end_ms, amount))
         curves.append(tuple(curve))
     return tuple(curves)
+
+
+def most_kept(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
+    """The most that every rank keeps, in the unit of the memory's figures."""
+    on = timeline.schedule.placement
+    whole = (sum(memory.activation[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
+    return tuple(peak * one for peak, one in zip(timeline.peak_activation, whole, strict=True))

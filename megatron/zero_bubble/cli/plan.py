@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
+from megatron.zero_bubble.analysis.kept import most_kept
 from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
@@ -18,7 +19,7 @@ from megatron.zero_bubble.plan_file import Certificate, plan_to_json, read_sched
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.render.text import headline, render_text
 from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.auto import PlacementChoice, zb_auto
+from megatron.zero_bubble.search.auto import PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.loops import library
 
 _TEXT_WIDTH = 160
@@ -149,16 +150,10 @@ def _build(options: argparse.Namespace, costs: Figures) -> Schedule:
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:
-    """A schedule that was made for equal passes, made anew for these costs in the memory that it keeps itself; never
-    longer than it. Other schedules as they are.
-    """
+    """A schedule that was made for equal passes, made anew for these costs (``fit``). Other schedules as they are."""
     if schedule.name not in _ADAPTING:
         return schedule
-    on = costs.on(schedule.placement)
-    limit = peak_memory(simulate(schedule, *on), costs)
-    sizes = schedule.num_ranks, schedule.num_microbatches
-    found = zb_auto(*on, *sizes, limit, placement="vee", objective=objective, start=schedule)
-    return replace(found, name=schedule.name)
+    return fit(schedule, *costs.on(schedule.placement), objective=objective)
 
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
@@ -236,7 +231,4 @@ def peak_memory(timeline: Timeline, costs: Figures) -> float:
 
 def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
     """The most that every rank keeps, in the unit of memory."""
-    placement = timeline.schedule.placement
-    memory = costs.on(placement)[1]
-    whole = (sum(memory.activation[s] for s in placement.stages_of(rank)) for rank in range(placement.num_ranks))
-    return tuple(peak * one for peak, one in zip(timeline.peak_activation, whole, strict=True))
+    return most_kept(timeline, costs.on(timeline.schedule.placement)[1])

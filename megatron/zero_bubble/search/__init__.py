@@ -1,5 +1,5 @@
 """Automatic schedules: the best order found for any costs, memory limit and placement."""
 
-from megatron.zero_bubble.search.auto import zb_auto
+from megatron.zero_bubble.search.auto import fit, zb_auto
 
-__all__ = ["zb_auto"]
+__all__ = ["fit", "zb_auto"]

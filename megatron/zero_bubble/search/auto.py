@@ -1,11 +1,14 @@
-"""``zb_auto``: the best schedule found for given costs under a memory limit."""
+"""``zb_auto``: the best schedule found for given costs under a memory limit; ``fit``: one that is known, improved."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.analysis.kept import most_kept
+from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement, Schedule
@@ -66,6 +69,24 @@ def zb_auto(
             best = draft if best is None or draft.cost <= best.cost else best
     assert best is not None, "one placement at least is feasible"
     return best.problem.schedule("zb-auto", best.polish())
+
+
+def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:
+    """A schedule on a V that was made for passes of one length, made anew for these costs; never longer than it.
+
+    Args:
+        schedule: its name stays, and so does its memory: no rank keeps more than the fullest rank of it does.
+        costs: figures for its stages.
+        memory: likewise.
+        objective: as in ``zb_auto``.
+
+    Raises:
+        ValueError: for figures for another number of stages.
+    """
+    limit = max(most_kept(simulate(schedule, costs, memory), memory))
+    sizes = schedule.num_ranks, schedule.num_microbatches
+    found = zb_auto(costs, memory, *sizes, limit, placement="vee", objective=objective, start=schedule)
+    return replace(found, name=schedule.name)
 
 
 def _least(
