@@ -14,7 +14,8 @@ to the median over all rounds of what it ran.
 What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
 behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
 ("exact"). The published zb-v is made for passes of one length; "zb-v fitted" is what ``zero-bubble plan --objective
-makespan`` makes of it in the same memory for these passes, as they are in a few iterations before the rounds begin.
+makespan`` makes of it in the same memory for the passes of its turns in a few trial rounds before the others. (Turns
+right behind one another would fit it to what the machine does at that moment.)
 
     python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
@@ -33,11 +34,13 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import ranks
+from even_rounds import in_even_rounds
 
 sys.path.insert(0, str(ranks.ROOT))
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.plan_file import plan_to_json
 from megatron.zero_bubble.search import fit
 
@@ -48,9 +51,7 @@ EXACT = ", exact"
 FITTED = " fitted"
 OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
 _STOCK = (STOCK, STOCK_INTERLEAVED)
-_EVEN = 1.1
-_TRIAL_ITERATIONS = 8
-"""Of which the costs are those that a schedule is fitted to; --zero-bubble-record-costs takes as many."""
+_TRIAL_ROUNDS = 8
 _FLAGS = {
     STOCK: "",
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
@@ -219,10 +220,26 @@ class _Variant:
         self._schedule = schedule
         self._iterations = iterations
         self._file = folder / f"{schedule.name}.json"
-        self._file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))))
+        self._write()
         self._group = parallel_state.get_pipeline_model_parallel_group()
         self._recorder = Recorder(job.platform)
+        self._timelines: list[Timeline] = []
         self.costs: list[PassCosts] = []
+        self.fitted_to: PassCosts | None = None
+
+    def _write(self) -> None:
+        """The schedule to where this rank reads it."""
+        on = self._schedule.placement
+        self._file.write_text(plan_to_json(simulate(self._schedule, PassCosts.uniform(on, 1, 1, 1))))
+
+    def fit(self) -> None:
+        """From now on, run what the schedule becomes for the passes of all turns so far; all ranks make the same."""
+        from megatron.zero_bubble.runtime.measure import median_costs
+
+        self.fitted_to = median_costs(self._timelines)
+        memory = PassMemory.uniform(self._schedule.placement, 1.0)
+        self._schedule = fit(self._schedule, self.fitted_to, memory, objective="makespan")
+        self._write()
 
     def __call__(self) -> float:
         """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
@@ -242,8 +259,9 @@ class _Variant:
         finally:
             revert()
         if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
-            traces = [gather_trace(self._schedule.name, marks, self._group) for _, marks in timed]
-            self.costs.append(median_costs([trace.timeline for trace in traces]))
+            timelines = [gather_trace(self._schedule.name, marks, self._group).timeline for _, marks in timed]
+            self.costs.append(median_costs(timelines))
+            self._timelines += timelines
         return median(elapsed for elapsed, _ in timed)
 
     def _timed(self) -> tuple[float, Any]:
@@ -288,17 +306,16 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
     with TemporaryDirectory() as folder:
         if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
-        variants, fitted_to = {}, {}
-        for name in names:
-            job = jobs.get(_base(name), jobs[STOCK])
-            schedule = _schedule(name, options.num_ranks, num_microbatches)
-            if name.endswith(FITTED):
-                trial = _Variant(job, schedule, Path(folder), _TRIAL_ITERATIONS)
-                trial()
-                (fitted_to[name],) = trial.costs  # of all ranks, on all ranks: they plan the same
-                memory = PassMemory.uniform(schedule.placement, 1.0)
-                schedule = fit(schedule, fitted_to[name], memory, objective="makespan")
-            variants[name] = _Variant(job, replace(schedule, name=name), Path(folder), options.iterations)
+        schedules = {name: replace(_schedule(name, options.num_ranks, num_microbatches), name=name) for name in names}
+        variants = {
+            name: _Variant(jobs.get(_base(name), jobs[STOCK]), schedule, Path(folder), options.iterations)
+            for name, schedule in schedules.items()
+        }
+        fitting = [variant for name, variant in variants.items() if name.endswith(FITTED)]
+        if fitting:
+            ranks.interleaved(dict(variants), _TRIAL_ROUNDS, warm_up=0)
+        for variant in fitting:
+            variant.fit()
         times = ranks.interleaved(dict(variants), options.rounds)
     known = {name: variant for name, variant in variants.items() if variant.costs}
     planned = {name: variant.planned()[-options.rounds :] for name, variant in known.items()}
@@ -317,7 +334,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         "iterations": options.iterations,
         "variants": {
             name: {
-                **({"fitted_to": asdict(fitted_to[name]) | {"links": []}} if name in fitted_to else {}),
+                "fitted_to": _json(variants[name].fitted_to),
                 "iteration_ms": median(times[name]),
                 "spread": ranks.spread(times[name]),
                 "time_over_stock": ratios[name],
@@ -331,7 +348,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
                     "backward_over_stock": splits[name],
                     "even_rounds": len(even[name]),
                     "time_over_stock_in_even_rounds": median(even[name]) if even[name] else None,
-                    "costs": [asdict(costs) | {"links": []} for costs in variants[name].costs[-options.rounds :]],
+                    "costs": [_json(costs) for costs in variants[name].costs[-options.rounds :]],
                 }
                 if name in known
                 else {}
@@ -341,25 +358,8 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
     }
 
 
-def in_even_rounds(
-    times: list[float], stock: list[float], work: list[list[float]], stocks: list[list[float]]
-) -> list[float]:
-    """The ratios of the rounds in which every rank was as fast as it usually is, or all of them equally slower.
-
-    Args:
-        times: of each round, in ms.
-        stock: likewise, of the stock run.
-        work: ms of the median passes of every rank in each round.
-        stocks: likewise, of the stock run.
-    """
-    rounds = zip(times, stock, _slowness(work), _slowness(stocks), strict=True)
-    return [time / base for time, base, own, other in rounds if max(*own, *other) <= _EVEN * min(*own, *other)]
-
-
-def _slowness(work: list[list[float]]) -> list[list[float]]:
-    """Each rank's work next to its own median: what a schedule or a stage costs always is no slowness."""
-    usual = [median(column) for column in zip(*work, strict=True)]
-    return [[ms / of_rank for ms, of_rank in zip(row, usual, strict=True)] for row in work]
+def _json(costs: PassCosts | None) -> dict[str, Any] | None:
+    return None if costs is None else asdict(costs) | {"links": []}
 
 
 def _print(result: dict[str, Any]) -> None:
