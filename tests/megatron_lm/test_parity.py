@@ -214,6 +214,7 @@ def _gone_on(job: _Job, schedule: str | None, after: int, folder: Path, more: tu
     own = pretrain_gpt(*job, None, ("--load", str(folder / str(schedule))))
     assert own.exit_codes == (0, 0), own.text[-4000:]
     assert re.match(rf"iteration +{after + 1}/", own.figures[0]), own.figures
+    assert len(own.figures) >= 10 - after
     return [*saved.figures, *own.figures]
 
 
