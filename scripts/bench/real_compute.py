@@ -260,6 +260,8 @@ class _Variant:
             revert()
         if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
             timelines = [gather_trace(self._schedule.name, marks, self._group).timeline for _, marks in timed]
+            if any(timeline.schedule.order != self._schedule.order for timeline in timelines):
+                raise RuntimeError(f"{self._schedule.name} ran another order than its own; its figures mean nothing")
             self.costs.append(median_costs(timelines))
             self._timelines += timelines
         return median(elapsed for elapsed, _ in timed)

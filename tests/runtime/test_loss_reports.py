@@ -9,7 +9,12 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.loss_reports import LossReports
 from tests.helpers.ranks import RankPool
 
-REPORTS = [{"lm loss": torch.tensor([1.5, 8.0])}, {"lm loss": torch.tensor([2.5, 7.0]), "other": (1, "two")}]
+REPORTS = [
+    {"lm loss": torch.tensor([1.5, 8.0])},
+    {"lm loss": torch.tensor([2.5, 7.0]), "other": (1, "two")},
+    {"lm loss": torch.tensor(3.5), "tokens": torch.tensor([3, 4]), "none": torch.empty(0, 2)},
+    {"narrow": torch.arange(6.0).reshape(2, 3).t().bfloat16(), "masks": torch.tensor([True, False])},
+]
 
 
 def exchange(rank: int, wait: bool) -> str:

@@ -200,6 +200,6 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
         )  # fmt: skip
         if bias is None:
             return y
-        return y + bias.detach() if waits else _AddBias.apply(y, bias)
+        return y.add_(bias.detach()) if waits else _AddBias.apply(y, bias)  # nobody else holds y
 
     return linear

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -35,7 +36,9 @@ class LossReports:
         """
         if self._rank == holder:
             self.settle()
-            content = torch.frombuffer(bytearray(pickle.dumps(_moved(reports, torch.device("cpu")))), dtype=torch.uint8)
+            packed = io.BytesIO()
+            _Packer(packed).dump(_moved(reports, torch.device("cpu")))
+            content = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
             for tensor in (torch.tensor([content.numel()]), content):
                 self._sent.append((self._group.send([tensor], self._peers[self._last], 0), tensor))
             if self._wait:
@@ -63,6 +66,21 @@ class LossReports:
         if dist.is_initialized():
             self.settle()
             dist.destroy_process_group(self._group)
+
+
+class _Packer(pickle.Pickler):
+    """Tensors by their bytes: torch's own way writes a file each, milliseconds of every iteration."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor:
+            return NotImplemented
+        return _unpacked, (value.contiguous().flatten().view(torch.uint8).numpy().tobytes(), value.dtype, value.shape)
+
+
+def _unpacked(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -1,0 +1,42 @@
+"""The bench of real passes says what it ran."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
+from megatron.zero_bubble.search import fit
+
+ROOT = Path(__file__).parents[2]
+ARGUMENTS = "--hidden-size 64 --num-layers 4 --num-microbatches 8 --rounds 2 --only".split()
+
+
+@pytest.mark.timeout(300)
+def test_a_fitted_schedule_runs_in_the_order_made_for_its_trial(tmp_path: Path) -> None:
+    """The bench itself refuses passes in another order than the one that it predicts with."""
+    file = tmp_path / "real_compute.json"
+    command = [sys.executable, "scripts/bench/real_compute.py", *ARGUMENTS, "zb-v fitted", "--output", str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    variants = json.loads(file.read_text())["results"][0]["variants"]
+    own, stock = variants["zb-v fitted"], variants["stock 1f1b"]
+
+    plain, published = (build(name, num_ranks=2, num_microbatches=8) for name in ("1f1b", "zb-v"))
+    memory = PassMemory.uniform(published.placement, 1.0)
+    fitted = fit(published, _costs(own["fitted_to"]), memory, objective="makespan")
+    assert fitted.order != published.order
+    rounds = zip(own["costs"], stock["costs"], strict=True)
+    ratios = [simulate(fitted, _costs(a)).makespan_ms / simulate(plain, _costs(b)).makespan_ms for a, b in rounds]
+    assert own["predicted_time_over_stock"] == pytest.approx(median(ratios), rel=1e-12)
+    assert own["bound_over_predicted_stock"] <= own["predicted_time_over_stock"]
+
+
+def _costs(figures: dict[str, Any]) -> PassCosts:
+    return PassCosts(*(tuple(figures[name]) for name in ("forward_ms", "backward_ms", "wgrad_ms")), figures["comm_ms"])
