@@ -201,6 +201,11 @@ def _main_grad(parameter: Any) -> torch.Tensor:
     return parameter.grad
 
 
+def reduces_early(chunk: torch.nn.Module) -> bool:
+    """Whether data parallelism reduces gradients of ``chunk`` while others are computed, so that it must be told."""
+    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
+
+
 class GradSync:
     """Whether backwards of one chunk tell data parallelism that gradients are ready; off until ``enable``.
 

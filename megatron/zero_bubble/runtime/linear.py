@@ -18,7 +18,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from megatron.core import utils
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
@@ -134,7 +133,7 @@ class DeferredLinear:
             self._handle.wait()
             assert self._gathered is not None
             x = self._gathered
-        grad_output, x = utils.prepare_input_tensors_for_wgrad_compute(self._grad_output, x)
+        x, grad_output = (tensor.flatten(0, -2).contiguous() for tensor in (x, self._grad_output))
         self._accumulate.linear(Product(self.weight, self._bias, x, grad_output), self._fused)
 
 

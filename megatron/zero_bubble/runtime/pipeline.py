@@ -25,7 +25,7 @@ from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.runtime.executor import PassObserver, together
-from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync
+from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync, reduces_early
 from megatron.zero_bubble.runtime.iteration import Boundary, Iteration
 from megatron.zero_bubble.runtime.loss_reports import LossReports
 from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArguments, StepResults
@@ -164,8 +164,10 @@ class Pipeline:
                 self.accumulate.watch(chunks)
                 self.store.watch(chunks)
                 syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
+                listens = config.no_sync_func is not None or any(map(reduces_early, chunks))
                 # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
-                iteration.train(syncs, config.grad_sync_func is None or prepared.rank == 0, self._optimizer)
+                tells = listens and (config.grad_sync_func is None or prepared.rank == 0)
+                iteration.train(syncs, tells, self._optimizer)
                 self.store.join()
                 _finish_grad_sync(config, chunks, syncs)
                 if self._meter is not None:
