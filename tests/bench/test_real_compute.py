@@ -31,7 +31,6 @@ def test_a_fitted_schedule_runs_in_the_order_made_for_its_trial(tmp_path: Path) 
     plain, published = (build(name, num_ranks=2, num_microbatches=8) for name in ("1f1b", "zb-v"))
     memory = PassMemory.uniform(published.placement, 1.0)
     fitted = fit(published, _costs(own["fitted_to"]), memory, objective="makespan")
-    assert fitted.order != published.order
     rounds = zip(own["costs"], stock["costs"], strict=True)
     ratios = [simulate(fitted, _costs(a)).makespan_ms / simulate(plain, _costs(b)).makespan_ms for a, b in rounds]
     assert own["predicted_time_over_stock"] == pytest.approx(median(ratios), rel=1e-12)
