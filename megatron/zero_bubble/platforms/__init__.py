@@ -32,6 +32,9 @@ class Platform(Protocol):
     def device(self, local_rank: int) -> torch.device:
         """The device of the ``local_rank``-th process of this machine."""
 
+    def current_device(self) -> torch.device:
+        """The device that this process computes on by default."""
+
     def device_count(self) -> int:
         """How many devices this machine offers; 1 on the CPU platform, which all ranks share."""
 

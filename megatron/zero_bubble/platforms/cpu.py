@@ -46,6 +46,9 @@ class CpuPlatform:
     def device(self, local_rank: int) -> torch.device:
         return CPU
 
+    def current_device(self) -> torch.device:
+        return CPU
+
     def device_count(self) -> int:
         return 1
 
@@ -162,10 +165,6 @@ def _no_stream(*_args: object, **_kwargs: object) -> NoStream:
     return NoStream()
 
 
-def _current_device() -> torch.device:
-    return CPU
-
-
 def _get_rng_state(*_args: object, **_kwargs: object) -> torch.Tensor:
     return torch.get_rng_state()
 
@@ -258,7 +257,12 @@ def always(value: Any) -> Callable[[Any], Any]:
 
 
 POINTS: tuple[Point, ...] = (
-    Point("torch.cuda", "current_device", always(_current_device), "device= of nearly every tensor core allocates"),
+    Point(
+        "torch.cuda",
+        "current_device",
+        always(CpuPlatform().current_device),
+        "device= of nearly every tensor core allocates",
+    ),
     Point("torch.cuda", "synchronize", always(nothing), "stock p2p and the collectives' barriers"),
     Point("torch.cuda", "current_stream", always(_no_stream), "DDP and the MoE dispatchers order streams"),
     Point("torch.cuda", "default_stream", always(_no_stream), "gradient reduction with several optimizer instances"),

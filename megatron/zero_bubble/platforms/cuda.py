@@ -47,6 +47,9 @@ class CudaPlatform:
         # More ranks than GPUs share them in turn; who wants NCCL is refused earlier (training.checks).
         return torch.device("cuda", local_rank % self.device_count())
 
+    def current_device(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
     def device_count(self) -> int:
         return torch.cuda.device_count()
 
@@ -72,4 +75,4 @@ class CudaPlatform:
         return torch.cuda.max_memory_allocated()
 
     def beside(self) -> SideStream:
-        return SideStream(torch.device("cuda", torch.cuda.current_device()))
+        return SideStream(self.current_device())

@@ -26,6 +26,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.runtime.device import device_of
 from megatron.zero_bubble.runtime.global_state import Chain, GlobalState
 from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step, Tally
 from megatron.zero_bubble.runtime.p2p import new_group
@@ -74,9 +75,8 @@ class PostValidatedOptimizer:
         self._check()
         groups = [part.get_grad_stats_parallel_group() for part in self._parts]
         self._one_norm = len(groups) == 1 or optimizer.grads_states_parallel_group_is_shared()
-        device = next(chunks[0].parameters()).device
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
-        self._state = GlobalState(pipeline, groups, device, timeout)
+        self._state = GlobalState(pipeline, groups, device_of(chunks), timeout)
         self._chain = Chain(pipeline, timeout)
         members = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
         self._replicas = new_group(members, "gloo", timeout)

@@ -1,0 +1,24 @@
+"""The device of a rank's stages, with and without parameters."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.zero_bubble.platforms.cuda import CudaPlatform
+from megatron.zero_bubble.runtime.device import device_of
+
+EMPTY = torch.nn.Identity()
+
+
+def test_a_stage_without_parameters_is_where_another_stage_of_the_rank_is() -> None:
+    assert device_of([EMPTY, torch.nn.Linear(1, 1, device="meta")]) == torch.device("meta")
+
+
+@pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda:3")])
+def test_a_rank_without_parameters_is_on_the_current_device(
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str
+) -> None:
+    monkeypatch.setattr(CudaPlatform, "available", lambda self: has_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_of([EMPTY]) == torch.device(device)
