@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -30,20 +31,22 @@ class GradAccumulator:
 
     def __init__(self) -> None:
         self._hooks: dict[torch.nn.Parameter, Callable[[], None] | None] = {}
-        self._seen: set[int] = set()
+        self._embeddings: set[torch.nn.Parameter] = set()
+        self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._holding = False
         self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Learn the hooks of the model chunks; cheap when they are known already.
+        """Learn the hooks and the embeddings of the model chunks; cheap when they are known already.
 
         Raises:
             JobError: a wrapper with gradient hooks that only autograd can call.
         """
         for chunk in chunks:
-            if id(chunk) in self._seen:
+            if chunk in self._seen:
                 continue
-            self._seen.add(id(chunk))
+            self._seen.add(chunk)
+            self._embeddings.update(m.weight for m in chunk.modules() if isinstance(m, layers.VocabParallelEmbedding))
             if isinstance(chunk, DistributedDataParallel):
                 for parameter in chunk.param_to_bucket_group:
                     self._hooks[parameter] = chunk._make_backward_post_hook(parameter)
@@ -53,6 +56,12 @@ class GradAccumulator:
                     f"deferred weight gradients must reach its hooks; got {type(chunk).__module__}."
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"
                 )
+
+    def defers(self, weight: torch.nn.Parameter) -> bool:
+        """Not where the weight is that of an embedding of the same chunk, too (multi-token prediction with a tied
+        embedding): autograd then sums the gradients of all uses before one hook accumulates the sum.
+        """
+        return weight not in self._embeddings
 
     def linear(self, product: Product, fused: bool) -> None:
         """See ``linear.Accumulate``."""
@@ -144,34 +153,33 @@ class FusedAccumulator(GradAccumulator):
         self._make_beside = functools.cache(beside)
         self._beside: Beside = RightAway()
         self._products: list[Product] = []
+        self._complete: list[torch.Tensor] = []  # by their last product of a microbatch
 
     def linear(self, product: Product, fused: bool) -> None:
         """Collect it until ``flush``."""
         self._products.append(product)
+        if not self._holding:
+            self._complete += [parameter for parameter in (product.weight, product.bias) if parameter is not None]
 
     def flush(self, ready: bool) -> None:
         products, self._products = self._products, []
+        complete, self._complete = self._complete, []
         if ready:
             self.join()
             self._accumulate(products)
-            for product in products:
-                self._tell(product.weight)
-                if product.bias is not None:
-                    self._tell(product.bias)
-            return
-        # Autograd may add to an embedding as well (multi-token prediction), on the stream of the passes.
-        self._accumulate([p for p in products if _is_embedding(p.weight)])
-        others = [p for p in products if not _is_embedding(p.weight)]
-        if others:
-            operands = [tensor for p in others for tensor in (p.x, p.grad_output)]
+            for parameter in complete:
+                self._tell(parameter)
+        elif products:
+            operands = [tensor for product in products for tensor in (product.x, product.grad_output)]
             self._beside = self._make_beside(operands[0].device.type)
-            self._beside.run(lambda: self._accumulate(others), operands)
+            self._beside.run(lambda: self._accumulate(products), operands)
 
     def join(self) -> None:
         self._beside.join()
 
     def clear(self) -> None:
         self._products.clear()
+        self._complete.clear()
         self.join()
 
     def __len__(self) -> int:
@@ -186,10 +194,6 @@ class FusedAccumulator(GradAccumulator):
         select(products[0].weight.device.type).ops.wgrad_accumulate_many(
             [p.x for p in products], [p.grad_output for p in products], main_grads, bias_grads
         )
-
-
-def _is_embedding(weight: torch.nn.Parameter) -> bool:
-    return getattr(weight, "is_embedding_or_output_parameter", False)
 
 
 def _main_grad(parameter: Any) -> torch.Tensor:

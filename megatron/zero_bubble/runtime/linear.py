@@ -48,6 +48,10 @@ class Accumulate(Protocol):
 
     with_bias: bool
 
+    def defers(self, weight: torch.nn.Parameter) -> bool:
+        """Whether the gradients of ``weight`` can wait for W."""
+        ...
+
     def linear(self, product: Product, fused: bool) -> None:
         """Add those of one use; ``fused``: the job itself asks for fused accumulation."""
         ...
@@ -152,8 +156,9 @@ class _AddBias(torch.autograd.Function):
 def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accumulate: Accumulate) -> Callable:
     """The replacement for ``linear_with_grad_accumulation_and_async_allreduce``.
 
-    It defers only where a W will come (``store.deferring``) and where the weight is a leaf that wants a gradient and
-    the input another; whatever else, upstream's own deferral of the embedding included, runs as it was.
+    It defers only where a W will come (``store.deferring``), where the weight is a leaf that wants a gradient and the
+    input another, and where ``accumulate`` agrees; whatever else, upstream's own deferral of the embedding included,
+    runs as it was.
     """
 
     @functools.wraps(original)
@@ -175,6 +180,7 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
             and input.requires_grad
             and weight.requires_grad
             and weight.is_leaf
+            and accumulate.defers(weight)
         )
         if not split:
             return original(

@@ -1,0 +1,109 @@
+"""Multi-token prediction, which uses one output layer several times in a microbatch: as in stock megatron-core."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers.ranks import RankPool
+from tests.runtime.test_fused_wgrad import FUSED, OVERLAP, figures
+
+UNTIED = "--untie-embeddings-and-output-weights"
+SCHEDULES = [None, "zb-h1", "zb-h2"]
+ROPE = "--position-embedding-type rope"  # no learned positions on the stage that predicts
+# With the second flag every stage reads the batch, which multi-token prediction needs the tokens of.
+OWN_STAGE = "--pipeline-model-parallel-layout Et|tmm|L --reset-attention-mask"
+
+
+def train_predicting(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
+    """The training, of a model that predicts two more tokens, which the training loop has no flag for."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    from megatron.zero_bubble.training import arguments, model
+
+    parse, build_gpt = arguments.parse, model.GPTModel
+
+    def parse_predicting(argv: Sequence[str]) -> Any:
+        args = parse(argv)
+        args.mtp_num_layers = 2
+        return args
+
+    def build_predicting(config: Any, transformer_layer_spec: Any, vp_stage: int | None, **rest: Any) -> Any:
+        block = gpt_layer_specs.get_gpt_mtp_block_spec(config, transformer_layer_spec, False, vp_stage)
+        return build_gpt(
+            config=config,
+            transformer_layer_spec=transformer_layer_spec,
+            mtp_block_spec=block,
+            vp_stage=vp_stage,
+            **rest,
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(arguments, "parse", parse_predicting)
+        patch.setattr(model, "GPTModel", build_predicting)
+        return train(rank, flags, schedules)
+
+
+ROWS = {
+    "tied, bf16": (Layout(2), "--bf16"),
+    "tied, fp32": (Layout(2), ""),
+    "untied": (Layout(2), UNTIED),
+    "untied, dp=2, overlap, not aligned": (Layout(2, data=2), f"{UNTIED} {OVERLAP}"),
+    "on a stage of its own, tied, bf16": (
+        Layout(3, num_layers=2),
+        f"--bf16 {OWN_STAGE}",
+    ),
+    "on a stage of its own, tp=2 and sequence parallel": (
+        Layout(3, num_layers=2, tensor=2),
+        f"{UNTIED} --sequence-parallel {OWN_STAGE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
+    layout, options = ROWS[name]
+    flags = layout.flags(4, f"{ROPE} {options}")
+    results = ranks.run(layout.num_ranks, train_predicting, flags, SCHEDULES, timeout=120)
+    # With a tied embedding the last stage computes its logits with the embedding's weight.
+    unused = () if UNTIED in options else ("output_layer.weight",)
+    assert_same_bits(results, SCHEDULES, unused=unused)
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("tied, bf16", 2e-2), ("untied, dp=2, overlap, not aligned", 1e-5)])
+def test_near_stock_by_default(ranks: RankPool, name: str, tolerance: float) -> None:
+    layout, options = ROWS[name]
+    flags = layout.flags(4, f"{ROPE} {options} {FUSED}")
+    for stock, *fused in ranks.run(layout.num_ranks, train_predicting, flags, SCHEDULES, timeout=120):
+        for own in fused:
+            assert figures(own.losses) == pytest.approx(figures(stock.losses), rel=tolerance)
+            assert figures(own.grad_norms) == pytest.approx(figures(stock.grad_norms), rel=tolerance)
+
+
+def train_counting(
+    rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
+) -> tuple[list[Outcome], list[int]]:
+    """The training, and how often each weight with a gradient was ready in an iteration."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
+
+    counts: list[int] = []
+    start = BucketGroup.start_grad_sync
+
+    def noted_start(self: Any, *arguments: Any, **named: Any) -> None:
+        counts.extend(self.per_param_grad_ready_counts.values())
+        start(self, *arguments, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BucketGroup, "start_grad_sync", noted_start)
+        return run(rank, flags, schedules), counts
+
+
+@pytest.mark.parametrize("options", ["", FUSED])
+def test_a_weight_is_ready_once(ranks: RankPool, options: str) -> None:
+    """However often it is used: megatron-core 0.13 to 0.15 allow no more, later ones count on the same number."""
+    flags = Layout(2, data=2).flags(4, f"{ROPE} {UNTIED} {OVERLAP} {options}")
+    for _, counts in ranks.run(4, train_counting, flags, train_predicting, ["zb-h1"], timeout=120):
+        assert set(counts) == {1}
