@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_model_type
 
-from megatron.zero_bubble.plan import Message, Plan
+from megatron.zero_bubble.plan import Plan
+from megatron.zero_bubble.runtime.boundary import Boundary
 from megatron.zero_bubble.runtime.executor import Channels, Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradSync
 from megatron.zero_bubble.runtime.megatron_stage import MegatronStage, StageFacts, StepArguments, StepResults
@@ -18,55 +17,7 @@ from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.runtime.replay import Replay
-from megatron.zero_bubble.runtime.upstream import known
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """The tensors that cross stage boundaries: shape (sequence shard, microbatch, hidden) of each direction."""
-
-    activation: tuple[int, ...]
-    gradient: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(
-        cls,
-        config: Any,
-        groups: Any,
-        seq_length: int,
-        micro_batch_size: int,
-        decoder_seq_length: int | None,
-        adjust: Callable[..., Any] | None,
-        chunk: torch.nn.Module,
-    ) -> Boundary:
-        of_version = known(
-            schedules.get_tensor_shapes,
-            tp_group=groups.tp,
-            cp_group=groups.cp,
-            rank=groups.pp.rank(),
-            model_type=get_model_type(chunk),
-            encoder_decoder_xattn=False,
-        )
-        received, sent = (
-            schedules.get_tensor_shapes(
-                seq_length=seq_length,
-                micro_batch_size=micro_batch_size,
-                decoder_seq_length=decoder_seq_length,
-                config=config,
-                **of_version,
-            )
-            for _ in range(2)
-        )
-        if adjust is not None:
-            received, sent = adjust(received, sent)
-        return cls(received[0], sent[0], config.pipeline_dtype, next(chunk.parameters()).device)
-
-    def new_buffer(self, message: Message) -> torch.Tensor:
-        shape = self.activation if message.is_activation else self.gradient
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True)

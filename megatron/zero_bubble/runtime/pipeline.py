@@ -24,9 +24,11 @@ from megatron.zero_bubble.config import JobError, check_model_config, check_runn
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.runtime.boundary import Boundary
+from megatron.zero_bubble.runtime.device import device_of
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync, reduces_early
-from megatron.zero_bubble.runtime.iteration import Boundary, Iteration
+from megatron.zero_bubble.runtime.iteration import Iteration
 from megatron.zero_bubble.runtime.loss_reports import LossReports
 from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.memory import MemoryMeter
@@ -133,7 +135,14 @@ class Pipeline:
             first_val_step,
         )
         boundary = Boundary.of(
-            config, groups, seq_length, micro_batch_size, decoder_seq_length, adjust_tensor_shapes_fn, chunks[0]
+            config,
+            groups,
+            seq_length,
+            micro_batch_size,
+            decoder_seq_length,
+            adjust_tensor_shapes_fn,
+            chunks[0],
+            device_of(chunks),
         )
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
         self.store.clear()

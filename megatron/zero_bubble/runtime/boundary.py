@@ -1,0 +1,91 @@
+"""The tensors that cross the boundaries between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.utils import get_model_type
+
+from megatron.zero_bubble.plan import Message
+from megatron.zero_bubble.runtime.upstream import known
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Shapes (sequence shard, microbatch, hidden), dtype and device of what this rank exchanges.
+
+    Attributes:
+        activation, gradient: the shapes of what this rank receives, where a stage hands over one sequence.
+        num_sequences: for each stage, how many sequences its output holds, one behind the other: more than one behind
+            multi-token prediction that is not on the last stage, whose depths travel to the loss together. Stages
+            beyond the end of the tuple hand over one.
+    """
+
+    activation: tuple[int, ...]
+    gradient: tuple[int, ...]
+    num_sequences: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        groups: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        decoder_seq_length: int | None,
+        adjust: Callable[..., Any] | None,
+        chunk: torch.nn.Module,
+        device: torch.device,
+    ) -> Boundary:
+        """What Megatron's own schedule would exchange.
+
+        Args:
+            adjust: the job's ``adjust_tensor_shapes_fn``.
+        """
+        of_version = known(
+            schedules.get_tensor_shapes,
+            tp_group=groups.tp,
+            cp_group=groups.cp,
+            rank=groups.pp.rank(),
+            model_type=get_model_type(chunk),
+            encoder_decoder_xattn=False,
+        )
+        received, sent = (
+            schedules.get_tensor_shapes(
+                seq_length=seq_length,
+                micro_batch_size=micro_batch_size,
+                decoder_seq_length=decoder_seq_length,
+                config=config,
+                **of_version,
+            )
+            for _ in range(2)
+        )
+        if adjust is not None:
+            received, sent = adjust(received, sent)
+        return cls(received[0], sent[0], _sequences_after_stages(config), config.pipeline_dtype, device)
+
+    def new_buffer(self, message: Message) -> torch.Tensor:
+        """An empty tensor for ``message``; a gradient has the shape of the output that it belongs to."""
+        shape = self.activation if message.is_activation else self.gradient
+        stage = message.producer.stage - (not message.is_activation)
+        times = self.num_sequences[stage] if stage < len(self.num_sequences) else 1
+        return torch.empty((times * shape[0], *shape[1:]), dtype=self.dtype, device=self.device)
+
+
+def _sequences_after_stages(config: Any) -> tuple[int, ...]:
+    """Read off ``--pipeline-model-parallel-layout``; without one, multi-token prediction is on the last stage."""
+    layout = getattr(config, "pipeline_model_parallel_layout", None)
+    if layout is None:
+        return ()
+    sequences, counts = 1, []
+    for chunk in range(layout.virtual_pipeline_model_parallel_size):
+        for rank in range(layout.pipeline_model_parallel_size):
+            sequences += [layer.name for layer in layout.layout[rank][chunk]].count("mtp")
+            counts.append(sequences)
+    return tuple(counts)
