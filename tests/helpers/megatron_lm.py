@@ -69,6 +69,11 @@ class Log:
     exit_codes: tuple[int, ...]
 
     @property
+    def weights(self) -> list[str]:
+        """A digest of each parameter of each rank after the last iteration, sorted: of warm ranks only."""
+        return sorted(self.of("weights after "))
+
+    @property
     def figures(self) -> list[str]:
         """The lines of iterations and evaluations as printed, without times."""
         lines = (_ITERATION.search(line) or _EVALUATION.search(line) for line in self.text.splitlines())
@@ -182,11 +187,18 @@ def _warm(checkout: Checkout) -> WarmRanks:
     return WarmRanks(checkout.path / "pretrain_gpt.py", _environment())
 
 
-def pretrain_gpt(checkout: Checkout, num_ranks: int, flags: str, schedule: str | None, more: Sequence[str] = ()) -> Log:
+def pretrain_gpt(
+    checkout: Checkout,
+    num_ranks: int,
+    flags: str,
+    schedule: str | None,
+    more: Sequence[str] = (),
+    exact: bool = True,
+) -> Log:
     """``pretrain_gpt.py`` of the checkout on CPU ranks, under our schedule or, with None, under its own."""
     own = ["--zero-bubble-device", "cpu"]
     if schedule is not None:
-        own += ["--zero-bubble-schedule", schedule, "--zero-bubble-exact"]
+        own += ["--zero-bubble-schedule", schedule, *(["--zero-bubble-exact"] if exact else [])]
     # Megatron counts a run in iterations or in samples.
     base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
     arguments = (*base.split(), "--data-cache-path", _data_cache(), *flags.split(), *own, *more)

@@ -79,5 +79,12 @@ JOB_POINTS: tuple[Point, ...] = (
         "a checkout has its dataset helpers as source; those of an installed megatron-core do",
     ),
     Point("megatron.core.datasets.utils", "compile_helpers", _unless_compiled, "the same, with make"),
+    Point(
+        "megatron.core.tensor_parallel.inference_layers",
+        "is_inference_column_parallel_linear",
+        always(lambda _module: False),
+        "core 0.20 asks it of multi-token prediction although only TransformerEngine binds the classes it names",
+        optional=True,
+    ),
     Point("megatron.legacy.fused_kernels", "load", _returning(None), "compiles CUDA kernels"),
 )

@@ -10,6 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
+from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.plan import Message
 from megatron.zero_bubble.runtime.upstream import known
 
@@ -79,7 +80,11 @@ class Boundary:
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:
-    """Read off ``--pipeline-model-parallel-layout``; without one, multi-token prediction is on the last stage."""
+    """Read off ``--pipeline-model-parallel-layout``; without one, multi-token prediction is on the last stage.
+
+    Raises:
+        JobError: a layout that this megatron-core accepts and cannot train.
+    """
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is None:
         return ()
@@ -88,4 +93,9 @@ def _sequences_after_stages(config: Any) -> tuple[int, ...]:
         for rank in range(layout.pipeline_model_parallel_size):
             sequences += [layer.name for layer in layout.layout[rank][chunk]].count("mtp")
             counts.append(sequences)
+    if not hasattr(config, "mtp_standalone") and any(count > 1 for count in counts[:-1]):
+        raise JobError(
+            "multi-token prediction on another stage than the last needs megatron-core 0.16 or newer; got "
+            f"--pipeline-model-parallel-layout {layout}; put every m of the layout into its last stage"
+        )
     return tuple(counts)
