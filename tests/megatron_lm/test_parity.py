@@ -72,6 +72,10 @@ FEATURES = {
         "--moe-aux-loss-coeff 1e-2",
     ),
     "moe-shared": Row(f"{_MOE} --moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 64"),
+    "moe-expert-bias": Row(
+        f"{_MOE} --moe-token-dispatcher-type alltoall --moe-router-topk 2 --moe-router-score-function sigmoid "
+        "--moe-router-enable-expert-bias",
+    ),
     "moe-ep2": Row(
         f"{_MOE} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2", ranks_per_stage=2, samples=2
     ),
@@ -128,7 +132,8 @@ COMBINED = {
     "experts": Row(
         f"{_MOE} --moe-token-dispatcher-type alltoall --expert-model-parallel-size 2 --moe-router-topk 2 "
         "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
-        "--moe-shared-expert-intermediate-size 64 --overlap-grad-reduce --bf16",
+        "--moe-shared-expert-intermediate-size 64 --moe-router-score-function sigmoid --moe-router-enable-expert-bias "
+        "--overlap-grad-reduce --bf16",
         ranks_per_stage=2,
         samples=2,
         rounding=_BF16,

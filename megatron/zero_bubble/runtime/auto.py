@@ -27,8 +27,9 @@ from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator
 from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
-from megatron.zero_bubble.runtime.pipeline import Pipeline, process_groups
+from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.recorder import Recorder
+from megatron.zero_bubble.runtime.upstream import process_groups
 from megatron.zero_bubble.schedules import build
 
 
@@ -119,7 +120,7 @@ class AutoPipeline(Pipeline):
         if not self._measuring():
             result = super().forward_backward(**call)
         else:
-            group = process_groups(call.get("pg_collection")).pp
+            group = process_groups(call.get("pg_collection") or call.get("grad_finalize_pgs")).pp
             self._passes.start(group)
             result = super().forward_backward(**call)
             self._timelines.append(gather_trace("zb-auto", self._passes.stop(), group).timeline)

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -35,7 +34,7 @@ from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.recorder import Recorder
-from megatron.zero_bubble.runtime.upstream import known, process_group_collection
+from megatron.zero_bubble.runtime.upstream import finalize_arguments, known, process_groups
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -329,8 +328,7 @@ def _finalized(
         # Megatron takes it from the last rank, we from the rank that counted.
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     finalize = config.finalize_model_grads_func
-    rest = known(finalize, pg_collection=groups, grad_finalize_pgs=groups, force_all_reduce=force_all_reduce)
-    finalize(chunks, num_tokens, **rest)
+    finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
 
 
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
@@ -338,20 +336,6 @@ def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     if dist.get_backend(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
     prove_single_queue(plan)
-
-
-def process_groups(pg_collection: Any) -> Any:
-    """The caller's process groups, or Megatron's global ones."""
-    if pg_collection is not None:
-        return pg_collection
-    groups = process_group_collection()
-    groups.pp = parallel_state.get_pipeline_model_parallel_group()
-    groups.tp = parallel_state.get_tensor_model_parallel_group()
-    groups.cp = parallel_state.get_context_parallel_group()
-    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
-    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
-    groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
-    return groups
 
 
 def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
