@@ -101,6 +101,7 @@ setup(
     python_requires=">=3.10",
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
     package_data={
+        PACKAGE: ["py.typed"],
         f"{PACKAGE}.render.page": ["*.css", "*.js"],
         f"{PACKAGE}.cli.playground.page": ["*.html", "*.css", "*.js"],
     },
@@ -109,7 +110,7 @@ setup(
     options={"build_ext": {"force": True}},  # what was built for another torch, or without CUDA, looks new
     install_requires=[
         "torch>=2.8",
-        "megatron-core==0.16.1",
+        "megatron-core>=0.13,<0.21",  # the minors of patching/seams.py
         "numpy",
         "psutil",  # megatron-core's checkpoint writers: without it a save never ends
         "pyyaml",
