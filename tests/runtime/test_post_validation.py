@@ -192,7 +192,7 @@ def train_while_steps_settle_nothing(_rank: int, flags: str) -> Counter[str]:
     """With a step that would fail if it waited for what the pipeline has under way."""
     from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 
-    step = PostValidatedOptimizer.step
+    step = PostValidatedOptimizer.step_ahead
 
     def watched(optimizer: PostValidatedOptimizer) -> None:
         def waits() -> None:
@@ -202,11 +202,11 @@ def train_while_steps_settle_nothing(_rank: int, flags: str) -> Counter[str]:
         step(optimizer)
         optimizer.on_settle = on_settle
 
-    PostValidatedOptimizer.step = watched
+    PostValidatedOptimizer.step_ahead = watched
     try:
         return train_with_faults(_rank, flags, MODES[1:], [])[0].counts
     finally:
-        PostValidatedOptimizer.step = step
+        PostValidatedOptimizer.step_ahead = step
 
 
 def test_on_a_v_no_step_waits_for_the_losses_to_arrive(ranks: RankPool) -> None:

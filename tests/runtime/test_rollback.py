@@ -9,6 +9,7 @@ import torch
 
 from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.runtime.rollback import Exact, Inverse
+from megatron.zero_bubble.runtime.step_options import StepOptions
 
 
 class CountingSGD(torch.optim.SGD):
@@ -61,16 +62,44 @@ def test_exact_restores_every_bit(name: str, steps_before: int) -> None:
     for seed in range(steps_before):
         step(optimizer, weights, seed)
     before = contents(optimizer)
-    rollback = Exact([optimizer])
+    rollback, options = Exact([optimizer]), StepOptions([optimizer])
+    options.keep()
     rollback.keep()
     num_elements = sum(weight.numel() for weight in weights)
     assert rollback.num_bytes >= 4 * num_elements
     step(optimizer, weights, 100, scale=1e6)
+    options.stepped()
     optimizer.param_groups[0]["lr"] = 0.5
-    rollback.undo()
-    after = contents(optimizer)
+    with options.of_step():
+        rollback.undo()
+        after = contents(optimizer)
     assert len(after) == len(before) and all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     assert rollback.num_bytes == 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_repeated_step_has_the_options_of_its_time_and_the_next_one_those_of_the_job() -> None:
+    """Whatever the job has set, added or dropped since; the optimizer counts one step."""
+    weights = parameters()
+    optimizer = OPTIMIZERS["counting"](weights)
+    (group,) = optimizer.param_groups
+    scale = torch.tensor(2.0)
+    group |= {"dropped": 1, "scale": scale, "list": [1]}
+    step(optimizer, weights, 0)
+    options = StepOptions([optimizer])
+    options.keep()
+    step(optimizer, weights, 1)
+    options.stepped()
+    group |= {"lr": 0.5, "added": 2}
+    scale.fill_(3.0)
+    group["list"].append(2)
+    del group["dropped"]
+    with options.of_step():
+        assert (group["lr"], group["step"], group["dropped"], scale.item(), group["list"]) == (1e-2, 1, 1, 2.0, [1])
+        assert "added" not in group
+        step(optimizer, weights, 1)
+    assert (group["lr"], group["step"], group["added"], scale.item(), group["list"]) == (0.5, 2, 2, 3.0, [1, 2])
+    assert "dropped" not in group and group["scale"] is scale
 
 
 def test_nothing_is_kept_of_a_step_that_was_right() -> None:

@@ -8,7 +8,8 @@ before the first activation of the next iteration, which the rank has to wait fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,6 +73,21 @@ class Reduction:
         """The figure."""
         self._work.wait()
         return self._figure.item()
+
+
+@contextlib.contextmanager
+def refused_together() -> Iterator[None]:
+    """Within, a JobError of one rank is raised on all of them; a collective call of all ranks of the job."""
+    problem = None
+    try:
+        yield
+    except JobError as error:
+        problem = str(error)
+    problems: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next(filter(None, problems), None)
+    if first is not None:
+        raise JobError(first)
 
 
 class GlobalState:

@@ -13,6 +13,7 @@ ahead (clipping changes gradients in place), and what the step overwrites is kep
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +26,13 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.runtime.device import device_of
-from megatron.zero_bubble.runtime.global_state import Chain, GlobalState
+from megatron.zero_bubble.runtime.global_state import Chain, GlobalState, refused_together
 from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step, Tally
+from megatron.zero_bubble.runtime.optimizer_surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.runtime.p2p import new_group
 from megatron.zero_bubble.runtime.rollback import Exact, Optimizers, Rollback
+from megatron.zero_bubble.runtime.step_options import StepOptions
 
 _NEAR = 0.8
 """The part of the clip from which on a recent norm makes the next step synchronous."""
@@ -39,8 +41,13 @@ _RECENT = 4
 """So many norms count as recent."""
 
 
-class PostValidatedOptimizer:
-    """Any megatron-core optimizer, with its ``step`` taken ahead; everything else is the optimizer's own.
+class PostValidatedOptimizer(OptimizerSurface):
+    """Any megatron-core optimizer, with steps that can be taken ahead.
+
+    ``step`` is the optimizer's own, so it can stand where the optimizer stood. ``step_ahead`` leaves a step pending:
+    the next iteration's passes or ``settle`` make it final, and ``take_outcomes`` has what came of it. Until then the
+    parameters and states are not to be seen: what a job calls on all ranks to read or change them settles first,
+    everything else that may do so raises JobError (``OptimizerSurface``).
 
     All ranks of the job make theirs at the same time.
 
@@ -69,10 +76,14 @@ class PostValidatedOptimizer:
         replicas: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._chunks = list(chunks)
         self._parts = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
-        self._check()
+        steppers = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
+        with refused_together():
+            check_optimizers(self._parts)
+            self._rollback = rollback(steppers)
+        self._options = StepOptions(steppers)
         groups = [part.get_grad_stats_parallel_group() for part in self._parts]
         self._one_norm = len(groups) == 1 or optimizer.grads_states_parallel_group_is_shared()
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
@@ -80,43 +91,42 @@ class PostValidatedOptimizer:
         self._chain = Chain(pipeline, timeout)
         members = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
         self._replicas = new_group(members, "gloo", timeout)
-        self._rollback = rollback([part.optimizer for part in self._parts if not part.is_stub_optimizer])
         self._pending: Step | None = None
         self._wrong = False
-        self._zero_later = False
+        self._zero_later: Callable[[], None] | None = None
         self._norms: deque[float] = deque(maxlen=_RECENT)
         self._outcomes: list[Outcome] = []
         self.on_settle: Callable[[], None] = lambda: None
         self.counts: Counter[str] = Counter()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._optimizer, name)
-
-    def _check(self) -> None:
-        for part in self._parts:
-            if getattr(part.config, "overlap_param_gather_with_optimizer_step", False):
-                raise JobError(
-                    "--overlap-param-gather-with-optimizer-step gathers weights that post-validation may take back; "
-                    "drop one of the two"
-                )
-
     # What a training loop calls.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients of optimizer and model, once no step may need them any more."""
-        assert set_to_none, "the default"
         if self._pending is not None and self._pending.can_be_wrong:
-            self._zero_later = True
+            self._zero_later = functools.partial(self.zero_grad, set_to_none)
             return
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._optimizer.zero_grad()
+        self._optimizer.zero_grad(set_to_none)
+
+    def step(self) -> tuple[bool, float | None, float | None]:
+        """The optimizer's own step, with its answer: updated, gradient norm, number of zeros; final, without an outcome
+        to take.
+        """
+        self._settle_step()
+        updated, norm, zeros = self._optimizer.step()
+        if updated and norm is not None:
+            self._norms.append(norm)
+        self.counts[How.SYNCHRONOUS.value] += 1
+        return updated, norm, zeros
 
     @torch.no_grad()
-    def step(self) -> None:
+    def step_ahead(self) -> None:
         """Step on what is known; ``take_outcomes`` has what comes of it."""
-        self._complete_pending()
+        self._settle_step()
         step, known = self._begin()
+        self._options.keep()
         self._decide(step, known)
         if step.how is How.SYNCHRONOUS:
             self._complete(step)
@@ -129,9 +139,8 @@ class PostValidatedOptimizer:
         return outcomes
 
     def settle(self) -> None:
-        """Make the last step final: before weights or states are saved, evaluated or left."""
-        self._complete_pending()
-        self._wrong = False
+        """Make the last step final: before weights or states are saved, evaluated or left. All ranks call it."""
+        self._settle_step()
         self._chain.settle()
         self.on_settle()
 
@@ -180,6 +189,11 @@ class PostValidatedOptimizer:
         return not wrong
 
     # The step itself.
+
+    def _settle_step(self) -> None:
+        """Make the last step final outside the passes, where no forward has run on wrong weights."""
+        self._complete_pending()
+        self._wrong = False
 
     def _complete_pending(self) -> None:
         if self._pending is not None:
@@ -254,6 +268,7 @@ class PostValidatedOptimizer:
             if step.can_be_wrong:
                 self._rollback.keep()
             self._optimizer.step_with_ready_grads()
+            self._options.stepped()
 
     def _any_replica(self, holds: bool) -> bool:
         """Whether it holds on a rank that must decide as this one does: norms of replicas may differ by a bit."""
@@ -280,9 +295,11 @@ class PostValidatedOptimizer:
         wrong = self._any_replica(not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0))
         if step.how is How.AHEAD and wrong:
             step.how = How.REPEATED
-            self._take_back(norm, repeat=updated)
+            with self._options.of_step():
+                self._undo(norm, repeat=updated)
         elif step.how is not How.AHEAD and updated:
-            self._clip_and_step(norm, clip)
+            with self._options.of_step():
+                self._clip_and_step(norm, clip)
         self._rollback.forget()
         if updated:
             self._norms.append(norm)
@@ -291,9 +308,9 @@ class PostValidatedOptimizer:
         self._pending = None
         self._wrong = step.someone_ahead and wrong
         self.counts[step.how.value] += 1
-        if self._zero_later:
-            self._zero_later = False
-            self.zero_grad()
+        zero, self._zero_later = self._zero_later, None
+        if zero is not None:
+            zero()
         reported = (norm if self._reports_norm else None, zeros) if updated else (None, None)
         self._outcomes.append(Outcome(updated, *reported, self.get_loss_scale().item()))
 
@@ -319,7 +336,7 @@ class PostValidatedOptimizer:
                 )
         self._optimizer.step_with_ready_grads()
 
-    def _take_back(self, norm: float, repeat: bool) -> None:
+    def _undo(self, norm: float, repeat: bool) -> None:
         """Bring the optimizer to where it was, and the weights to where a synchronous step would have them."""
         clip = self._optimizer.config.clip_grad
         gathered = [chunk for chunk in self._chunks if chunk.ddp_config.use_distributed_optimizer]

@@ -30,7 +30,9 @@ class Rollback(Protocol):
         ...
 
     def undo(self) -> None:
-        """Parameters, states and options as they were; gradients are not touched."""
+        """Parameters and states as they were. The options of the groups must be those of the step (``StepOptions``);
+        gradients are not touched.
+        """
         ...
 
     @property
@@ -42,14 +44,13 @@ class Rollback(Protocol):
 class Exact:
     """Keeps everything that a step overwrites, on its device, until the step is validated.
 
-    Exact for every optimizer whose state is in ``state`` and ``param_groups``, whatever its arithmetic: 12 bytes an
+    Exact for every optimizer whose state is in ``state`` and ``param_groups``, whatever its arithmetic: 12 bytes per
     element for Adam with fp32 states, of those that this rank steps (a distributed optimizer has its part only), beside
     the activations of the next iteration's first forwards.
     """
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = list(optimizers)
-        self._options: list[list[dict[str, Any]]] = []
         self._kept: list[tuple[torch.optim.Optimizer, torch.Tensor, torch.Tensor, dict[str, Any] | None]] = []
 
     def is_safe(self) -> bool:
@@ -58,7 +59,6 @@ class Exact:
 
     def keep(self) -> None:
         """See ``Rollback``."""
-        self._options = [[_options(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
         self._kept = []
         for optimizer, _, parameter in _parameters(self._optimizers):
             state = optimizer.state.get(parameter)
@@ -67,7 +67,7 @@ class Exact:
 
     def forget(self) -> None:
         """See ``Rollback``."""
-        self._options, self._kept = [], []
+        self._kept = []
 
     @property
     def num_bytes(self) -> int:
@@ -91,11 +91,6 @@ class Exact:
                     state[key].copy_(value)
                 else:
                     state[key] = value
-        for optimizer, options in zip(self._optimizers, self._options, strict=True):
-            for group, as_before in zip(optimizer.param_groups, options, strict=True):
-                for key in group.keys() - as_before.keys() - {"params"}:  # TransformerEngine's Adam counts steps here
-                    del group[key]
-                group.update(as_before)
         self.forget()
 
 
@@ -180,10 +175,6 @@ def _parameters(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer,
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 yield optimizer, group, parameter
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: _copy(value) for key, value in group.items() if key != "params"}
 
 
 def _copy(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -134,9 +135,14 @@ class Trainer:
                 passes = partial(self.meter.around_passes, passes)
             reports = self.around_passes(state.iteration + 1, passes)
         self._finish()  # the learning rate depends on whether the step before was skipped
-        learning_rate = optimizer.param_groups[0]["lr"]
+        groups = optimizer.param_groups
+        learning_rate = groups[0]["lr"] if groups else math.nan  # a stage may have no parameters
+        result = None
         with during("optimizer step"):
-            result = optimizer.step()
+            if isinstance(optimizer, PostValidatedOptimizer):
+                optimizer.step_ahead()
+            else:
+                result = optimizer.step()
         state.iteration += 1
         state.consumed_samples += samples
         loss = _mean_loss(reports)

@@ -1,0 +1,153 @@
+"""What a job may see of an optimizer whose last step is not validated yet.
+
+Read for megatron-core 0.13 to 0.20. A name that stands in neither list is refused while a step is pending.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+from megatron.core.optimizer import MegatronOptimizer
+
+from megatron.zero_bubble.config import JobError
+
+ANY_TIME = frozenset(
+    {
+        "config",
+        "is_stub_optimizer",
+        "get_loss_scale",
+        "scale_loss",
+        "get_grad_stats_parallel_group",
+        "grads_states_parallel_group_is_shared",
+    }
+)
+"""Neither shows nor changes parameters or states. The loss scale is that after the last validated step."""
+
+SETTLES_FIRST = frozenset(
+    {
+        "sharded_state_dict",
+        "load_state_dict",
+        "load_state_dict_from_file",
+        "save_state_dict_to_file",
+        "save_parameter_state",
+        "load_parameter_state",
+        "reload_model_params",
+        "offload_to_cpu",
+        "restore_from_cpu",
+        "prepare_model_params_for_param_sync",
+    }
+)
+"""What Megatron-LM calls on every rank that has parameters, so that it can make the step final there. ``state_dict`` is
+not among them: for its older formats of checkpoints one rank of several calls it.
+"""
+
+
+class GroupOptions(MutableMapping[str, Any]):
+    """A parameter group for a learning-rate scheduler: all but its parameters, which ``check`` guards.
+
+    Args:
+        check: raises while the parameters may not be seen.
+    """
+
+    def __init__(self, group: dict[str, Any], check: Callable[[], None]) -> None:
+        self._group = group
+        self._check = check
+
+    def __getitem__(self, key: str) -> Any:
+        self._guard(key)
+        return self._group[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._guard(key)
+        self._group[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        self._guard(key)
+        del self._group[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key for key in self._group if key != "params")
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def _guard(self, key: str) -> None:
+        if key == "params":
+            self._check()
+
+
+class OptimizerSurface:
+    """Forwards to an optimizer what is safe; see the lists above."""
+
+    def __init__(self, optimizer: MegatronOptimizer) -> None:
+        self._optimizer = optimizer
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step is not final."""
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        """Make the last step final; all ranks call it."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._optimizer, name)
+        if name in ANY_TIME:
+            return value
+        if not callable(value):
+            self._refuse_while_pending(name)
+            return value
+        first = self.settle if name in SETTLES_FIRST else functools.partial(self._refuse_while_pending, name)
+
+        @functools.wraps(value)
+        def forwarded(*args: Any, **kwargs: Any) -> Any:
+            first()
+            return value(*args, **kwargs)
+
+        return forwarded
+
+    @property
+    def state(self) -> Any:
+        """The optimizer's states, by parameter."""
+        self._refuse_while_pending("state")
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> Any:
+        """The optimizer's parameter groups; while a step is pending, their options, for the steps that follow."""
+        groups = self._optimizer.param_groups
+        check = functools.partial(self._refuse_while_pending, "param_groups[...]['params']")
+        return [GroupOptions(group, check) for group in groups] if self.is_pending else groups
+
+    def _refuse_while_pending(self, name: str) -> None:
+        if self.is_pending:
+            raise JobError(
+                f"optimizer.{name} may not be used while a step is pending, because the step may still be undone; "
+                "call settle() of PostValidatedOptimizer on all ranks first"
+            )
+
+
+def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
+    """Raises JobError for options whose steps cannot be validated later."""
+    for part in parts:
+        config = part.config
+        if getattr(config, "overlap_param_gather_with_optimizer_step", False):
+            raise JobError(
+                "--overlap-param-gather-with-optimizer-step gathers weights that post-validation may undo; "
+                "drop one of the two"
+            )
+        threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
+        if math.isfinite(threshold):
+            raise JobError(
+                f"post-validation does not skip steps by their norm, and grad_norm_skip_threshold is {threshold}; "
+                "drop one of the two"
+            )
+        if any(getattr(parameter, "grad_norm_group", None) for parameter in part.get_parameters()):
+            raise JobError(
+                "post-validation clips all gradients by one norm, and --mtp-detach-heads clips those of multi-token "
+                "prediction by their own; drop one of the two"
+            )
