@@ -257,12 +257,7 @@ def always(value: Any) -> Callable[[Any], Any]:
 
 
 POINTS: tuple[Point, ...] = (
-    Point(
-        "torch.cuda",
-        "current_device",
-        always(CpuPlatform().current_device),
-        "device= of nearly every tensor core allocates",
-    ),
+    Point("torch.cuda", "current_device", always(lambda: CPU), "device= of nearly every tensor core allocates"),
     Point("torch.cuda", "synchronize", always(nothing), "stock p2p and the collectives' barriers"),
     Point("torch.cuda", "current_stream", always(_no_stream), "DDP and the MoE dispatchers order streams"),
     Point("torch.cuda", "default_stream", always(_no_stream), "gradient reduction with several optimizer instances"),
