@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
-from tests.helpers.parity import BASE_FLAGS, Outcome, _splits, _train_once, lay_out_anew
+from tests.helpers.parity import BASE_FLAGS, Outcome, _digest, _splits, _train_once, lay_out_anew
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,15 @@ class _Injector:
         self._faults = faults
         self._seen: Any = None
         self._factor = 1.0
+        self._chunks: Any = []
 
     def meddle(self, chunks: Any, seen: Any) -> None:
-        """Put the faults into the model's first layer norm."""
+        """Put the faults into the model's first layer norm, and count the forwards of every chunk."""
         self._seen = seen
+        for chunk in chunks:
+            chunk.register_buffer("num_forwards", torch.zeros(()))
+            chunk.register_forward_pre_hook(_count)
+        self._chunks = chunks
         norm = next(weight for name, weight in chunks[0].named_parameters() if name.endswith("layernorm.weight"))
         norm.register_hook(self._spoil)
 
@@ -44,8 +49,19 @@ class _Injector:
     def end(self, work: Pass) -> None:
         self._factor = 1.0
 
+    def counted(self) -> tuple[str, ...]:
+        """How often each chunk ran, and the sums that experts keep for the log."""
+        from megatron.zero_bubble.runtime.upstream import sums_for_the_log
+
+        forwards = [f"{chunk.num_forwards.item():.0f} forwards" for chunk in self._chunks]
+        return (*forwards, *(f"{key} {_digest(value)}" for key, value in sorted(sums_for_the_log().items())))
+
     def _spoil(self, grad: torch.Tensor) -> torch.Tensor | None:
         return None if self._factor == 1.0 else grad * self._factor
+
+
+def _count(module: Any, _inputs: Any) -> None:
+    module.num_forwards += 1
 
 
 def train_with_faults(
@@ -70,6 +86,7 @@ def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.patching import apply, revert
+    from megatron.zero_bubble.runtime.upstream import sums_for_the_log
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 
@@ -80,8 +97,10 @@ def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
     injector = _Injector([fault for fault in faults if fault.rank == own])
     pipeline = apply(args.zero_bubble, injector)
     try:
+        for value in sums_for_the_log().values():
+            value.zero_()
         outcome, _ = _train_once(args, _splits(args), None, pipeline, injector.meddle)
         assert pipeline.num_pending == 0
     finally:
         revert()
-    return outcome
+    return replace(outcome, counted=injector.counted())

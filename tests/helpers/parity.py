@@ -71,6 +71,7 @@ class Outcome:
         num_zeros: in the gradients of every step, where they are counted.
         counts: how its steps were taken, where they are taken ahead.
         unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
+        counted: what forwards have counted outside their results, where it is looked at.
     """
 
     losses: tuple[str, ...]
@@ -81,6 +82,7 @@ class Outcome:
     num_zeros: tuple[float | None, ...]
     counts: Counter[str]
     unmoved: tuple[str, ...]
+    counted: tuple[str, ...] = ()
 
 
 class Tokens(Dataset):
@@ -383,6 +385,7 @@ def assert_same_bits(
             assert outcome.grad_norms == reference.grad_norms, f"gradient norms differ on {where}"
             assert outcome.num_zeros == reference.num_zeros, f"numbers of zeros differ on {where}"
             assert outcome.loss_scales == reference.loss_scales, f"loss scales differ on {where}"
+            assert outcome.counted == reference.counted, f"counts of forwards differ on {where}"
             different = [name for name, digest in outcome.weights.items() if digest != reference.weights[name]]
             assert not different, f"weights differ on {where}: {different}"
             assert outcome.states == reference.states, f"optimizer states differ on {where}"

@@ -65,6 +65,7 @@ def reset() -> None:
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_moe_layer_wise_logging_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
     patching = sys.modules.get("megatron.zero_bubble.patching")
     left = patching.report() if patching else []
@@ -75,6 +76,7 @@ def reset() -> None:
     initialize_rng_tracker(force_reset=True)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
     get_moe_layer_wise_logging_tracker().clear()  # it is as long as the first model it saw
+    MTPLossLoggingHelper.tracker.clear()
     gc.collect()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

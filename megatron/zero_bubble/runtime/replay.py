@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 
 from megatron.zero_bubble.runtime import random_state
+from megatron.zero_bubble.runtime.upstream import sums_for_the_log
 
 
 class Rewindable(Iterator[Any]):
@@ -54,8 +54,7 @@ class Replay:
         self._random = random_state.capture()
         modules = (module for chunk in chunks for module in chunk.modules())  # DDP's own ``buffers`` are others
         self._buffers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
-        tracker = get_moe_layer_wise_logging_tracker()
-        self._auxiliary_losses = {name: entry | {"values": entry["values"].clone()} for name, entry in tracker.items()}
+        self._sums = {key: value.clone() for key, value in sums_for_the_log().items()}
 
     def rewind(self) -> None:
         """Set everything back to where it was."""
@@ -64,12 +63,15 @@ class Replay:
         random_state.restore(self._random)
         for buffer, before in self._buffers:
             buffer.copy_(before)
-        tracker = get_moe_layer_wise_logging_tracker()
-        tracker.clear()
-        tracker.update(self._auxiliary_losses)
+        for key, value in sums_for_the_log().items():
+            if key in self._sums:
+                value.copy_(self._sums[key])
+            else:
+                value.zero_()  # the first forwards made it
 
     def confirm(self) -> None:
         """Nothing will be done again."""
         for iterator in self._rewindable:
             iterator.keep_nothing()
         self._buffers.clear()
+        self._sums.clear()

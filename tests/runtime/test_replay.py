@@ -1,0 +1,72 @@
+"""Forwards that run twice leave what forwards that run once leave."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tests.helpers.ranks import RankPool
+
+
+class Counting(torch.nn.Module):
+    """A forward that counts in a buffer and in every sum that megatron-core keeps for its log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+        self.register_buffer("absent", None)
+
+    def forward(self, sample: torch.Tensor) -> torch.Tensor:
+        from megatron.core.transformer import multi_token_prediction
+        from megatron.core.transformer.moe.moe_utils import save_to_aux_losses_tracker
+
+        prediction: Any = multi_token_prediction.MTPLossLoggingHelper
+        self.seen += sample
+        loss = torch.rand(()) * sample.sum()
+        save_to_aux_losses_tracker("balance", loss, 1, 2)
+        if hasattr(prediction, "save_metrics_to_tracker"):
+            prediction.save_metrics_to_tracker(loss, torch.tensor(3.0), torch.tensor(4.0), 0, 2)
+        else:
+            prediction.save_loss_to_tracker(loss, 0, 2)
+        return loss
+
+
+def once_and_twice(rank: int, before: int) -> tuple[dict[Any, list[float]], dict[Any, list[float]]]:
+    """What iterations leave whose forwards all count once, and the same when the last one's first two run twice.
+
+    Args:
+        before: the number of iterations before the last.
+    """
+    from megatron.zero_bubble.runtime.replay import Replay
+    from megatron.zero_bubble.runtime.upstream import sums_for_the_log
+
+    def run(wrong: bool) -> dict[Any, list[float]]:
+        for value in sums_for_the_log().values():
+            value.zero_()
+        torch.manual_seed(1)
+        model, samples = Counting(), (torch.full((3,), float(number)) for number in range(1, 100))
+        for iteration in range(before + 1):
+            replay = Replay([torch.nn.Sequential(model)], [samples])
+            if wrong and iteration == before:
+                for _ in range(2):
+                    model(next(replay.iterators[0]))
+                replay.rewind()
+            else:
+                replay.confirm()
+            for _ in range(4):
+                model(next(replay.iterators[0]))
+        return {("model", "seen"): model.seen.tolist()} | {key: v.tolist() for key, v in sums_for_the_log().items()}
+
+    wrong = run(
+        wrong=True
+    )  # first, so that without an iteration before the sums are made by forwards that do not count
+    return run(wrong=False), wrong
+
+
+def test_forwards_that_run_again_count_once(ranks: RankPool) -> None:
+    """Buffers, auxiliary losses of experts and the losses of multi-token prediction, whether or not they are new."""
+    for before in (0, 2):
+        ((once, twice),) = ranks.run(1, once_and_twice, before)
+        assert once == twice
+        assert len(once) >= 3 and all(any(values) for values in once.values()), once
