@@ -102,6 +102,7 @@ setup(
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
     package_data={
         PACKAGE: ["py.typed"],
+        f"{PACKAGE}.patching": ["*.json"],
         f"{PACKAGE}.render.page": ["*.css", "*.js"],
         f"{PACKAGE}.cli.playground.page": ["*.html", "*.css", "*.js"],
     },

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
+import megatron.core
+import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.patching import transformer_engine
+from megatron.zero_bubble.patching import bodies, transformer_engine
 from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan_file import read_schedule_file
@@ -41,7 +44,8 @@ def apply(
     Args:
         config: or the name of a schedule, with everything else as it is by default.
         observer: told of every pass.
-        say: where ``zb-auto`` reports what it measured and planned, on rank 0.
+        say: where ``zb-auto`` reports what it measured and planned, and where upstream's functions that changed inside
+            are named; on rank 0.
         recorder: records passes, messages and waits of the training iterations in which it is on.
         around: the forward-backward function that megatron-core gets.
 
@@ -75,6 +79,7 @@ def apply(
         pipeline.close()
 
     _replace([*replacements, *engine.replacements], close)
+    _name_changed_bodies(config, say)
     return pipeline
 
 
@@ -109,6 +114,14 @@ def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda
     if _active:
         raise PatchError("megatron-core is patched already; call revert() before applying another configuration")
     _active.replace(replacements, close)
+
+
+def _name_changed_bodies(config: ZeroBubbleConfig, say: Callable[[str], None]) -> None:
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    if rank == 0:
+        watched = (*bodies.SCHEDULE, *(bodies.OPTIMIZER if config.post_validation else ()))
+        for line in bodies.changed_bodies(megatron.core.__version__, watched):
+            say(line)
 
 
 def _pipeline(

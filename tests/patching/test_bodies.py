@@ -1,0 +1,210 @@
+"""Whoever runs a megatron-core whose functions changed inside is told which; formatting is no change."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.megatron_lm import checkouts
+from tests.helpers.ranks import RankPool
+
+TABLE = Path(__file__).resolve().parents[2] / "megatron/zero_bubble/patching/bodies.json"
+# Those whose optimizers were read as well. From 0.17 on there is more to a step than post-validation repeats: a norm
+# that stays a tensor, a threshold from which a step is skipped, norms of separate groups.
+POST_VALIDATED = ("0.13.", "0.14.", "0.15.", "0.16.")
+UPDATE = bool(os.environ.get("UPDATE_GOLDEN"))
+SAMPLE = '''
+class Holder:
+    @property
+    def value(self):
+        return 0
+
+    def method(self, count: int, *rest, key="a", **more) -> str:
+        """What it does."""
+        if count > 1 and rest[:1] != (1.5,):  # a comment
+            return f"{count!r:>{rest[0]}} of {more['key']} {key=}" "joined"
+        with open(key) as file, open("b"):
+            return {**more, "x": [x async for x in file] if count else None}
+
+
+def method():
+    pass
+'''
+FORMATTED = """
+class Holder:
+
+    def method(self, count, *rest, key='a', **more):
+        # another comment
+        if (
+            count > 1
+            and rest[:1] != (1.5,)
+        ):
+            return f'''{count!r:>{rest[0]}} of {more["key"]} {key=}joined'''
+        with open(key) as file, open('b'):
+            return {
+                **more,
+                'x': [x async for x in file] if count else None,
+            }
+"""
+
+
+def installed() -> Path:
+    """The folder that holds ``megatron/core``, found without importing it."""
+    spec = importlib.util.find_spec("megatron.core")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0]).parents[1]
+
+
+def version_of(folder: Path) -> str:
+    info = (folder / "megatron/core/package_info.py").read_text()
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR|PATCH) = (\d+)", info, re.MULTILINE))
+
+
+FOLDERS = [installed(), *(checkout.path for checkout in checkouts())]
+
+
+def spells_the_same() -> None:
+    from megatron.zero_bubble.patching.digest import digest_of
+
+    digest = digest_of(SAMPLE, "Holder.method")
+    assert digest == "6042f2cf80978e9c", "the same on every version of Python"
+    assert digest_of(FORMATTED, "Holder.method") == digest
+    assert digest_of(SAMPLE, "Holder.other") is digest_of(SAMPLE, "value") is None
+    others = {digest_of(SAMPLE, name) for name in ("Holder.value", "method")}
+    others |= {
+        digest_of(SAMPLE.replace(old, new), "Holder.method")
+        for old, new in (("> 1", "> 2"), ("[:1]", "[1:]"), ("**more)", "more=())"), ("of", "out of"), ("!r", ""))
+    }
+    assert len(others | {digest}) == 8
+
+
+def test_a_digest_is_of_what_runs(ranks: RankPool) -> None:
+    ranks.run(1, on_a_rank, spells_the_same)
+
+
+def on_a_rank(rank: int, test: Any) -> Any:
+    """megatron-core belongs on a rank, not in the process of pytest."""
+    return test()
+
+
+def digests_in(folder: Path) -> dict[str, str | None]:
+    from megatron.zero_bubble.patching import bodies
+
+    def source_of(module: str) -> str:
+        return folder.joinpath(*module.split(".")).with_suffix(".py").read_text()
+
+    read = version_of(folder).startswith(POST_VALIDATED)
+    return bodies.digests((*bodies.SCHEDULE, *(bodies.OPTIMIZER if read else ())), source_of)
+
+
+Table = dict[str, dict[str, list[str]]]
+
+
+def numbers(version: str) -> list[int]:
+    return [int(number) for number in version.split(".")]
+
+
+def update(table: Table, version: str, found: dict[str, str | None]) -> None:
+    """This version is as found now, whatever was read for it before."""
+    for name, digest in found.items():
+        known = table.setdefault(name, {})
+        for versions in known.values():
+            versions[:] = [other for other in versions if other != version]
+        if digest is not None:
+            known[digest] = sorted([*known.get(digest, []), version], key=numbers)
+        kept = ((digest, versions) for digest, versions in known.items() if versions)
+        table[name] = dict(sorted(kept, key=lambda item: numbers(item[1][0])))
+
+
+def written(table: Table) -> str:
+    """A line for each digest."""
+    parts = []
+    for name, known in table.items():
+        lines = [f"    {json.dumps(digest)}: {json.dumps(versions)}" for digest, versions in known.items()]
+        parts.append(f"  {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n  }")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=version_of)
+def test_every_body_was_read(ranks: RankPool, folder: Path) -> None:
+    """Of the megatron-core that is installed, and of the checkouts; UPDATE_GOLDEN=1 says that they were."""
+    version = version_of(folder)
+    (found,) = ranks.run(1, on_a_rank, partial(digests_in, folder))
+    table = json.loads(TABLE.read_text())
+    if UPDATE:
+        update(table, version, found)
+        TABLE.write_text(written(table))
+    read = {name: digest for name in found for digest, versions in table[name].items() if version in versions}
+    assert {name: digest for name, digest in found.items() if digest is not None} == read
+
+
+def says(environment: dict[str, str], config: dict[str, Any]) -> list[str]:
+    """What ``apply`` says under these environment variables."""
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import apply, revert
+
+    said: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        apply(ZeroBubbleConfig(schedule="zb-h2", **config), say=said.append)
+        revert()
+    return said
+
+
+def edited(module: Any, head: str, instead: str, folder: Path) -> str:
+    """A copy of the module's file with another line in it."""
+    source = Path(module.__file__).read_text()
+    assert source.count(head) == 1
+    path = folder / f"{len(list(folder.iterdir()))}.py"
+    path.write_text(source.replace(head, instead))
+    return str(path)
+
+
+STEP = "def backward_step(input_tensor, output_tensor, output_tensor_grad, model_type, config):\n"
+OF_SCHEDULE = (
+    "megatron-core 0.16.1 has another megatron.core.pipeline_parallel.schedules.backward_step than zero-bubble "
+    "training was written for (that of 0.16.0, 0.16.1, 0.16.2); compare the losses of some iterations with those of a "
+    "run without a schedule, or install one of these versions"
+)
+
+
+def names_what_changed(folder: Path) -> None:
+    import torch.distributed as dist
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.pipeline_parallel import schedules
+
+    ahead = {"post_validation": True}
+    assert says({}, {}) == says({}, ahead) == []
+    with pytest.MonkeyPatch.context() as patch:
+        of_schedules = edited(schedules, STEP, f"{STEP}    # a comment, and an empty line\n\n", folder)
+        patch.setattr(schedules, "__file__", of_schedules)
+        assert says({}, {}) == []
+        patch.setattr(schedules, "__file__", edited(schedules, STEP, f"{STEP}    check(config)\n", folder))
+        assert says({}, {}) == [OF_SCHEDULE]
+        patch.setattr(dist, "is_initialized", lambda: False)  # as under the launcher
+        assert says({"RANK": "0"}, {}) == [OF_SCHEDULE]
+        assert says({"RANK": "1"}, {}) == []
+    with pytest.MonkeyPatch.context() as patch:
+        clip = "clip_coeff = max_norm / (total_norm + 1.0e-6)"
+        patch.setattr(clip_grads, "__file__", edited(clip_grads, clip, "clip_coeff = max_norm / total_norm", folder))
+        assert says({}, {}) == [], "the optimizer is megatron-core's own"
+        (line,) = says({}, ahead)
+        assert "another megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32 than" in line
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "__file__", str(folder / "schedules.so"))
+        (line,) = says({}, ahead)
+        assert line.startswith("the source of megatron-core 0.16.1 cannot be read here, so")
+
+
+def test_what_changed_is_named_when_a_schedule_is_applied(ranks: RankPool, tmp_path: Path) -> None:
+    """On the first rank, once for each function; with post-validation for the optimizer's too."""
+    ranks.run(1, on_a_rank, partial(names_what_changed, tmp_path))
