@@ -15,11 +15,14 @@ import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours, records
 from megatron.zero_bubble.fork_flags import modernize
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.runtime.peers import Peers
 
 _USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
 _ERRORS = {
@@ -79,7 +82,9 @@ def join() -> None:
     if any(argument.startswith(_OURS) for argument in arguments):
         from megatron.zero_bubble.patching import megatron_lm
 
-        megatron_lm.install(options, _say)
+        # A job that restarts within its processes outlives a rank that is lost.
+        restarts = "--inprocess-restart" in arguments
+        megatron_lm.install(options, _say, *([] if restarts else [ending.watch_peers]))
         if has_schedule(options) and not {"-h", "--help"} & set(arguments):
             atexit.register(ending.check, megatron_lm.in_force)
 
@@ -90,16 +95,28 @@ class _Ending:
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
         self._in_error = False
+        self._peers: Peers | None = None
+
+    def watch_peers(self) -> None:
+        """Called when the process has joined the other ranks: from now on it knows which of them is lost."""
+        from megatron.zero_bubble.runtime.peers import Peers
+
+        self._peers = self._peers or Peers()
+        self._peers.watch_world()
 
     def excepthook(self, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
         """For ``sys.excepthook``: no traceback for our refusals and for lost peers."""
         self._in_error = True
+        if self._peers is not None and self._peers.explain(error):
+            return
         if isinstance(error, (FlagError, JobError, *_imported_errors())):
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"rank {rank}: "
             print(f"zero-bubble: {where}{error}", file=sys.stderr, flush=True)
         else:
             self._original(kind, error, traceback)
+        if self._peers is not None:
+            self._peers.fail(error)
 
     def check(self, in_force: Callable[[], bool]) -> None:
         """For ``atexit``."""

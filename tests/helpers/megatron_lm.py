@@ -7,6 +7,7 @@ checkout is the checkout's own. Tests that need one are skipped without it.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import re
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +85,48 @@ class Log:
         return [line for line in self.text.splitlines() if line.startswith(start)]
 
 
+@dataclass
+class RunningJob:
+    """The processes of a job, and where each writes what it prints."""
+
+    ranks: list[subprocess.Popen[bytes] | ForkedRank]
+    files: list[Path]
+    _kept: list[str] | None = None
+
+    @property
+    def outputs(self) -> list[str]:
+        """What each rank has printed so far."""
+        return self._kept or [file.read_text(errors="replace") if file.exists() else "" for file in self.files]
+
+    @property
+    def text(self) -> str:
+        """What all have printed."""
+        return "".join(self.outputs)
+
+    def keep_outputs(self) -> None:
+        """Read the files for the last time."""
+        self._kept = self.outputs
+
+    def wait_for(self, printed: str, timeout: float = 200) -> None:
+        """Until a rank has printed this.
+
+        Raises:
+            TimeoutError: when time is up, or a rank has ended before, with what they printed so far.
+        """
+        deadline = time.monotonic() + timeout
+        while printed not in self.text:
+            if time.monotonic() > deadline or any(rank.poll() is not None for rank in self.ranks):
+                raise TimeoutError(f"{printed!r} was not printed:\n{self.text[-4000:]}")
+            time.sleep(0.01)
+
+    def wait(self, timeout: float) -> list[int | None]:
+        """The exit codes after at most so many seconds; None where a rank still runs."""
+        deadline = time.monotonic() + timeout
+        while any(rank.poll() is None for rank in self.ranks) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return [rank.poll() for rank in self.ranks]
+
+
 @dataclass(frozen=True)
 class Job:
     """A script on so many CPU ranks.
@@ -106,22 +149,30 @@ class Job:
         Raises:
             TimeoutError: with what they printed so far.
         """
+        with self.running(warm) as running:
+            codes = _wait(running.ranks, timeout)
+        if codes is None:
+            raise TimeoutError(f"no end within {timeout:.0f} s:\n{running.text[-4000:]}")
+        return Log(running.text, codes)
+
+    @contextlib.contextmanager
+    def running(self, warm: WarmRanks | None = None) -> Iterator[RunningJob]:
+        """All ranks, started; those that are left are killed."""
         with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
             probe.close()
             outputs = [Path(folder, f"rank-{rank}") for rank in range(self.num_ranks)]
-            ranks = [self._start(rank, port, output, warm) for rank, output in enumerate(outputs)]
+            running = RunningJob(
+                [self._start(rank, port, output, warm) for rank, output in enumerate(outputs)], outputs
+            )
             try:
-                codes = _wait(ranks, timeout)
+                yield running
             finally:
-                for rank in ranks:
+                for rank in running.ranks:
                     rank.kill()
                     rank.wait()
-            text = "".join(output.read_text(errors="replace") for output in outputs)
-        if codes is None:
-            raise TimeoutError(f"no end within {timeout:.0f} s:\n{text[-4000:]}")
-        return Log(text, codes)
+                running.keep_outputs()
 
     def _start(
         self, rank: int, port: int, output: Path, warm: WarmRanks | None
@@ -142,12 +193,12 @@ class Job:
                 [sys.executable, *self.before, *script],
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                env=_environment() | of_rank,
+                env=environment() | of_rank,
                 cwd="/",
             )
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Of every rank."""
     return os.environ | {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -184,7 +235,7 @@ def _data_cache() -> str:
 
 @functools.cache
 def _warm(checkout: Checkout) -> WarmRanks:
-    return WarmRanks(checkout.path / "pretrain_gpt.py", _environment())
+    return WarmRanks(checkout.path / "pretrain_gpt.py", environment())
 
 
 def pretrain_gpt(
@@ -195,14 +246,33 @@ def pretrain_gpt(
     more: Sequence[str] = (),
     exact: bool = True,
 ) -> Log:
-    """``pretrain_gpt.py`` of the checkout on CPU ranks, under our schedule or, with None, under its own."""
+    """``pretrain_gpt.py`` of the checkout on CPU ranks, under our schedule or, with None, under its own, to its end."""
+    return gpt_job(checkout, num_ranks, flags, schedule, more, exact).run(warm=_warm(checkout))
+
+
+def running_gpt(
+    checkout: Checkout, num_ranks: int, flags: str, schedule: str
+) -> contextlib.AbstractContextManager[RunningJob]:
+    """The same job, started."""
+    return gpt_job(checkout, num_ranks, flags, schedule).running(_warm(checkout))
+
+
+def gpt_job(
+    checkout: Checkout,
+    num_ranks: int,
+    flags: str,
+    schedule: str | None,
+    more: Sequence[str] = (),
+    exact: bool = True,
+) -> Job:
+    """The job of :func:`pretrain_gpt`, not started yet."""
     own = ["--zero-bubble-device", "cpu"]
     if schedule is not None:
         own += ["--zero-bubble-schedule", schedule, *(["--zero-bubble-exact"] if exact else [])]
     # Megatron counts a run in iterations or in samples.
     base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
     arguments = (*base.split(), "--data-cache-path", _data_cache(), *flags.split(), *own, *more)
-    return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments).run(warm=_warm(checkout))
+    return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments)
 
 
 @functools.cache

@@ -31,9 +31,10 @@ BACKWARD = "megatron.zero_bubble.runtime.megatron_stage:MegatronStage.backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
 VALIDATE = "megatron.zero_bubble.runtime.post_validation:PostValidatedOptimizer.validate"
 SAVE = "megatron.core.dist_checkpointing:save"
-RANK = r"rank {0} \(pipeline rank \d, tensor rank \d, data rank \d\), "
-IN_PASSES = r"iteration \d+, passes: pipeline rank \d could not .* channel \d>\d \(.+\); rank \d has died or hangs"
-ANYWHERE = rf"({IN_PASSES}|.+: another rank has died or hangs \(.+\); look at the output of the others)"
+SENTENCE = (
+    "zero-bubble: rank {0}: stopped because rank {1} died; look at the output of rank {1} first, then start the job "
+    "again from its last checkpoint"
+)
 
 
 def flags(layout: Layout, num_microbatches: int, *more: str, schedule: str = "zb-h1") -> list[str]:
@@ -41,41 +42,39 @@ def flags(layout: Layout, num_microbatches: int, *more: str, schedule: str = "zb
     return [*words, "--log-interval", "1", *more]
 
 
-def check_survivors(ended: list[Ended], victim: int, expected: str) -> None:
+def check_survivors(ended: list[Ended], victim: int) -> None:
     assert ended[victim].exit_code == -signal.SIGKILL
     for rank, survivor in enumerate(ended):
         if rank == victim:
             continue
         assert survivor.exit_code == 1, survivor.output
         assert survivor.ended_s < LIMIT_S
-        assert re.search("^error: " + RANK.format(rank) + expected, survivor.output, re.MULTILINE), survivor.output
+        sentences = re.findall("^.* (?:stopped because|has died or hangs).*$", survivor.output, re.MULTILINE)
+        assert sentences == [SENTENCE.format(rank, victim)], survivor.output
         assert "Traceback" not in survivor.output
 
 
 class TestKilledRank:
     @pytest.mark.parametrize("victim", [0, 2])
     def test_in_the_passes(self, tmp_path: Path, victim: int) -> None:
-        """Every other rank waits for its neighbour, and one after the other they say so."""
+        """Every other rank waits for its neighbour, which is mostly not the rank that died."""
         ended = run_training(4, flags(Layout(4), 8), tmp_path, Death(victim, BACKWARD, call=20))
-        check_survivors(ended, victim, IN_PASSES)
+        check_survivors(ended, victim)
 
     def test_in_the_optimizer(self, tmp_path: Path) -> None:
         """The others wait in the reduction of the gradient norm, where no pass and no channel is involved."""
         ended = run_training(2, flags(Layout(2), 2), tmp_path, Death(1, OPTIMIZER, call=2))
-        check_survivors(ended, 1, "iteration 2, optimizer step: another rank has died or hangs")
+        check_survivors(ended, 1)
 
     def test_in_another_pipeline(self, tmp_path: Path) -> None:
-        """Data parallelism brings the news to the pipeline that is whole."""
+        """The pipeline that is whole ends too, and so do the ranks whose neighbour is a survivor that ended before."""
         ended = run_training(4, flags(Layout(2, data=2), 4), tmp_path, Death(3, BACKWARD, call=6))
-        check_survivors(ended, 3, ANYWHERE)
+        check_survivors(ended, 3)
 
     def test_while_it_joins(self, tmp_path: Path) -> None:
-        """No connection stands yet that could break, so that the timeout must tell."""
+        """The process groups are not made yet."""
         lay_out = "megatron.zero_bubble.training.distributed:lay_out"
-        words = flags(Layout(2), 2, "--distributed-timeout-minutes", "0.1")
-        ended = run_training(2, words, tmp_path, Death(1, lay_out))
-        assert ended[0].exit_code == 1
-        assert "error: rank 0, joining the others: another rank has died or hangs" in ended[0].output
+        check_survivors(run_training(4, flags(Layout(4), 2), tmp_path, Death(1, lay_out)), 1)
 
 
 def test_killed_between_a_step_and_its_validation(tmp_path: Path) -> None:
@@ -93,7 +92,7 @@ def test_killed_between_a_step_and_its_validation(tmp_path: Path) -> None:
     saving = ("--save", str(tmp_path / "saved"), "--save-interval", "4")
     _, whole = metrics_of("whole")
     ended, cut = metrics_of("cut", *saving, death=Death(1, VALIDATE, call=3))
-    check_survivors(ended, 1, "iteration 6, passes: another rank has died or hangs|" + ANYWHERE)
+    check_survivors(ended, 1)
     _, resumed = metrics_of("resumed", "--load", str(tmp_path / "saved"))
     assert len(whole) == 7 and cut == whole[: len(cut)] and len(cut) >= 4
     assert resumed == whole[4:]
@@ -162,7 +161,7 @@ def test_killed_rank_of_bare_processes(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
             process.wait()
-    check_survivors(ended, 1, ANYWHERE)
+    check_survivors(ended, 1)
 
 
 def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
@@ -181,7 +180,7 @@ def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
         agent.wait()
     output = log.read_text()
     for rank in (0, 2, 3):
-        assert re.search("error: " + RANK.format(rank) + ANYWHERE, output), output
+        assert output.count(SENTENCE.format(rank, 1)) == 1, output
 
 
 def stop_after_a_failure(rank: int) -> bool:
@@ -214,7 +213,7 @@ class TestCheckpoint:
 
         assert [rank.exit_code for rank in run("whole")] == [0, 0]
         ended = run("cut", *keep, setup=Death(1, SAVE, call=2))
-        check_survivors(ended, 1, "saving iteration 4: another rank has died or hangs")
+        check_survivors(ended, 1)
         assert (folder / "iter_0000004.writing").is_dir()
         assert (folder / "latest_checkpointed_iteration.txt").read_text() == "2"
         assert [rank.exit_code for rank in run("resumed", *keep)] == [0, 0]

@@ -39,12 +39,15 @@ _job = Replaced()
 _placed = Replaced()  # what a placement needs beyond megatron-core's schedules
 
 
-def install(options: argparse.Namespace, say: Callable[[str], None] = print) -> None:
+def install(
+    options: argparse.Namespace, say: Callable[[str], None] = print, joined: Callable[[], None] = lambda: None
+) -> None:
     """Join a job that has not parsed its flags yet.
 
     Args:
         options: our flags, as given on the job's command line.
         say: where the line that lists the seams goes, on rank 0.
+        joined: called under a schedule on every rank, when the ranks have joined and have no other groups yet.
 
     Raises:
         SeamError: an unknown Megatron-LM, or one whose names are not as expected.
@@ -58,6 +61,7 @@ def install(options: argparse.Namespace, say: Callable[[str], None] = print) -> 
         # What comes later must be there as well: a job is refused before it starts, or not at all.
         for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
             seam.resolve()
+        replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined)))
         replacements.append((seams.validated_flags, lambda validate: _validated(validate, options, seams, say)))
     _job.replace(replacements)
 
@@ -144,9 +148,18 @@ def _put_in_force(
         if seams.pipeline_group is not None:
             replacements.append((seams.pipeline_group, builder.asked_for_group))
         _placed.replace(replacements)
-    taken = ", ".join(line.partition(":")[0].removeprefix("megatron.") for line in report())
+    taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     name = config.schedule or config.schedule_file
     say(f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {taken}")
+
+
+def _once_joined(initialize: Callable[..., None], joined: Callable[[], None]) -> Callable[..., None]:
+    @functools.wraps(initialize)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        joined()
+        initialize(*args, **kwargs)
+
+    return initialize_model_parallel
 
 
 def _grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:

@@ -127,7 +127,8 @@ _SEAMS = Seams(
         "megatron.core.parallel_state",
         "initialize_model_parallel",
         ("virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
-        "groups the ranks of the first and the last stage, which may share an embedding",
+        "has every rank notice when another one is lost; groups the ranks of the first and the last stage where the "
+        "placement has them, since they may share an embedding",
     ),
     models=(
         Seam(

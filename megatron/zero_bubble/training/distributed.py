@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import random
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -34,8 +35,10 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
         )
 
 
-def initialize(args: argparse.Namespace, launch: Launch, backend: str) -> None:
-    """Join the world, lay out the parallel groups and seed every random state."""
+def initialize(
+    args: argparse.Namespace, launch: Launch, backend: str, joined: Callable[[], None] = lambda: None
+) -> None:
+    """Join the world, call ``joined``, lay out the parallel groups and seed every random state."""
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if dist.is_initialized():
         pass  # the caller, a program that trains inside a world of its own, has joined already
@@ -43,6 +46,7 @@ def initialize(args: argparse.Namespace, launch: Launch, backend: str) -> None:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    joined()
     lay_out(args)
     seed(args)
 

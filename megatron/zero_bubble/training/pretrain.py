@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,32 +36,43 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         check(args, launch.world_size)
-        train(args, launch)
-        _leave()
+        return _run(args, launch)
     except (UsageError, JobError) as error:
         # One rank a machine: a file, a package or a device may be missing on one of them only.
         if launch.local_rank == 0 or not getattr(error, "everywhere", True):
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    except RuntimeError as error:
-        from megatron.zero_bubble.training.failure import lost_peer
 
+
+def _run(args: argparse.Namespace, launch: Launch) -> int:
+    """Train, and say to the other ranks how it ends."""
+    import torch.distributed as dist
+
+    from megatron.zero_bubble.runtime.peers import Peers
+    from megatron.zero_bubble.training.failure import lost_peer
+
+    peers = Peers()
+    try:
+        train(args, launch, peers.watch_world)
+        dist.destroy_process_group()
+    except Exception as error:
+        if peers.explain(error):
+            return 1
+        peers.fail(error)
         paragraph = lost_peer(error)
         if paragraph is None:
             raise
         print(f"error: {paragraph}", file=sys.stderr, flush=True)
         return 1
+    peers.leave()
     return 0
 
 
-def _leave() -> None:
-    import torch.distributed as dist
+def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] = lambda: None) -> None:
+    """Build everything that checked ``args`` ask for and train. megatron-core is imported here.
 
-    dist.destroy_process_group()
-
-
-def train(args: argparse.Namespace, launch: Launch) -> None:
-    """Build everything that checked ``args`` ask for and train. torch and megatron-core are imported here.
+    Args:
+        joined: called when this rank has joined the others.
 
     Raises:
         UsageError: what could not be known before.
@@ -82,7 +93,7 @@ def train(args: argparse.Namespace, launch: Launch) -> None:
 
         config = model.build_config(args, device)
         with during(f"rank {launch.rank}, joining the others"):
-            initialize(args, launch, backend)
+            initialize(args, launch, backend, joined)
     with during(describe_rank()):
         _train_rank(args, launch, platform, device, backend, config)
 

@@ -1,0 +1,211 @@
+"""A connection from every rank to rank 0, over which ranks learn which of them was lost first.
+
+The operating system closes the connections of a process that ends, however it ends. What ranks say are lines of text:
+``hello TOKEN RANK`` opens a connection, ``left`` is a normal end, and ``lost RANKS HOW`` an end with an error, or what
+rank 0 announces. A connection that closes without one of the last two is a rank that died.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+DIED = "died"
+_KEY = "zero-bubble/peers"
+_CONNECT_TIMEOUT_S = 10.0
+_SEND_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class Loss:
+    """The ranks that were lost, and how: the predicate of a sentence."""
+
+    ranks: tuple[int, ...]
+    how: str = DIED
+
+    def sentence(self) -> str:
+        """What a survivor says of it."""
+        several = len(self.ranks) > 1
+        names = ", ".join(map(str, self.ranks[:-1])) + " and " * several + str(self.ranks[-1])
+        who = f"{'ranks' if several else 'rank'} {names}"
+        return (
+            f"stopped because {who} {self.how}; look at the output of {who} first, then start the job again from its "
+            "last checkpoint"
+        )
+
+    def announcement(self) -> str:
+        """What rank 0 says of it, and a rank that ends with an error."""
+        return f"lost {','.join(map(str, self.ranks))} {self.how}"
+
+
+class Store(Protocol):
+    """What is used of the store of torch.distributed."""
+
+    def set(self, key: str, value: str) -> Any: ...
+
+    def get(self, key: str) -> bytes: ...
+
+
+@dataclass
+class _Line:
+    """A connection that carries words; ``rank`` is at its other end, once known."""
+
+    socket: socket.socket
+    rank: int | None = None
+    _rest: bytes = b""
+
+    def say(self, text: str) -> None:
+        with suppress(OSError):  # the end of this connection is noticed where it is read
+            self.socket.sendall(f"{text}\n".encode())
+
+    def hear(self) -> list[str] | None:
+        """The lines that arrived; None when the process at the other end is gone."""
+        try:
+            received = self.socket.recv(4096)
+        except ConnectionError:
+            received = b""
+        except OSError:
+            return ["left"]  # the network is at fault, which says nothing about the other process
+        if not received:
+            return None
+        *lines, self._rest = (self._rest + received).split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+
+@dataclass
+class Links:
+    """The connections of one rank: rank 0 has one to every other, the others have one to rank 0.
+
+    Attributes:
+        selector: ready when :meth:`losses` has something to read.
+    """
+
+    rank: int
+    token: str = ""
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+    _lines: list[_Line] = field(default_factory=list)
+    _listener: socket.socket | None = None
+    _announced: Loss | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def open(cls, store: Store, rank: int, num_ranks: int) -> Links:
+        """Rank 0 listens and leaves its address in ``store``, where the other ranks find it.
+
+        Raises:
+            OSError: there is no way to connect.
+        """
+        if rank > 0:
+            return cls._to_rank_0(rank, store.get(_KEY).decode())
+        links = cls(rank, secrets.token_hex(8))
+        try:
+            links._listen(num_ranks)
+        except OSError:
+            store.set(_KEY, "")
+            raise
+        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
+        store.set(_KEY, f"{host} {links.port} {links.token}")
+        return links
+
+    @classmethod
+    def _to_rank_0(cls, rank: int, address: str) -> Links:
+        if not address:
+            raise OSError("rank 0 cannot listen")
+        host, port, token = address.split()
+        links = cls(rank, token)
+        connected = socket.create_connection((os.environ.get("MASTER_ADDR") or host, int(port)), _CONNECT_TIMEOUT_S)
+        links._add(connected, 0).say(f"hello {token} {rank}")
+        return links
+
+    def _listen(self, backlog: int) -> None:
+        if socket.has_dualstack_ipv6():
+            address: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+        else:
+            address = {}
+        self._listener = socket.create_server(("", 0), backlog=backlog, **address)
+        self.selector.register(self._listener, selectors.EVENT_READ)
+
+    @property
+    def port(self) -> int:
+        assert self._listener is not None, "of rank 0"
+        return int(self._listener.getsockname()[1])
+
+    def _accept(self) -> None:
+        assert self._listener is not None, "of rank 0"
+        with suppress(OSError):  # it may have closed again
+            self._add(self._listener.accept()[0])
+
+    def _add(self, connected: socket.socket, rank: int | None = None) -> _Line:
+        connected.settimeout(_SEND_TIMEOUT_S)
+        line = _Line(connected, rank)
+        with self._lock:
+            self._lines.append(line)
+        self.selector.register(connected, selectors.EVENT_READ, line)
+        return line
+
+    def _drop(self, line: _Line) -> None:
+        self.selector.unregister(line.socket)
+        with self._lock:
+            self._lines.remove(line)
+        line.socket.close()
+
+    def say(self, text: str) -> None:
+        """To rank 0, or from rank 0 to all; from any thread."""
+        with self._lock:
+            for line in self._lines:
+                if line.rank is not None:
+                    line.say(text)
+
+    def leave(self) -> None:
+        """Say that this rank ends normally."""
+        self.say("left")
+
+    def announce(self, loss: Loss) -> None:
+        """Say that these ranks are lost, this one perhaps."""
+        self._announced = loss
+        self.say(loss.announcement())
+
+    def hear(self, ready: Sequence[_Line | None]) -> Loss | None:
+        """Read what is ready, and return the loss in it. Ranks that died come before ranks that said how they end."""
+        died: set[int] = set()
+        announced: list[Loss] = []
+        for line in ready:
+            if line is None:
+                self._accept()
+                continue
+            heard = line.hear()
+            if heard is None:
+                died |= set() if line.rank is None else {line.rank}
+                self._drop(line)
+                continue
+            announced += [loss for text in heard if (loss := self._understand(line, text)) is not None]
+        return Loss(tuple(sorted(died))) if died else next(iter(announced), None)
+
+    def _understand(self, line: _Line, text: str) -> Loss | None:
+        kind, _, rest = text.partition(" ")
+        first, _, second = rest.partition(" ")
+        if line.rank is None:  # a stranger, until it knows the token
+            if kind == "hello" and secrets.compare_digest(first.encode(), self.token.encode()):
+                line.rank = int(second)
+                if self._announced is not None:  # it comes late
+                    line.say(self._announced.announcement())
+            return None
+        loss = Loss(tuple(map(int, first.split(","))), second) if kind == "lost" else None
+        if kind == "left" or (loss is not None and line.rank in loss.ranks):
+            line.rank = None  # its connection may close
+        return loss
+
+    def close(self) -> None:
+        """Close this process's side, without a word."""
+        for line in self._lines:
+            line.socket.close()
+        if self._listener is not None:
+            self._listener.close()
+        self.selector.close()
