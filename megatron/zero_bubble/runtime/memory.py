@@ -7,8 +7,9 @@ the most bytes of such storages that were alive after any pass.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
 class MemoryMeter:
-    """A ``PassObserver`` that watches one iteration, then no more.
+    """A ``PassObserver`` that watches the passes of one iteration, the first that ends well, then no more.
 
     Args:
         store: where B leaves what W needs.
@@ -30,37 +31,48 @@ class MemoryMeter:
     """
 
     def __init__(self, store: WgradStore) -> None:
+        self._store = store
+        self._parameters: frozenset[int] = frozenset()
+        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+        self._watches = False
+        self._done = False
+        self._start()
+
+    def _start(self) -> None:
         self.activation: dict[int, int] = {}
         self.wgrad: dict[int, int] = {}
         self.peak = 0
-        self._store = store
-        self._parameters: frozenset[int] = frozenset()
         self._alive = _Alive()
         self._saved: set[int] = set()
         self._deferred: dict[Pass, list[_Kept]] = {}
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-        self._done = False
 
-    def ignore(self, chunks: Iterable[torch.nn.Module]) -> None:
-        """Do not count the parameters of the model chunks: they stay anyway."""
-        self._parameters = frozenset(p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters())
-
-    def finish(self) -> None:
-        """An iteration is over."""
-        self._done = self._done or bool(self.activation)
+    @contextlib.contextmanager
+    def around_iteration(self, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Watch the passes within. The parameters of ``chunks`` do not count: they stay anyway. An exception of a pass
+        leaves nothing behind.
+        """
+        self._watches = not self._done
+        if self._watches:
+            self._start()
+            self._parameters = frozenset(p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters())
+        try:
+            yield
+            self._done = True
+        finally:
+            self._watches = False
+            self._unhook()
 
     def begin(self, work: Pass) -> None:
-        if not self._done and work.kind is Kind.F and torch.is_grad_enabled():
+        if self._watches and work.kind is Kind.F:
             self._saved.clear()
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
 
     def end(self, work: Pass) -> None:
-        if self._done:
+        if not self._watches:
             return
-        if self._hooks is not None:
-            self._hooks.__exit__()
-            self._hooks = None
+        if work.kind is Kind.F:
+            self._unhook()
             self.activation.setdefault(work.stage, sum(self._alive.size.get(pointer, 0) for pointer in self._saved))
         elif work.kind is Kind.B:
             w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
@@ -70,6 +82,11 @@ class MemoryMeter:
         elif work.kind is Kind.W:
             self._deferred.pop(work, None)
         self.peak = max(self.peak, self._alive.num_bytes)
+
+    def _unhook(self) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
+            self._hooks = None
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         pointer = tensor.untyped_storage().data_ptr()

@@ -145,8 +145,6 @@ class Pipeline:
         )
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
         self.store.clear()
-        if self._meter is not None:
-            self._meter.ignore(chunks)
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         assert self._transport is not None
@@ -168,7 +166,8 @@ class Pipeline:
                 self._optimizer.settle()
             iteration.evaluate()
         else:
-            with _finalized(config, groups, prepared, chunks, results, force_all_reduce):
+            measured = contextlib.nullcontext() if self._meter is None else self._meter.around_iteration(chunks)
+            with _finalized(config, groups, prepared, chunks, results, force_all_reduce), measured:
                 self.accumulate.watch(chunks)
                 self.store.watch(chunks)
                 syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
@@ -178,8 +177,6 @@ class Pipeline:
                 iteration.train(syncs, tells, self._optimizer)
                 self.store.join()
                 _finish_grad_sync(config, chunks, syncs)
-                if self._meter is not None:
-                    self._meter.finish()
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._reports is None:
