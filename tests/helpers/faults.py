@@ -38,8 +38,9 @@ class _Injector:
             chunk.register_buffer("num_forwards", torch.zeros(()))
             chunk.register_forward_pre_hook(_count)
         self._chunks = chunks
-        norm = next(weight for name, weight in chunks[0].named_parameters() if name.endswith("layernorm.weight"))
-        norm.register_hook(self._spoil)
+        norms = [weight for name, weight in chunks[0].named_parameters() if name.endswith("layernorm.weight")]
+        for norm in norms[:1]:  # a stage may have none
+            norm.register_hook(self._spoil)
 
     def begin(self, work: Pass) -> None:
         if work.kind in (Kind.B, Kind.BW):

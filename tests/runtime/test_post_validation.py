@@ -72,6 +72,13 @@ ROWS = {
         OVERFLOWS,
         {"ahead", "repeated", "skipped"},
     ),
+    "a stage without parameters, zb-h2, bf16": Row(
+        Layout(3, num_layers=3),
+        5,
+        "zb-h2",
+        f"{LOOSE} --bf16 --pipeline-model-parallel-layout Ett||tL",
+        [Fault(10, 2, 1, SPIKE), Fault(30, 0, 1, SPIKE)],
+    ),
     "experts, zb-h2, fp16, the scale grows": Row(
         Layout(2),
         3,

@@ -3,7 +3,7 @@
 Megatron's optimizer reduces the gradients' norm over the whole pipeline before it clips and steps, so every rank waits
 for the slowest. Here (arXiv 2401.10241, section 4) a rank steps on what it knows: its own figures and those of the
 ranks before it, which for nearly every step say that it is neither skipped nor clipped. In the next iteration, before
-its first backward, the figures of all ranks are there. A step that they do not confirm is taken back and repeated as a
+its first backward, the figures of all ranks are there. A step that they do not confirm is undone and repeated as a
 synchronous optimizer would have done it, and the forwards that ran on the wrong weights are run again.
 
 What makes the repetition exact: gradients are zeroed after the validation only, a step that would clip is never taken
@@ -55,12 +55,12 @@ class PostValidatedOptimizer(OptimizerSurface):
         optimizer: what ``get_megatron_optimizer`` returns.
         chunks: the model chunks of this rank.
         pipeline: the pipeline-parallel group.
-        rollback: how a step is taken back.
+        rollback: how a step is undone.
         replicas: the ranks of the same stage that exchange tokens in their forwards, which must run again together.
         timeout: how long a figure of another rank may take.
 
     Raises:
-        JobError: an optimizer whose step cannot be taken back.
+        JobError: an optimizer whose step cannot be undone or validated later.
 
     Attributes:
         counts: how this rank took its steps.

@@ -1,4 +1,4 @@
-"""Taking an optimizer step back."""
+"""Undoing an optimizer step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Rollback(Protocol):
     """How the torch optimizers of a rank come back to before their last step."""
 
     def is_safe(self) -> bool:
-        """Whether the step that comes can be taken back."""
+        """Whether the step that comes can be undone."""
         ...
 
     def keep(self) -> None:
