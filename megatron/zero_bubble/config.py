@@ -76,6 +76,15 @@ class ZeroBubbleConfig:
             raise ValueError(
                 f"the placement {self.placement!r} is for {AUTO}; other schedules have one of their own; leave it out"
             )
+        if self.memory_limit != "1p" and self.schedule != AUTO:
+            raise ValueError(
+                f"the memory limit {self.memory_limit!r} is for {AUTO}; other schedules have a peak of their own; "
+                "leave it out"
+            )
+        if self.rollback != "exact" and not self.post_validation:
+            raise ValueError(
+                f"the rollback {self.rollback!r} is for post_validation, which is not asked for; leave it out"
+            )
         if self.num_chunks is not None and not self.takes_chunks:
             raise ValueError(
                 f"a number of stages a rank is for interleaved schedules by name; got {self.num_chunks} with "
@@ -183,6 +192,13 @@ def check_model_config(config: Any) -> None:
         value = getattr(config, option, allowed)
         if value not in (allowed, None):
             raise ValueError(f"zero-bubble schedules need {option}={allowed!r} because {why}; got {value!r}; {flag}")
+    group = getattr(config, "microbatch_group_size_per_vp_stage", None)
+    if group is not None and group != config.pipeline_model_parallel_size:  # by default Megatron makes them equal
+        raise ValueError(
+            "zero-bubble schedules run microbatches in groups of the pipeline's ranks or not in groups at all, got "
+            f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {config.pipeline_model_parallel_size} "
+            "ranks; drop the flag"
+        )
 
 
 # option, the one value that works, why, what to do about it
@@ -232,6 +248,18 @@ _REFUSED: tuple[tuple[str, Any, str, str], ...] = (
         "drop --fine-grained-activation-offloading",
     ),
     ("cpu_offloading", False, "it assumes Megatron's order of backwards", "drop --cpu-offloading-num-layers"),
+    (
+        "moe_paged_stash",
+        False,
+        "Megatron resets its pages at the head of its own iterations",
+        "drop --moe-paged-stash",
+    ),
+    (
+        "overlap_p2p_comm_warmup_flush",
+        False,
+        "messages overlap passes in the order of the schedule",
+        "drop --overlap-p2p-communication-warmup-flush",
+    ),
     ("variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"),
     (
         "use_ring_exchange_p2p",

@@ -34,7 +34,7 @@ from megatron.zero_bubble.runtime.memory import MemoryMeter
 from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.recorder import Recorder
-from megatron.zero_bubble.runtime.upstream import finalize_arguments, known, process_groups
+from megatron.zero_bubble.runtime.upstream import check_one_model, finalize_arguments, known, process_groups
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 
@@ -118,6 +118,7 @@ class Pipeline:
             JobError: the schedule cannot be had, is not for this job, or the model cannot run under it.
             PeerError: another rank died or hangs.
         """
+        check_one_model(p2p_communicator, pg_collection)
         chunks = list(model) if isinstance(model, list) else [model]
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])

@@ -24,6 +24,8 @@ _SUMS = (
 )
 """Classes that sum up losses of a forward for the log, and their modules; without the module nothing is summed up."""
 
+from megatron.zero_bubble.config import JobError
+
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
@@ -67,6 +69,17 @@ def process_groups(pg_collection: Any) -> Any:
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=False)
     return groups
+
+
+def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
+    """Raises JobError for what a caller has of a pipeline of several models, each on ranks of its own."""
+    several = getattr(process_groups_config, "MultiModuleProcessGroupCollection", None)
+    if p2p_communicator is not None or (several is not None and isinstance(pg_collection, several)):
+        what = "a p2p_communicator" if p2p_communicator is not None else f"a {type(pg_collection).__name__}"
+        raise JobError(
+            "zero-bubble schedules run one model on one pipeline and send its messages themselves; got "
+            f"{what}, which is for models on ranks of their own; leave it out, or train without a schedule"
+        )
 
 
 def models_process_groups() -> Any:

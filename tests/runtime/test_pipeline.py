@@ -1,0 +1,37 @@
+"""What a caller hands to the forward-backward function that no schedule of ours can use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from megatron.core import process_groups_config
+
+from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.runtime.pipeline import Pipeline
+
+
+class Several:
+    """The groups of several models, as megatron-core has them from 0.19 on."""
+
+
+@pytest.mark.parametrize(
+    ("argument", "what"),
+    [({"p2p_communicator": object()}, "a p2p_communicator"), ({"pg_collection": Several()}, "a Several")],
+)
+def test_several_models_are_refused(monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], what: str) -> None:
+    monkeypatch.setattr(process_groups_config, "MultiModuleProcessGroupCollection", Several, raising=False)
+
+    def make_schedule(num_ranks: int, num_microbatches: int) -> Any:
+        raise AssertionError("a schedule was asked for")
+
+    with pytest.raises(JobError, match=f"run one model on one pipeline .*; got {what}, which is for models on ranks"):
+        Pipeline(make_schedule).forward_backward(
+            forward_step_func=print,
+            data_iterator=None,
+            model=None,
+            num_microbatches=2,
+            seq_length=8,
+            micro_batch_size=1,
+            **argument,
+        )
