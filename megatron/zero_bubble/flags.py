@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.zero_bubble.config import ZeroBubbleConfig
@@ -19,17 +18,21 @@ class FlagError(ValueError):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group ``zero bubble``."""
+    """Add the group ``zero bubble``. What is not given is None, but for the device: ``config_of`` has the defaults."""
     add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
     add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
     add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
-    add("--zero-bubble-placement", default="linear", choices=("linear", "vee"), help="of the stages of zb-auto")
-    add("--zero-bubble-memory-limit", metavar="LIMIT", default="1p", help="of zb-auto; 1p is what 1F1B keeps")
-    add("--zero-bubble-post-validation", action="store_true", help="step the optimizer first, validate it later")
-    add("--zero-bubble-rollback", default="exact", choices=("exact", "inverse"), help="of a step that was wrong")
-    add("--zero-bubble-exact", action="store_true", help="the bits of stock Megatron: no fused weight gradients")
+    add("--zero-bubble-placement", choices=("linear", "vee"), help="stages of zb-auto; default: linear")
+    add("--zero-bubble-memory-limit", metavar="LIMIT", help="of zb-auto; default: 1p, the peak memory of 1F1B")
+    _add_switch(add, "--zero-bubble-post-validation", "step the optimizer first, validate it later")
+    add(
+        "--zero-bubble-rollback",
+        choices=("exact", "inverse"),
+        help="how --zero-bubble-post-validation undoes a wrong step; default: exact",
+    )
+    _add_switch(add, "--zero-bubble-exact", "the bits of stock Megatron: no fused weight gradients")
     add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
-    add("--zero-bubble-wgrad-stream", action="store_true", help="compute them beside the passes that follow (GPU)")
+    _add_switch(add, "--zero-bubble-wgrad-stream", "compute them during the passes that follow (GPU)")
     add("--zero-bubble-trace", metavar="DIR", help="write recorded iterations, planned above measured, here")
     add(
         "--zero-bubble-trace-iterations",
@@ -38,8 +41,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="those to record, such as 10-12,50; default: the last ones",
     )
     add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
-    add("--zero-bubble-log-bubble", action="store_true", help="the bubble, measured and planned, in the log")
+    _add_switch(add, "--zero-bubble-log-bubble", "the bubble, measured and planned, in the log")
     add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
+
+
+def _add_switch(add: Callable[..., argparse.Action], flag: str, text: str) -> None:
+    add(flag, action="store_true", default=None, help=text)
 
 
 def iterations(text: str) -> tuple[range, ...]:
@@ -71,30 +78,6 @@ def records(options: argparse.Namespace) -> bool:
     return bool(options.zero_bubble_trace or options.zero_bubble_record_costs)
 
 
-def check_measurements(options: argparse.Namespace) -> None:
-    """Raises FlagError where what is to be recorded cannot be."""
-    fused = ("1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v")
-    if options.zero_bubble_record_costs and (not has_schedule(options) or options.zero_bubble_schedule in fused):
-        raise FlagError(
-            "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got "
-            f"{options.zero_bubble_schedule or 'none'}; give --zero-bubble-schedule zb-h1"
-        )
-    if options.zero_bubble_record_costs and Path(options.zero_bubble_record_costs).is_dir():
-        raise FlagError(
-            f"--zero-bubble-record-costs needs a file, got the folder {options.zero_bubble_record_costs}; name a file"
-        )
-    if options.zero_bubble_wgrad_stream and (records(options) or options.zero_bubble_log_bubble):
-        raise FlagError(
-            "passes are timed on their own stream, so --zero-bubble-wgrad-stream would hide every W from "
-            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble; drop one of them"
-        )
-    if options.zero_bubble_trace_iterations and not records(options):
-        raise FlagError(
-            "--zero-bubble-trace-iterations says which iterations to record, got nowhere to write them; give "
-            "--zero-bubble-trace DIR"
-        )
-
-
 def config_of(
     options: argparse.Namespace,
     num_chunks: int | None = None,
@@ -116,12 +99,12 @@ def config_of(
         schedule=options.zero_bubble_schedule,
         schedule_file=options.zero_bubble_schedule_file,
         num_chunks=num_chunks,
-        placement=options.zero_bubble_placement,
-        memory_limit=options.zero_bubble_memory_limit,
-        post_validation=options.zero_bubble_post_validation,
-        rollback=options.zero_bubble_rollback,
+        placement=options.zero_bubble_placement or "linear",
+        memory_limit=options.zero_bubble_memory_limit or "1p",
+        post_validation=bool(options.zero_bubble_post_validation),
+        rollback=options.zero_bubble_rollback or "exact",
         fuse_wgrad=_fuses(options),
-        wgrad_stream=options.zero_bubble_wgrad_stream,
+        wgrad_stream=bool(options.zero_bubble_wgrad_stream),
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from megatron.zero_bubble.config import AUTO
 from megatron.zero_bubble.flags import FlagError, StrictParser
 
+_POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"
 _RENAMED = {
-    "--enable-optimizer-post-validation": ["--zero-bubble-post-validation"],
-    "--enable-exactly-numeric-match": ["--zero-bubble-rollback", "exact"],
+    _POST_VALIDATION: ["--zero-bubble-post-validation"],
+    _EXACT: ["--zero-bubble-rollback", "exact"],
 }
 _NEEDLESS = {
     "--allow-padding-num-layers": "stages get a balanced layout where layers do not divide evenly",
@@ -56,7 +57,9 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     if rewritten and any(argument.startswith("--zero-bubble-schedule") for argument in others):
         raise FlagError("--zero-bubble-schedule replaces the fork's flags for it; got both; drop the fork's")
     for flag, flags in _RENAMED.items():
-        if _given(old, flag):
+        if flag == _EXACT and _given(old, flag) and not _given(old, _POST_VALIDATION):
+            said.append(f"{flag} is dropped: it says nothing without {_POST_VALIDATION}")
+        elif _given(old, flag):
             said.append(f"{flag} is {' '.join(flags)} now")
             rewritten += flags
     for flag, why in (_NEEDLESS | _NEEDLESS_WITH_VALUE).items():

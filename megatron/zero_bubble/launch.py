@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.config import JobError
-from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours, records
+from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours
 from megatron.zero_bubble.fork_flags import modernize
+from megatron.zero_bubble.rules import Job, check_flags
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.peers import Peers
@@ -69,11 +70,7 @@ def join() -> None:
         raise FlagError(
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
         )
-    if (records(options) or options.zero_bubble_log_bubble) and not has_schedule(options):
-        raise FlagError(
-            "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble measure a zero-bubble "
-            "schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock Megatron"
-        )
+    check_flags(Job(options, under_launcher=True))
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):
         _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")

@@ -188,6 +188,9 @@ def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:
     looped = run(capsys, own, [*job, "--num-layers-per-virtual-pipeline-stage", "2"])
     assert rows(looped)[0][3] == "0: embedding+2, 4: 2"
     assert "invalid choice: 'tpu'" in refusal(capsys, own, [*job, "--zero-bubble-device", "tpu"])
+    assert "--zero-bubble-trace x measures a zero-bubble schedule, got none" in refusal(
+        capsys, own, [*job, "--zero-bubble-trace", "x"]
+    )
     few = ["--nodes", "3", *FOUR, "--megatron-lm"]
     assert "tensor * pipeline * context parallel size, got 12 and 1 * 4 * 2" in refusal(capsys, few, job)
     ours = own[:-1]

@@ -162,16 +162,20 @@ def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list
 
 def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
     """The checked flags with each schedule and its pipeline, while it is in force."""
+    from megatron.zero_bubble.flags import parse_ours
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 
     placement = None
     for schedule in schedules:
-        own = [] if schedule is None else ["--zero-bubble-schedule", schedule]
-        if "--zero-bubble-fuse-wgrad" not in flags:
-            own.append("--zero-bubble-exact")
-        args = parse([*BASE_FLAGS.split(), *flags.split(), *own])
+        words = flags.split()
+        if schedule is None:
+            _, words = parse_ours(words)  # ours mean nothing to stock
+        else:
+            words += ["--zero-bubble-schedule", schedule]
+            words += [] if "--zero-bubble-fuse-wgrad" in flags else ["--zero-bubble-exact"]
+        args = parse([*BASE_FLAGS.split(), *words])
         check(args, torch.distributed.get_world_size())
         if args.placement != placement:
             lay_out_anew(args)

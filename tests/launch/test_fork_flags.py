@@ -37,6 +37,7 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         ("--allow-padding-num-layers --enable-zb-runtime --lr 1", "--lr 1"),
         ("--zero-bubble-pipeline-timers-start-iter 5 --zero-bubble-pipeline-timers-end-iter 9", ""),
         ("--zero-bubble-v-schedule-mem-setup half", ""),
+        ("--enable-exactly-numeric-match", ""),
     ],
 )
 def test_the_same_in_our_words(old: str, new: str) -> None:

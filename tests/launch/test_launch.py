@@ -73,20 +73,37 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-trace x",
             (
-                "--zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble measure a zero-bubble "
-                "schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock Megatron"
+                "--zero-bubble-trace x measures a zero-bubble schedule, got none; give --zero-bubble-schedule 1f1b to "
+                "see the order of stock Megatron"
             ),
         ),
         (
             "--zero-bubble-schedule 1f1b --zero-bubble-record-costs x",
             (
-                "--zero-bubble-record-costs needs a schedule that runs every B and W apart, got 1f1b; give "
+                "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got 1f1b; give "
                 "--zero-bubble-schedule zb-h1"
             ),
         ),
         (
-            f"--zero-bubble-schedule zb-h1 --zero-bubble-trace {__file__}/x",
-            f"cannot write to the folder {__file__}/x: Not a directory; give another path",
+            "--zero-bubble-schedule zb-h1 --zero-bubble-memory-limit 0.25p",
+            (
+                "--zero-bubble-memory-limit 0.25p is for --zero-bubble-schedule zb-auto, any other schedule has its "
+                "own, got zb-h1; drop the flag or choose zb-auto"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule zb-h1 --zero-bubble-rollback inverse",
+            (
+                "--zero-bubble-rollback inverse says how --zero-bubble-post-validation undoes a wrong step, which is "
+                "not given; add it or drop the flag"
+            ),
+        ),
+        (
+            "--zero-bubble-schedule interleaved-1f1b --microbatch-group-size-per-virtual-pipeline-stage 3",
+            (
+                "zero-bubble schedules run microbatches in groups of the pipeline's ranks or not in groups at all, got "
+                "--microbatch-group-size-per-virtual-pipeline-stage 3 and 2 ranks; drop the flag"
+            ),
         ),
     ],
 )

@@ -1,8 +1,11 @@
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.plan_file import plan_to_json
 from megatron.zero_bubble.training import checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
@@ -82,7 +85,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-placement vee",
             2,
-            "the placement 'vee' is for zb-auto",
+            "--zero-bubble-placement vee is for --zero-bubble-schedule zb-auto, any other schedule has its own",
         ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 4",
@@ -92,7 +95,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule breadth-first --zero-bubble-record-costs x.json",
             2,
-            "needs a schedule that runs every B and W apart, got breadth-first",
+            "needs a schedule that splits every backward into B and W, got breadth-first",
         ),
         ("--recompute-granularity selective --recompute-modules mlp", 1, "mlp needs --disable-bias-linear"),
         ("--group-query-attention --num-query-groups 0", 1, "--num-query-groups must be positive, got 0"),
@@ -121,9 +124,31 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-rollback inverse",
             2,
-            "--zero-bubble-rollback inverse is of --zero-bubble-post-validation, which is not given",
+            "--zero-bubble-rollback inverse says how --zero-bubble-post-validation undoes a wrong step, which",
         ),
-        ("--zero-bubble-wgrad-stream", 1, "--zero-bubble-wgrad-stream is of a zero-bubble schedule, got none"),
+        ("--zero-bubble-wgrad-stream", 1, "--zero-bubble-wgrad-stream says how a zero-bubble schedule computes"),
+        ("--zero-bubble-exact", 1, "--zero-bubble-exact says how a zero-bubble schedule computes"),
+        ("--zero-bubble-fuse-wgrad", 1, "--zero-bubble-fuse-wgrad says how a zero-bubble schedule computes"),
+        ("--no-zero-bubble-fuse-wgrad", 1, "--no-zero-bubble-fuse-wgrad says how a zero-bubble schedule computes"),
+        ("--zero-bubble-placement linear", 1, "--zero-bubble-placement linear is for --zero-bubble-schedule zb-auto"),
+        (
+            "--zero-bubble-memory-limit 1p",
+            1,
+            "any other schedule has its own, got none; drop the flag or choose zb-auto",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-memory-limit 0.25p",
+            2,
+            "--zero-bubble-memory-limit 0.25p is for --zero-bubble-schedule zb-auto, any other schedule has its own",
+        ),
+        ("--zero-bubble-rollback exact", 1, "says how --zero-bubble-post-validation undoes a wrong step"),
+        ("--zero-bubble-log-bubble", 1, "without a zero-bubble schedule needs 2 or more pipeline ranks with one stage"),
+        (f"{INTERLEAVED} --zero-bubble-trace x", 2, "--zero-bubble-trace x without a zero-bubble schedule needs 2 or"),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --no-overlap-p2p-communication",
+            2,
+            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
+        ),
         (
             (
                 "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 "
@@ -138,7 +163,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
                 "--zero-bubble-wgrad-stream --zero-bubble-trace x"
             ),
             2,
-            "would hide every W from",
+            "hides every W from",
         ),
         (
             (
@@ -146,7 +171,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
                 "--zero-bubble-wgrad-stream --zero-bubble-log-bubble"
             ),
             2,
-            "--zero-bubble-log-bubble; drop one of them",
+            "--zero-bubble-log-bubble, because passes are timed on their own stream; drop one of them",
         ),
         (
             (
@@ -172,16 +197,85 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             "needs a file, got the folder /; name a file",
         ),
         ("--zero-bubble-trace-iterations 3", 1, "says which iterations to record, got nowhere to write them"),
-        ("--zero-bubble-record-costs file", 1, "needs a schedule that runs every B and W apart, got none"),
+        ("--zero-bubble-record-costs file", 1, "needs a schedule that splits every backward into B and W, got none"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule 1f1b --zero-bubble-record-costs file",
             2,
-            "needs a schedule that runs every B and W apart, got 1f1b",
+            "needs a schedule that splits every backward into B and W, got 1f1b",
         ),
     ],
 )
 def test_a_rule_that_does_not_hold_is_one_sentence(flags: str, world_size: int, words: str) -> None:
     assert words in refusal(flags, world_size)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--zero-bubble-trace x --zero-bubble-log-bubble --zero-bubble-trace-iterations 2",
+        "--zero-bubble-schedule zb-auto --zero-bubble-placement vee --zero-bubble-memory-limit 0.5p",
+        "--zero-bubble-schedule zb-auto --zero-bubble-record-costs x",
+        "--zero-bubble-schedule zb-h2 --zero-bubble-post-validation --zero-bubble-rollback exact",
+        "--zero-bubble-schedule 1f1b --no-zero-bubble-fuse-wgrad --zero-bubble-trace x --zero-bubble-log-bubble",
+    ],
+)
+def test_flags_that_mean_something_pass(flags: str) -> None:
+    checked(f"--pipeline-model-parallel-size 2 {flags}", 2)
+
+
+def test_defaults_are_filled_in_where_a_flag_is_left_out() -> None:
+    config = checked("--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto", 2).zero_bubble
+    assert (config.placement, config.memory_limit, config.rollback) == ("linear", "1p", "exact")
+    assert (config.post_validation, config.wgrad_stream, config.fuse_wgrad) == (False, False, True)
+
+
+def test_a_flag_in_a_configuration_file_counts_as_given(tmp_path: Path) -> None:
+    file = tmp_path / "job.yaml"
+    file.write_text("zero-bubble-memory-limit: 1p\n")
+    assert "--zero-bubble-memory-limit 1p is for" in refusal(f"--config {file}")
+
+
+@pytest.fixture
+def schedule_file(tmp_path: Path) -> Callable[..., str]:
+    def write(name: str, num_ranks: int = 2, num_microbatches: int = 4) -> str:
+        schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        file = tmp_path / "plan.json"
+        file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
+        return f"--pipeline-model-parallel-size 2 --zero-bubble-schedule-file {file}"
+
+    return write
+
+
+class TestScheduleFile:
+    """Batches of 2 samples a microbatch."""
+
+    @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v"])
+    def test_costs_of_unsplit_backwards_are_not_recorded(self, schedule_file: Callable[..., str], name: str) -> None:
+        flags = f"{schedule_file(name)} --global-batch-size 8 --zero-bubble-record-costs x"
+        assert "splits every backward into B and W, got" in refusal(flags, 2)
+
+    def test_costs_of_split_backwards_are(self, schedule_file: Callable[..., str]) -> None:
+        checked(f"{schedule_file('zb-v')} --global-batch-size 8 --zero-bubble-record-costs x", 2)
+
+    @pytest.mark.parametrize("name", ["interleaved-1f1b", "dualpipe-v"])
+    def test_nor_by_name(self, name: str) -> None:
+        flags = f"--pipeline-model-parallel-size 2 --zero-bubble-schedule {name} --global-batch-size 8"
+        assert f"W, got {name}; give" in refusal(f"{flags} --zero-bubble-record-costs x", 2)
+
+    def test_one_size_fits(self, schedule_file: Callable[..., str]) -> None:
+        checked(f"{schedule_file('zb-h1')} --global-batch-size 8", 2)
+
+    def test_another_size_does_not(self, schedule_file: Callable[..., str]) -> None:
+        words = "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks and 6 microbatches"
+        assert words in refusal(f"{schedule_file('zb-h1')} --global-batch-size 12", 2)
+
+    def test_a_batch_that_grows_does_not(self, schedule_file: Callable[..., str]) -> None:
+        flags = f"{schedule_file('zb-h1')} --rampup-batch-size 8 2 24 --global-batch-size 12"
+        assert "this one for 4, got a job that runs 4, 5 and 6 as its batch grows" in refusal(flags, 2)
+
+    def test_a_batch_that_grows_fits_a_name(self) -> None:
+        flags = "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1"
+        checked(f"{flags} --rampup-batch-size 8 4 24 --global-batch-size 12", 2)
 
 
 def test_missing_flags_are_listed_together() -> None:

@@ -83,7 +83,7 @@ def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple
     world_size = options.nodes * options.gpus_per_node
     if options.megatron_lm:
         args, unread = parse_megatron(job)
-        check_layout(args, world_size)
+        check_layout(args, world_size, under_launcher=True)
         return args, unread
     args = parse(job)
     check(args, world_size)
@@ -96,7 +96,8 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
         return read_schedule_file(args.zero_bubble_schedule_file)
     if args.zero_bubble_schedule == AUTO:
         objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
-        return auto(costs, costs.limit(args.zero_bubble_memory_limit), args.zero_bubble_placement, objective)
+        config = args.zero_bubble
+        return auto(costs, costs.limit(config.memory_limit), config.placement, objective)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": num_microbatches}
     if args.zero_bubble_schedule:
         return build(args.zero_bubble_schedule, **sizes, num_chunks=args.zero_bubble.num_chunks)

@@ -10,10 +10,12 @@ import megatron.core
 from megatron.core.transformer import pipeline_parallel_layer_layout
 
 from megatron.zero_bubble.config import JobError, ZeroBubbleConfig, check_model_config, check_placement
-from megatron.zero_bubble.flags import check_measurements, config_of, records
+from megatron.zero_bubble.flags import config_of, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
+from megatron.zero_bubble.patching.job_batches import num_microbatches
 from megatron.zero_bubble.patching.seams import installed_seams
+from megatron.zero_bubble.rules import Job, check_flags, check_schedule
 from megatron.zero_bubble.runtime.placement import is_megatrons_own
 
 # flag, the one value that works, why
@@ -48,7 +50,12 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             f"{ranks}; raise it or drop the schedule"
         )
     _check_hybrid(args)
-    check_measurements(options)
+    check_flags(Job(options, under_launcher=True))
+    if not getattr(args, "overlap_p2p_comm", True):  # Megatron itself clears it where a rank has one stage
+        raise JobError(
+            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
+            "whose messages always overlap its passes; drop one of the two"
+        )
     asked = _chunks_of_job(args)
     config = config_of(options, measure_memory=records(options), peer_timeout_s=60.0 * args.distributed_timeout_minutes)
     if config.takes_chunks:
@@ -72,7 +79,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     return config, placement
 
 
-def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
+def check(args: Any, options: argparse.Namespace, config: ZeroBubbleConfig, placement: Placement) -> None:
     """Refuse what the job's validated flags ask for and the schedule cannot honour.
 
     Raises:
@@ -80,11 +87,7 @@ def check(args: Any, config: ZeroBubbleConfig, placement: Placement) -> None:
         ValueError: the same, of what a model's configuration says too.
     """
     check_model_config(args)
-    if config.post_validation:
-        raise JobError(
-            "--zero-bubble-post-validation needs a training loop that hears of steps taken back, which Megatron-LM's "
-            "is not; drop it here, or train with scripts/pretrain_gpt.py of this package"
-        )
+    check_schedule(options, config, args.pipeline_model_parallel_size, num_microbatches(args))
     own = is_megatrons_own(placement)
     for flag, allowed, why in (*_REFUSED, *(() if own else _REFUSED_ELSEWHERE)):
         value = getattr(args, flag, allowed)

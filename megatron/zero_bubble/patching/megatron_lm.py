@@ -106,7 +106,7 @@ def _validated(
             config, placement = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
         with _refusing():
-            job_checks.check(args, config, placement)
+            job_checks.check(args, options, config, placement)
             bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
             trace = JobTrace(options, args, say) if records(options) else None
             _put_in_force(config, placement, seams, say, bubble, trace)

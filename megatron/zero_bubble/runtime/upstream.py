@@ -18,13 +18,13 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe import moe_utils
 
+from megatron.zero_bubble.config import JobError
+
 _SUMS = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
     ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
 )
 """Classes that sum up losses of a forward for the log, and their modules; without the module nothing is summed up."""
-
-from megatron.zero_bubble.config import JobError
 
 
 @functools.cache

@@ -11,9 +11,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.zero_bubble.config import check_placement
-from megatron.zero_bubble.flags import check_measurements, config_of, has_schedule, records
+from megatron.zero_bubble.flags import config_of, has_schedule, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
+from megatron.zero_bubble.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.blends import Blend, parse_blend
 from megatron.zero_bubble.training.errors import UsageError
@@ -38,11 +39,16 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_checkpoint(args)
 
 
-def check_layout(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
+def check_layout(
+    args: argparse.Namespace,
+    world_size: int,
+    required: tuple[str, ...] = _REQUIRED[:5],
+    under_launcher: bool = False,
+) -> None:
     """The rules of what each rank holds and runs, which a job of Megatron-LM's own script obeys as well."""
     _check_required(args, required)
     _check_parallel_sizes(args, world_size)
-    _check_schedule(args)
+    _check_schedule(args, under_launcher)
     _check_layers(args)
     _check_widths(args)
     _check_batch_sizes(args)
@@ -168,13 +174,18 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     args.batch_sizes = BatchSizes.from_arguments(args)
     args.global_batch_size = args.batch_sizes.final
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
-    per_microbatch = args.micro_batch_size * args.data_parallel_size
-    if chunks and not has_schedule(args):
-        for size in args.batch_sizes.steps:
-            if size // per_microbatch % ranks:
+    counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations have the last
+    if has_schedule(args):
+        try:
+            check_schedule(args, args.zero_bubble, ranks, counts)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+    elif chunks:
+        for count in counts:
+            if count % ranks:
                 raise UsageError(
                     "Megatron's interleaved schedule needs a number of microbatches divisible by the pipeline ranks, "
-                    f"got {size // per_microbatch} and {ranks}; change --global-batch-size or --rampup-batch-size"
+                    f"got {count} and {ranks}; change --global-batch-size or --rampup-batch-size"
                 )
 
 
@@ -315,33 +326,25 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
             raise UsageError(f"{flag} must name a directory, got {directory}, which is a file; give another path")
 
 
-def _check_schedule(args: argparse.Namespace) -> None:
-    if args.zero_bubble_schedule and args.zero_bubble_schedule_file:
-        raise UsageError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
+def _check_schedule(args: argparse.Namespace, under_launcher: bool) -> None:
+    chunks = args.virtual_pipeline_model_parallel_size
     try:
-        check_measurements(args)
+        check_flags(Job(args, under_launcher, args.pipeline_model_parallel_size > 1 and chunks is None))
+        check_costs_file(args)
     except ValueError as error:
         raise UsageError(str(error)) from error
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
         raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
-    if args.zero_bubble_rollback != "exact" and not args.zero_bubble_post_validation:
+    if not has_schedule(args):
+        args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks or 1))
+        return
+    if not args.overlap_p2p_comm:
         raise UsageError(
-            f"--zero-bubble-rollback {args.zero_bubble_rollback} is of --zero-bubble-post-validation, which is not "
-            "given; add it or drop both"
+            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
+            "whose messages always overlap its passes; drop one of the two"
         )
-    if has_schedule(args):
-        _place_stages(args)
-    elif args.zero_bubble_post_validation:
-        raise UsageError(
-            "--zero-bubble-post-validation needs a zero-bubble schedule, whose passes validate a step, got none; give "
-            "--zero-bubble-schedule zb-h2"
-        )
-    elif args.zero_bubble_wgrad_stream:
-        raise UsageError("--zero-bubble-wgrad-stream is of a zero-bubble schedule, got none; give one or drop it")
-    else:
-        chunks = args.virtual_pipeline_model_parallel_size or 1
-        args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks))
+    _place_stages(args)
 
 
 def _place_stages(args: argparse.Namespace) -> None:

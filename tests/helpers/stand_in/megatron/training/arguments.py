@@ -16,6 +16,10 @@ _NUMBERS = {
     "tensor-parallel-num-weight-shards": None,
     "expert-tensor-parallel-num-weight-shards": None,
     "distributed-timeout-minutes": 10,
+    "micro-batch-size": 1,
+    "global-batch-size": 6,
+    "eval-iters": 1,
+    "microbatch-group-size-per-virtual-pipeline-stage": None,
 }
 _SWITCHES = (
     "delay-wgrad-compute",
@@ -34,6 +38,8 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     for name in ("pipeline-model-parallel-layout", "hybrid-layer-pattern", "save", "load"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--ckpt-format", default="torch_dist")
+    parser.add_argument("--rampup-batch-size", nargs=3, type=int)
+    parser.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
     return parser
 
 
@@ -43,7 +49,9 @@ def parse_args() -> argparse.Namespace:
 
 
 def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (as upstream)
-    """As upstream: says how many stages a rank has and how many shards a weight."""
+    """As upstream: fills in what follows from other flags, such as how many stages a rank has."""
+    args.data_parallel_size = 1
+    args.microbatch_group_size_per_vp_stage = args.microbatch_group_size_per_virtual_pipeline_stage
     args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     # Of 0.19: what is not given is one shard a rank.

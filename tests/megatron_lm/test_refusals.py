@@ -1,0 +1,108 @@
+"""What a job of Megatron-LM's own script cannot have under a schedule is one sentence on every rank, at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.plan_file import plan_to_json
+from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt
+
+CHECKOUTS = checkouts()
+pytestmark = [
+    pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
+    pytest.mark.timeout(300),
+]
+PIPELINE = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
+
+
+def check_refused(checkout: Checkout, flags: str, schedule: str, sentence: str) -> None:
+    """Both ranks end by themselves with the sentence."""
+    log = pretrain_gpt(checkout, 2, f"{PIPELINE} {flags}", schedule)
+    assert log.exit_codes == (1, 1), log.text[-4000:]
+    assert [line.count(sentence) for line in log.of("zero-bubble: ") if sentence in line] == [1, 1], log.text[-4000:]
+    assert "Traceback" not in log.text
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("flags", "schedule", "sentence"),
+    [
+        (
+            "--microbatch-group-size-per-virtual-pipeline-stage 3 --num-virtual-stages-per-pipeline-rank 2",
+            "interleaved-1f1b",
+            "got --microbatch-group-size-per-virtual-pipeline-stage 3 and 2 ranks; drop the flag",
+        ),
+        (
+            "--overlap-p2p-communication-warmup-flush --num-virtual-stages-per-pipeline-rank 2",
+            "interleaved-1f1b",
+            "in the order of the schedule; got True; drop --overlap-p2p-communication-warmup-flush",
+        ),
+        (
+            "--no-overlap-p2p-communication",
+            "zb-h1",
+            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
+        ),
+    ],
+)
+def test_options_of_megatrons_own_schedules(checkout: Checkout, flags: str, schedule: str, sentence: str) -> None:
+    check_refused(checkout, flags, schedule, sentence)
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_the_default_group_size_is_none_of_them(checkout: Checkout) -> None:
+    flags = "--microbatch-group-size-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2"
+    log = pretrain_gpt(checkout, 2, f"{PIPELINE} {flags} --train-iters 3", "interleaved-1f1b")
+    assert log.exit_codes == (0, 0), log.text[-4000:]
+
+
+class TestScheduleFile:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        schedule = build("1f1b", num_ranks=2, num_microbatches=4)
+        file = tmp_path / "plan.json"
+        file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
+        return file
+
+    def refused(self, checkout: Checkout, file: Path, flags: str, sentence: str) -> None:
+        log = pretrain_gpt(checkout, 2, f"{PIPELINE} --zero-bubble-schedule-file {file} {flags}", None)
+        assert log.exit_codes == (1, 1), log.text[-4000:]
+        assert [sentence in line for line in log.of("zero-bubble: ")].count(True) == 2, log.text[-4000:]
+        assert "Traceback" not in log.text
+        assert log.figures == []
+
+    @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+    def test_a_batch_that_grows(self, checkout: Checkout, file: Path) -> None:
+        if int(checkout.minor.partition(".")[2]) < 18:
+            flags = "--rampup-batch-size 4 1 24 --global-batch-size 6 --train-samples 60 --lr-decay-samples 50"
+            counts = "4, 5 and 6"
+        else:
+            flags = "--step-batch-size-schedule=0:4,640:5 --train-samples 60 --lr-decay-samples 50 --eval-iters 0"
+            counts = "4 and 5"
+        self.refused(checkout, file, flags, f"this one for 4, got a job that runs {counts} as its batch grows")
+
+    @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+    def test_another_batch(self, checkout: Checkout, file: Path) -> None:
+        words = "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks and 6 microbatches"
+        self.refused(checkout, file, "--global-batch-size 6", words)
+
+    @pytest.mark.parametrize(
+        "checkout", [each for each in CHECKOUTS if int(each.minor.partition(".")[2]) >= 18], ids=str
+    )
+    def test_evaluations_of_another_size(self, checkout: Checkout, file: Path) -> None:
+        words = "got a job that runs 2 and 4 as its batch grows or is evaluated"
+        self.refused(checkout, file, "--global-batch-size 4 --eval-global-batch-size 2", words)
+
+    @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+    def test_costs_of_unsplit_backwards(self, checkout: Checkout, file: Path) -> None:
+        flags = f"--global-batch-size 4 --zero-bubble-record-costs {file.parent}/costs.json"
+        self.refused(checkout, file, flags, "needs a schedule that splits every backward into B and W, got")
+
+    @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+    def test_the_batch_that_it_is_for(self, checkout: Checkout, file: Path) -> None:
+        flags = f"{PIPELINE} --zero-bubble-schedule-file {file} --global-batch-size 4 --train-iters 3"
+        log = pretrain_gpt(checkout, 2, flags, None)
+        assert log.exit_codes == (0, 0), log.text[-4000:]
+        assert len(log.figures) >= 2
