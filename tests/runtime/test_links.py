@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from collections.abc import Iterator
 
@@ -123,3 +124,17 @@ def test_without_a_way_to_listen_no_rank_waits(store: Shelf, monkeypatch: pytest
         Links.open(store, 0, 2)
     with pytest.raises(OSError, match="rank 0 cannot listen"):
         Links.open(store, 1, 2)
+
+
+def test_more_ranks_than_open_files_do_not_keep_rank_0_busy(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = Links.open(store, 0, 2)
+
+    def refuse(_listener: socket.socket) -> tuple[socket.socket, object]:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(socket.socket, "accept", refuse)
+    second = Links.open(store, 1, 2)
+    first.hear([key.data for key, _ in first.selector.select(1)])
+    assert first.selector.select(0.1) == [], "the listener is not asked again"
+    for links in (first, second):
+        links.close()

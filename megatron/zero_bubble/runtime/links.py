@@ -7,6 +7,7 @@ rank 0 announces. A connection that closes without one of the last two is a rank
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import selectors
@@ -139,8 +140,11 @@ class Links:
 
     def _accept(self) -> None:
         assert self._listener is not None, "of rank 0"
-        with suppress(OSError):  # it may have closed again
+        try:
             self._add(self._listener.accept()[0])
+        except OSError as error:  # it may have closed again
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self.selector.unregister(self._listener)  # it would stay ready for ever; who comes later hears nothing
 
     def _add(self, connected: socket.socket, rank: int | None = None) -> _Line:
         connected.settimeout(_SEND_TIMEOUT_S)
