@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,23 @@ pytestmark = [
     pytest.mark.timeout(1200),
 ]
 JOB = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --log-interval 2"
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("flag", [("--zero-bubble-trace", "/proc/nope"), ("--zero-bubble-record-costs", "/proc/no/x")])
+def test_what_cannot_be_written_ends_every_rank(checkout: Checkout, schedule: str, flag: tuple[str, str]) -> None:
+    begun = time.monotonic()
+    log = pretrain_gpt(checkout, 2, JOB, schedule, flag)
+    assert time.monotonic() - begun < 60
+    assert log.exit_codes == (1, 1), log.text[-4000:]
+    refusals = [line for line in log.text.splitlines() if "cannot write to the folder /proc/no" in line]
+    # torch writes the rank in front of what a rank of a group says last.
+    assert [line.removeprefix(f"[rank{rank}]: ")[:30] for rank, line in enumerate(refusals)] == [
+        "zero-bubble: cannot write to t",
+        "zero-bubble: rank 1: cannot wr",
+    ]
+    assert "Traceback" not in log.text
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)

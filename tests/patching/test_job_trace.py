@@ -104,6 +104,35 @@ def test_a_job_that_goes_on_behind_the_chosen_iterations(ranks: RankPool, tmp_pa
     assert [line.partition(" to ")[0] for line in said] == ["no iteration was recorded, so nothing is written"] * 2
 
 
+def refused(rank: int, flags: list[str]) -> str:
+    """Where no rank is told before all have met, and then every rank."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.flags import parse_ours
+    from megatron.zero_bubble.patching.job_trace import JobTrace
+
+    parallel_state.destroy_model_parallel()
+    trace = JobTrace(parse_ours(flags)[0], Args(0, STEPS, rank=rank), print)
+    meet = trace.meeting(parallel_state.initialize_model_parallel)
+    try:
+        meet(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+    except JobError as error:
+        return str(error)
+    return ""
+
+
+def test_every_rank_learns_that_rank_0_cannot_write(ranks: RankPool, tmp_path: Path) -> None:
+    flags = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace", f"{__file__}/x"]
+    sentence = f"cannot write to the folder {__file__}/x: Not a directory; give another path"
+    assert ranks.run(2, refused, flags) == [sentence] * 2
+    flags[2:] = ["--zero-bubble-record-costs", str(tmp_path)]
+    sentence = f"--zero-bubble-record-costs needs a file, got the folder {tmp_path}; name a file"
+    assert ranks.run(2, refused, flags) == [sentence] * 2
+    flags[2:] = ["--zero-bubble-record-costs", f"{tmp_path}/costs.json"]
+    assert ranks.run(2, refused, flags) == [""] * 2
+
+
 def test_what_cannot_be_written_costs_nothing_else(ranks: RankPool, tmp_path: Path) -> None:
     (said, at_end), _ = ranks.run(2, job, str(tmp_path), None, Args(0, STEPS), "trace.json")
     assert at_end == []

@@ -36,7 +36,7 @@ from megatron.zero_bubble.runtime.placement import (
 )
 
 _job = Replaced()
-_placed = Replaced()  # what a placement needs beyond megatron-core's schedules
+_placed = Replaced()  # what a placement or a recording needs beyond megatron-core's schedules
 
 
 def install(
@@ -139,15 +139,21 @@ def _put_in_force(
     _withdraw()  # a job that restarts within its processes validates its flags anew
     meter = None if bubble is None else bubble.meter
     patches.apply(config, meter, say, None if trace is None else trace.recorder, measured)
-    if not is_megatrons_own(placement):
+    is_own = is_megatrons_own(placement)
+    replacements: list[Replacement] = []
+    if not is_own or trace is not None:
+
+        def process_groups(initialize: Callable[..., None]) -> Callable[..., None]:
+            grouping = initialize if is_own else _grouping_ends(initialize, placement)
+            return grouping if trace is None else trace.meeting(grouping)
+
+        replacements.append((seams.process_groups, process_groups))
+    if not is_own:
         builder = _Builder(placement)
-        replacements: list[Replacement] = [
-            (seams.process_groups, lambda original: _grouping_ends(original, placement)),
-            *((seam, builder.building) for seam in seams.models),
-        ]
+        replacements += [(seam, builder.building) for seam in seams.models]
         if seams.pipeline_group is not None:
             replacements.append((seams.pipeline_group, builder.asked_for_group))
-        _placed.replace(replacements)
+    _placed.replace(replacements)
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     name = config.schedule or config.schedule_file
     say(f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {taken}")

@@ -22,8 +22,8 @@ class Seams:
         linear: the door for W.
         forward_step, backward_step: only to observe the stock schedule.
         flags, validated_flags: of a Megatron-LM job.
-        process_groups, models: of a Megatron-LM job whose placement is not Megatron's own; every name of ``models``
-            takes a function that builds one chunk.
+        process_groups: of a Megatron-LM job whose placement is not Megatron's own, or that is recorded.
+        models: of one whose placement is not Megatron's own; every name takes a function that builds one chunk.
         pipeline_group: the same, where a chunk asks for its pipeline group whatever groups it was given.
         loads_both_ends: whether a checkpoint loads where one rank holds both ends of a tied embedding.
     """
@@ -127,8 +127,8 @@ _SEAMS = Seams(
         "megatron.core.parallel_state",
         "initialize_model_parallel",
         ("virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
-        "has every rank notice when another one is lost; groups the ranks of the first and the last stage where the "
-        "placement has them, since they may share an embedding",
+        "has every rank notice when another one is lost or cannot write a recording; groups the ranks of the first and "
+        "the last stage where the placement has them, since they may share an embedding",
     ),
     models=(
         Seam(
