@@ -18,6 +18,7 @@ from tests.helpers.megatron_lm import VARIABLE, Checkout, RunningJob, checkouts,
 
 CHECKOUTS = checkouts()
 NEWEST = CHECKOUTS[-1:]
+ALL = [*NEWEST, *(pytest.param(checkout, marks=pytest.mark.full, id=str(checkout)) for checkout in CHECKOUTS[:-1])]
 pytestmark = [
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
     pytest.mark.timeout(600),
@@ -66,7 +67,7 @@ def check_survivors(running: RunningJob, lost: int, how: str = "died") -> None:
         assert "Traceback" not in outputs[rank]
 
 
-@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+@pytest.mark.parametrize("checkout", ALL, ids=str)
 @pytest.mark.parametrize("lost", range(4))
 @pytest.mark.parametrize("when", TIMES)
 def test_killed(checkout: Checkout, lost: int, when: str, tmp_path: Path) -> None:
