@@ -272,6 +272,7 @@ def gpt_job(
     # Megatron counts a run in iterations or in samples, and has one batch size or steps of it.
     base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
     base = base.replace("--global-batch-size 6", "") if "--step-batch-size-schedule" in flags else base
+    base = base.replace("--mock-data", "") if "data-path" in flags or "data-args-path" in flags else base
     arguments = (*base.split(), "--data-cache-path", _data_cache(), *flags.split(), *own, *more)
     return Job(checkout.path / "pretrain_gpt.py", num_ranks, arguments)
 

@@ -9,6 +9,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.plan_file import plan_to_json
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt
+from tests.training.test_data import write_constant
 
 CHECKOUTS = checkouts()
 pytestmark = [
@@ -106,3 +107,27 @@ class TestScheduleFile:
         log = pretrain_gpt(checkout, 2, flags, None)
         assert log.exit_codes == (0, 0), log.text[-4000:]
         assert len(log.figures) >= 2
+
+
+class TestData:
+    """Forty documents, of which ``--split 99,1,0`` leaves none for the evaluation."""
+
+    @pytest.fixture
+    def prefix(self, tmp_path: Path) -> str:
+        return write_constant(tmp_path / "mine", 10)
+
+    @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+    @pytest.mark.parametrize("listed", [False, True], ids=["flags", "file"])
+    def test_a_split_without_documents(self, checkout: Checkout, prefix: str, listed: bool) -> None:
+        flags = f"--data-path {prefix}"
+        if listed:
+            Path(f"{prefix}.list").write_text(f"1.0 {prefix}\n")
+            flags = f"--data-args-path {prefix}.list"
+        words = f"gives train 40, valid 0 and test 0 of the 40 documents in {prefix}, and those of valid have 0 tokens"
+        check_refused(checkout, flags, "zb-h1", words)
+
+    @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+    def test_splits_with_documents_train(self, checkout: Checkout, prefix: str) -> None:
+        log = pretrain_gpt(checkout, 2, f"{PIPELINE} --data-path {prefix} --split 9,1,0 --train-iters 3", "zb-h1")
+        assert log.exit_codes == (0, 0), log.text[-4000:]
+        assert len(log.figures) >= 3

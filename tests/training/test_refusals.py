@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from tests.helpers.parity import BASE_FLAGS, Layout
 
 pytestmark = pytest.mark.timeout(200)
 
+ROOT = Path(__file__).resolve().parents[2]
 BASE = BASE_FLAGS.split()
 PAIR = Layout(2).flags(3).split()
 VIRTUAL = [*Layout(2, num_layers=4).flags(4).split(), "--num-virtual-stages-per-pipeline-rank", "2"]
@@ -135,6 +139,18 @@ def hide_from_rank_1(rank: int) -> None:
 
     if rank == 1:
         patches.read_schedule_file = unreadable
+
+
+@pytest.mark.parametrize("flags", [[], ["--eval-iters", "0"]])
+def test_a_split_without_documents(tmp_path: Path, flags: list[str]) -> None:
+    """Of forty documents the default ``--split`` leaves none for the test, evaluated or not."""
+    articles = tmp_path / "articles.jsonl"
+    articles.write_text("".join(json.dumps({"text": f"article {number}"}) + "\n" for number in range(40)))
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--input", str(articles)]
+    subprocess.run([*prepare, "--output-prefix", str(tmp_path / "mine")], check=True)
+    words = [*data(tmp_path / "mine"), *PAIR, *flags]
+    sentence = "gives train 39, valid 1 and test 0 of the 40 documents in .*mine, and those of test have 0 tokens; give"
+    check_all_refuse(words, tmp_path, None, sentence)
 
 
 def test_a_memory_limit_that_is_none(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from megatron.zero_bubble.flags import config_of, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
 from megatron.zero_bubble.patching.job_batches import num_microbatches
+from megatron.zero_bubble.patching.job_data import check_data
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.rules import Job, check_flags, check_schedule
 from megatron.zero_bubble.runtime.placement import is_megatrons_own
@@ -87,6 +88,7 @@ def check(args: Any, options: argparse.Namespace, config: ZeroBubbleConfig, plac
         ValueError: the same, of what a model's configuration says too.
     """
     check_model_config(args)
+    check_data(args)
     check_schedule(options, config, args.pipeline_model_parallel_size, num_microbatches(args))
     own = is_megatrons_own(placement)
     for flag, allowed, why in (*_REFUSED, *(() if own else _REFUSED_ELSEWHERE)):

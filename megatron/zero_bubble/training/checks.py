@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.zero_bubble.config import check_placement
+from megatron.zero_bubble.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.flags import config_of, has_schedule, records
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.layers import balanced_layout
@@ -301,6 +302,19 @@ def _check_data(args: argparse.Namespace) -> None:
         raise UsageError(
             f"--split gives one to three shares with a positive first (train,valid,test), got {args.split!r}"
         )
+    _check_splits(args)
+
+
+def _check_splits(args: argparse.Namespace) -> None:
+    """Every split that is built has documents: megatron-core looks for more of none without end."""
+    try:
+        if args.blend is not None:
+            check_divided(args.blend.prefixes, args.blend.weights is not None, args.split, args.seq_length)
+        for name, blend in zip(NAMES, args.blend_per_split, strict=True):
+            if blend is not None:
+                check_whole(name, blend.prefixes, blend.weights is not None, args.seq_length)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _check_packages(args: argparse.Namespace) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+from megatron.zero_bubble.document_splits import HEADER, MAGIC
 from megatron.zero_bubble.training.errors import UsageError
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_HEADER = struct.Struct("<QBQQ")
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _REMEDY = "write it again with scripts/prepare_data.py"
 
@@ -42,12 +41,12 @@ def check_indexed(prefix: str) -> None:
 def _expected_bin_bytes(idx_path: Path) -> int:
     size = idx_path.stat().st_size
     with idx_path.open("rb") as file:
-        head = file.read(len(_MAGIC) + _HEADER.size)
-        if not head.startswith(_MAGIC) or len(head) < len(_MAGIC) + _HEADER.size:
+        head = file.read(len(MAGIC) + HEADER.size)
+        if not head.startswith(MAGIC) or len(head) < len(MAGIC) + HEADER.size:
             raise UsageError(
                 f"{idx_path} is not an index of Megatron's indexed format (it must start with MMIDIDX); {_REMEDY}"
             )
-        version, code, sequences, bounds = _HEADER.unpack_from(head, len(_MAGIC))
+        version, code, sequences, bounds = HEADER.unpack_from(head, len(MAGIC))
         if version != 1 or code not in _ITEM_BYTES:
             raise UsageError(
                 f"{idx_path} must have version 1 and a known dtype, got version {version}, dtype code {code}; {_REMEDY}"
