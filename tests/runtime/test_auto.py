@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
+import tempfile
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+import torch
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.runtime.auto import _Planner
+from megatron.zero_bubble.schedules import build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 
@@ -17,7 +25,8 @@ def train_and_wait_for_the_plan(rank: int, flags: str) -> tuple[list[Outcome], l
     finished, result, said = _Planner.finished, _Planner.result, []
 
     def waited_for(self: _Planner) -> bool:
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
         return finished(self)
 
     def heard(self: _Planner) -> object:
@@ -49,3 +58,64 @@ def test_a_switch_changes_no_bit(ranks: RankPool, options: str) -> None:
         assert_same_bits(outcomes, SCHEDULES, STEPS)
     assert set(results[0][1]) == {"switched to the planned schedule: zb-auto"}  # twice, where the times have drifted
     assert all(said == [] for _, said in results[1:]), "one rank plans for all"
+
+
+def train_without_a_planner(rank: int, flags: str, missing: str) -> tuple[list[Outcome], list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        if missing == "the command nice":
+            patch.setenv("PATH", "/nowhere")
+        else:
+            patch.setattr(tempfile, "tempdir", "/nowhere")
+        return train_and_wait_for_the_plan(rank, flags)
+
+
+@pytest.mark.parametrize("missing", ["the command nice", "a folder for temporary files"])
+def test_a_planner_that_cannot_start_leaves_the_schedule_as_it_is(ranks: RankPool, missing: str) -> None:
+    flags = Layout(2).flags(4, f"--train-iters {STEPS}")
+    results = ranks.run(2, train_without_a_planner, flags, missing, timeout=120)
+    assert_same_bits([outcomes for outcomes, _ in results], SCHEDULES, STEPS)
+    said = results[0][1]
+    assert len(said) == 1, "the size of the batch is not planned for again"
+    assert said[0].startswith("no plan, the schedule stays as it is: [Errno 2] No such file or directory: ")
+
+
+def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[int]:
+    """The numbers of microbatches that a planner is started for, where those in ``hopeless`` have no plan."""
+    from megatron.zero_bubble.runtime import auto
+
+    now, asked = sizes[0], []
+
+    class Planner:
+        def __init__(self, costs: Any, memory: Any, num_ranks: int, num_microbatches: int, options: Any) -> None:
+            self.size = num_microbatches
+            asked.append(num_microbatches)
+
+        def finished(self) -> bool:
+            return True
+
+        def result(self) -> tuple[Any, str]:
+            return (None if self.size in hopeless else made(self.size)), ""
+
+    def made(num_microbatches: int) -> Any:
+        return build("zb-h1", num_ranks=2, num_microbatches=num_microbatches)
+
+    def trace(*_: Any) -> Any:
+        return SimpleNamespace(timeline=simulate(made(now), PassCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "_Planner", Planner)
+        patch.setattr(auto, "gather_trace", trace)
+        patch.setattr(auto, "process_groups", lambda _: SimpleNamespace(pp=torch.distributed.group.WORLD))
+        patch.setattr(auto.Pipeline, "forward_backward", lambda self, **call: [])
+        patch.setattr(auto.Pipeline, "gather_memory", lambda self, group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
+        pipeline = auto.AutoPipeline(auto.AutoOptions(warm_up=0, measured=1), passes, lambda line: None)
+        for now in sizes:
+            pipeline.forward_backward(num_microbatches=now)
+    return asked
+
+
+def test_a_size_without_a_plan_does_not_keep_the_next_from_one(ranks: RankPool) -> None:
+    """The batch grows while the planner is at work."""
+    assert ranks.run(2, sizes_planned_for, [4, 6, 6, 6], [4]) == [[4, 6], []]
+    assert ranks.run(2, sizes_planned_for, [4, 6, 6, 6, 4, 4, 4], [4, 6]) == [[4, 6], []], "each is tried once"

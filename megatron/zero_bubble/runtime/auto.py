@@ -89,6 +89,7 @@ class AutoPipeline(Pipeline):
         self._iteration = 0
         self._next_measurement = options.warm_up
         self._planner: _Planner | None = None
+        self._planning_for = 0  # microbatches
         self._waiting = False
         observers = together(observer, passes)
         super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, accumulate, recorder)
@@ -113,7 +114,7 @@ class AutoPipeline(Pipeline):
             return super().forward_backward(**call)
         num_microbatches = call["num_microbatches"]
         if self._waiting:
-            self._switch_if_planned(num_microbatches)
+            self._switch_if_planned()
         if self._timelines and self._timelines[-1].schedule.num_microbatches != num_microbatches:
             self._timelines.clear()  # the batch has grown: a measurement is of one size
         self._plan_for(num_microbatches)
@@ -157,6 +158,7 @@ class AutoPipeline(Pipeline):
                 self._costs = costs
                 self._planner = _Planner(costs, memory, group.size(), num_microbatches, self._options)
         self._waiting = bool(_from_first_rank(int(plan_anew)))
+        self._planning_for = num_microbatches
         self._next_measurement = self._iteration + self._options.check_every
 
     def _drifted(self, schedule: Schedule, costs: PassCosts) -> bool:
@@ -164,7 +166,7 @@ class AutoPipeline(Pipeline):
         before, now = (simulate(schedule, figures).makespan_ms for figures in (self._costs, costs))
         return abs(now - before) > self._options.drift * before
 
-    def _switch_if_planned(self, num_microbatches: int) -> None:
+    def _switch_if_planned(self) -> None:
         if not _from_first_rank(int(self._planner is not None and self._planner.finished())):
             return
         self._waiting = False
@@ -175,7 +177,7 @@ class AutoPipeline(Pipeline):
             self._say(f"zb-auto: iteration {self._iteration + 1}: {said}")
         dist.broadcast_object_list(box, src=0)
         if box[0] is None:
-            self._hopeless.add(num_microbatches)
+            self._hopeless.add(self._planning_for)
         else:
             self._planned[box[0].num_microbatches] = box[0]
             self.forget_plans()
@@ -183,41 +185,72 @@ class AutoPipeline(Pipeline):
 
 
 class _Planner:
-    """The planning process."""
+    """The planning process. What the operating system refuses it leaves the run without a plan, and is no error."""
 
     def __init__(
         self, costs: PassCosts, memory: PassMemory, num_ranks: int, num_microbatches: int, options: AutoOptions
     ) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-")
-        folder = Path(self._folder.name)
-        (folder / "costs.json").write_text(costs_to_json(costs, memory), encoding="utf-8")
         command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-auto"]
         command += ["--num-ranks", str(num_ranks), "--num-microbatches", str(num_microbatches), "--format", "json"]
-        command += ["--costs", str(folder / "costs.json"), "--memory-limit", options.memory_limit]
-        command += ["--placement", options.placement]
+        command += ["--memory-limit", options.memory_limit, "--placement", options.placement]
         command += ["--objective", "span" if options.post_validation else "makespan"]
-        self._plan, self._errors = folder / "plan.json", folder / "errors.txt"
-        with self._plan.open("w") as plan, self._errors.open("w") as errors:
-            self._process = subprocess.Popen(["nice", "-n", "19", *command], stdout=plan, stderr=errors)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused: OSError | None = None
+        try:
+            self._start(command, costs_to_json(costs, memory))
+        except OSError as error:
+            self._refused = error
+
+    def _start(self, command: list[str], costs: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        (folder / "costs.json").write_text(costs, encoding="utf-8")
+        command = ["nice", "-n", "19", *command, "--costs", str(folder / "costs.json")]
+        with _plan_in(folder).open("w") as plan, _errors_in(folder).open("w") as errors:
+            self._process = subprocess.Popen(command, stdout=plan, stderr=errors)
 
     def finished(self) -> bool:
-        return self._process.poll() is not None
+        return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
         """End the process and remove its files."""
-        self._process.kill()
-        self._process.wait()
-        self._folder.cleanup()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._remove_files()
 
     def result(self) -> tuple[Schedule | None, str]:
         """The schedule, and a sentence about it; None, and why, when there is none."""
+        try:
+            schedule, said = self._read()
+        except (OSError, ValueError) as error:  # ValueError: read_schedule_file's
+            schedule, said = None, str(error)
+        self._remove_files()
+        if schedule is None:
+            return None, f"no plan, the schedule stays as it is: {said}"
+        return schedule, "switched to the planned schedule"
+
+    def _read(self) -> tuple[Schedule | None, str]:
+        if self._refused is not None:
+            raise self._refused
+        assert self._process is not None and self._folder is not None, "it was started"
+        folder = Path(self._folder.name)
         if self._process.wait():
-            said = self._errors.read_text(encoding="utf-8").strip()
-            schedule, text = None, f"no plan, the schedule stays as it is: {said}"
-        else:
-            schedule, text = read_schedule_file(self._plan), "switched to the planned schedule"
-        self._folder.cleanup()
-        return schedule, text
+            return None, _errors_in(folder).read_text(encoding="utf-8").strip()
+        return read_schedule_file(_plan_in(folder)), ""
+
+    def _remove_files(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _plan_in(folder: Path) -> Path:
+    return folder / "plan.json"
+
+
+def _errors_in(folder: Path) -> Path:
+    return folder / "errors.txt"
 
 
 def _from_first_rank(number: int) -> int:
