@@ -14,6 +14,7 @@ PURE = (
     "__main__",
     "ir",
     "costs",
+    "errors",
     "files",
     "config",
     "plan_file",

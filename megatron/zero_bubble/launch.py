@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.errors import PatchError, SeamError
 from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours
 from megatron.zero_bubble.fork_flags import modernize
 from megatron.zero_bubble.rules import Job, check_flags
@@ -26,10 +27,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.peers import Peers
 
 _USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
-_ERRORS = {
-    "megatron.zero_bubble.patching": ("PatchError", "SeamError"),
-    "megatron.zero_bubble.runtime.p2p": ("PeerError",),
-}
+_ERRORS = {"megatron.zero_bubble.runtime.p2p": ("PeerError",)}
 _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 
@@ -106,7 +104,7 @@ class _Ending:
         self._in_error = True
         if self._peers is not None and self._peers.explain(error):
             return
-        if isinstance(error, (FlagError, JobError, *_imported_errors())):
+        if isinstance(error, (FlagError, JobError, PatchError, SeamError, *_imported_errors())):
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"rank {rank}: "
             print(f"zero-bubble: {where}{error}", file=sys.stderr, flush=True)

@@ -183,6 +183,7 @@ def test_tensor_parallelism_shards_weights(ranks: RankPool) -> None:
 
 def a_tied_embedding_whose_ends_meet() -> None:
     import megatron.core
+    from megatron.core import process_groups_config
 
     from megatron.zero_bubble.config import JobError
     from megatron.zero_bubble.patching import megatron_lm
@@ -193,6 +194,9 @@ def a_tied_embedding_whose_ends_meet() -> None:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(megatron.core, "__version__", version)
+                for name in ("ModelCommProcessGroups", "GradFinalizeProcessGroups"):  # of 0.14
+                    groups = process_groups_config.ProcessGroupCollection
+                    patch.setattr(process_groups_config, name, groups, raising=False)
                 sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
         finally:
             megatron_lm.revert()

@@ -1,7 +1,15 @@
-"""Put zero-bubble schedules into megatron-core, and take them out again: ``apply``, ``revert``, ``report``."""
+"""Put zero-bubble schedules into megatron-core, and take them out again: ``apply``, ``revert``, ``report``.
 
-from megatron.zero_bubble.patching.patches import apply, observe, report, revert
-from megatron.zero_bubble.patching.replaced import PatchError
-from megatron.zero_bubble.patching.seam import Seam, SeamError
+Importing this raises ``SeamError`` where megatron-core is not a known one, or lacks a name that is used.
+"""
+
+from megatron.zero_bubble.errors import PatchError, SeamError
+from megatron.zero_bubble.patching.seam import Seam
+from megatron.zero_bubble.patching.seams import installed_seams
+from megatron.zero_bubble.patching.used import look_up
+
+look_up(installed_seams().used)  # first: what follows imports some of these names
+
+from megatron.zero_bubble.patching.patches import apply, observe, report, revert  # noqa: E402
 
 __all__ = ["PatchError", "Seam", "SeamError", "apply", "observe", "report", "revert"]

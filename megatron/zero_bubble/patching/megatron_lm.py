@@ -17,12 +17,13 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import JobError, ZeroBubbleConfig
+from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.patching import job_checks, patches
+from megatron.zero_bubble.patching import job_checks, patches, used
 from megatron.zero_bubble.patching.job_bubble import JobBubble
 from megatron.zero_bubble.patching.job_trace import JobTrace
-from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
+from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.placement import (
@@ -62,6 +63,8 @@ def install(
         for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
             seam.resolve()
         replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined)))
+        if options.zero_bubble_log_bubble:
+            used.look_up(used.BUBBLE)
         replacements.append((seams.validated_flags, lambda validate: _validated(validate, options, seams, say)))
     _job.replace(replacements)
 

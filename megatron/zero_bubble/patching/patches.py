@@ -12,9 +12,10 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
+from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.patching import bodies, transformer_engine
-from megatron.zero_bubble.patching.replaced import PatchError, Replaced, Replacement
+from megatron.zero_bubble.patching import bodies, transformer_engine, used
+from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.platforms import select
@@ -59,6 +60,7 @@ def apply(
     """
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
+    used.look_up((*seams.used, *(used.POST_VALIDATION if config.post_validation else ())))
     pipeline = _pipeline(config, observer, say, recorder)
     forward_backward = around(pipeline)
     replacements: list[Replacement] = [

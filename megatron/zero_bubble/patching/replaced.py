@@ -12,10 +12,6 @@ from megatron.zero_bubble.patching.seam import Seam
 Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
-class PatchError(RuntimeError):
-    """Names are replaced already."""
-
-
 class Replaced:
     """Names in the order of their replacement; the one place of the package that assigns to a foreign module."""
 

@@ -1,16 +1,18 @@
-"""One seam: an upstream name, what it must look like, and why it is replaced."""
+"""One seam: an upstream name, what it must look like, and why it is replaced; or a name that is only used."""
 
 from __future__ import annotations
 
+import dis
+import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
-
-class SeamError(RuntimeError):
-    """Upstream does not offer a seam as this package knows it."""
+from megatron.zero_bubble.errors import SeamError
 
 
 @dataclass(frozen=True)
@@ -40,31 +42,90 @@ class Seam:
         Raises:
             SeamError: the name is missing, or its signature is not the known one.
         """
-        holder: ModuleType | type = self._import()
+        holder: ModuleType | type = _imported(self.module, self.name, "replaces")
         if "." in self.name:
             holder = getattr(holder, self.name.partition(".")[0], type(None))
         function = getattr(holder, "__dict__", {}).get(self.attribute)
         if function is None:
-            raise SeamError(
-                f"{self.module} has no {self.name}, which zero-bubble training replaces; "
-                "install a supported megatron-core (see README) or update this package"
-            )
-        found = list(inspect.signature(function).parameters)
-        known = [name for name in found if name in self.parameters]
-        if known != list(self.parameters):
-            raise SeamError(
-                f"{self.module}.{self.name} must accept {', '.join(self.parameters)} in this order; it has "
-                f"({', '.join(found)}); install a supported megatron-core (see README) or update this package"
-            )
+            raise _missing(self.module, self.name, "replaces")
+        _check_parameters(f"{self.module}.{self.name}", function, self.parameters)
         return holder, function
 
-    def _import(self) -> ModuleType:
-        try:
-            return importlib.import_module(self.module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not f"{self.module}.".startswith(f"{error.name}."):
-                raise  # something that the module itself needs
-            raise SeamError(
-                f"there is no {error.name}, whose {self.name} zero-bubble training replaces; run a script of a "
-                "checkout of Megatron-LM, or put apply() into a training loop of your own"
-            ) from error
+
+@dataclass(frozen=True)
+class Used:
+    """An upstream name that is used as it is.
+
+    Attributes:
+        module: that we import it from.
+        name: of anything in the module; ``Class.attribute`` for a method or a field of a class, or for what its
+            ``__init__`` assigns; its bases' count as well.
+        parameters: of a function, as in ``Seam``.
+    """
+
+    module: str
+    name: str
+    parameters: tuple[str, ...] = ()
+
+    def check(self) -> None:
+        """Look it up.
+
+        Raises:
+            SeamError: the name is missing, or its signature is not the known one.
+        """
+        found: Any = _imported(self.module, self.name, "uses")
+        for part in self.name.split("."):
+            holder = found
+            found = getattr(holder, part, None)
+            if not hasattr(holder, part) and not (isinstance(holder, type) and _has_instances_with(part, holder)):
+                raise _missing(self.module, self.name, "uses")
+        if self.parameters:
+            _check_parameters(f"{self.module}.{self.name}", found, self.parameters)
+
+
+def _has_instances_with(attribute: str, holder: type) -> bool:
+    """Whether it is a field of a dataclass, or assigned to ``self`` where instances are made."""
+    if attribute in getattr(holder, "__dataclass_fields__", ()):
+        return True
+    makers = (vars(base).get(name) for base in holder.__mro__ for name in ("__init__", "__post_init__"))
+    return any(attribute in _assigned(maker) for maker in makers if inspect.isfunction(maker))
+
+
+@functools.cache
+def _assigned(method: Callable[..., Any]) -> frozenset[str]:
+    """The attributes that a method assigns to its ``self``."""
+    steps = itertools.pairwise(dis.get_instructions(inspect.unwrap(method)))
+    pairs = ((before.argval, step.argval) for before, step in steps if step.opname == "STORE_ATTR")
+    # From Python 3.13 on, one instruction may load both the value and ``self``.
+    return frozenset(name for loaded, name in pairs if (loaded[-1] if isinstance(loaded, tuple) else loaded) == "self")
+
+
+def _missing(module: str, name: str, verb: str) -> SeamError:
+    return SeamError(
+        f"{module} has no {name}, which zero-bubble training {verb}; "
+        "install a supported megatron-core (see README) or update this package"
+    )
+
+
+def _check_parameters(name: str, function: Callable[..., Any], parameters: tuple[str, ...]) -> None:
+    found = list(inspect.signature(function).parameters)
+    if [parameter for parameter in found if parameter in parameters] != list(parameters):
+        raise SeamError(
+            f"{name} must accept {', '.join(parameters)} in this order; it has "
+            f"({', '.join(found)}); install a supported megatron-core (see README) or update this package"
+        )
+
+
+def _imported(module: str, name: str, verb: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise  # something that the module itself needs
+        in_core = module.startswith("megatron.core")
+        remedy = (
+            "install a supported megatron-core (see README) or update this package"
+            if in_core
+            else "run a script of a checkout of Megatron-LM, or put apply() into a training loop of your own"
+        )
+        raise SeamError(f"there is no {error.name}, whose {name} zero-bubble training {verb}; {remedy}") from error

@@ -1,4 +1,4 @@
-"""The names that are replaced, per minor of megatron-core and of the Megatron-LM release that carries it.
+"""The names that are replaced or used, per minor of megatron-core and of the Megatron-LM release that carries it.
 
 One table for all: :data:`_SEAMS` is what most of them share, :data:`MINORS` says what is different where.
 """
@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 
 import megatron.core
 
-from megatron.zero_bubble.patching.seam import Seam, SeamError
+from megatron.zero_bubble.errors import SeamError
+from megatron.zero_bubble.patching import used
+from megatron.zero_bubble.patching.seam import Seam, Used
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Seams:
         process_groups: of a Megatron-LM job whose placement is not Megatron's own, or that is recorded.
         models: of one whose placement is not Megatron's own; every name takes a function that builds one chunk.
         pipeline_group: the same, where a chunk asks for its pipeline group whatever groups it was given.
+        used: what is looked up and not replaced.
         loads_both_ends: whether a checkpoint loads where one rank holds both ends of a tied embedding.
     """
 
@@ -39,6 +42,7 @@ class Seams:
     validated_flags: Seam
     process_groups: Seam
     models: tuple[Seam, ...]
+    used: tuple[Used, ...]
     pipeline_group: Seam | None = None
     loads_both_ends: bool = True
 
@@ -138,6 +142,7 @@ _SEAMS = Seams(
             "builds each model chunk where the placement has it",
         ),
     ),
+    used=(*used.USED, *used.GROUPS),
 )
 
 # Since 0.18 models can also be built from a configuration, and flags are validated where they are parsed.
@@ -164,10 +169,12 @@ _SINCE_0_18 = replace(
 
 # Until 0.14 the parts of a weight on a rank may not overlap where a checkpoint is loaded.
 _UNTIL_0_14 = replace(_SEAMS, loads_both_ends=False)
+_OF_0_13 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_13))
+_OF_0_14 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_14))
 
 MINORS: dict[str, Seams] = {
-    "0.13": _UNTIL_0_14,
-    "0.14": _UNTIL_0_14,
+    "0.13": _OF_0_13,
+    "0.14": _OF_0_14,
     "0.15": _ASKS_FOR_GROUPS,
     "0.16": _SEAMS,
     "0.17": _SEAMS,

@@ -35,17 +35,21 @@ def apply_schedule(
     Raises:
         UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
-    from megatron.zero_bubble.patching import PatchError, SeamError, apply, observe
+    from megatron.zero_bubble.errors import PatchError, SeamError
     from megatron.zero_bubble.runtime.executor import together
     from megatron.zero_bubble.training.distributed import agree
 
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
         observer = together(recorder, meter)
         if observer is not None:
+            from megatron.zero_bubble.patching import observe
+
             observe(observer)
         return Applied("Megatron's own schedule", None)
     problem = pipeline = None
     try:
+        from megatron.zero_bubble.patching import apply
+
         pipeline = apply(args.zero_bubble, meter, recorder=recorder)
     except (ValueError, PatchError, SeamError) as error:
         problem = str(error)

@@ -1,0 +1,124 @@
+"""The upstream names that are used and not replaced: looked up before a job starts, not in its first iteration.
+
+``tests/patching/test_used.py`` holds that none is forgotten here. What a version may lack is found by
+:mod:`megatron.zero_bubble.runtime.upstream` instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron.zero_bubble.patching.seam import Used
+
+
+def look_up(names: Iterable[Used]) -> None:
+    """Check that all of them are there.
+
+    Raises:
+        SeamError: the first that is missing, or that takes other arguments.
+    """
+    for name in names:
+        name.check()
+
+
+def _of(module: str, names: str, holder: str = "") -> tuple[Used, ...]:
+    """Names of a module, or of a class in it."""
+    return tuple(Used(module, f"{holder}.{name}" if holder else name) for name in names.split())
+
+
+def _function(module: str, name: str, parameters: str) -> Used:
+    return Used(module, name, tuple(parameters.split()))
+
+
+_SCHEDULES = "megatron.core.pipeline_parallel.schedules"
+_PARALLEL_STATE = "megatron.core.parallel_state"
+_RANDOM = "megatron.core.tensor_parallel.random"
+_DISTRIBUTED = "megatron.core.distributed"
+_OPTIMIZER = "megatron.core.optimizer"
+
+USED: tuple[Used, ...] = (
+    # passes
+    _function(
+        _SCHEDULES,
+        "forward_step",
+        "forward_step_func data_iterator model num_microbatches input_tensor forward_data_store config "
+        "collect_non_loss_data checkpoint_activations_microbatch is_first_microbatch current_microbatch vp_stage",
+    ),
+    _function(_SCHEDULES, "backward_step", "input_tensor output_tensor output_tensor_grad config"),
+    _function(_SCHEDULES, "check_first_val_step", "first_val_step forward_only cond"),
+    _function(_SCHEDULES, "deallocate_output_tensor", "out deallocate_pipeline_outputs"),
+    _function(_SCHEDULES, "get_tensor_shapes", "seq_length micro_batch_size decoder_seq_length config"),
+    _function(_SCHEDULES, "clear_embedding_activation_buffer", "config model"),
+    _function(_SCHEDULES, "finish_embedding_wgrad_compute", "config embedding_module"),
+    _function("megatron.core.utils", "get_attr_wrapped_model", "model attr return_model_obj"),
+    *_of("megatron.core.utils", "get_model_config get_model_type"),
+    *_of("megatron.core.transformer.moe.moe_utils", "set_loss_scale", "MoEAuxLossAutoScaler"),
+    *_of("megatron.core.transformer.multi_token_prediction", "set_loss_scale", "MTPLossAutoScaler"),
+    *_of(
+        "megatron.core.transformer",
+        "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func "
+        "grad_scale_func grad_sync_func no_sync_func num_microbatches_with_partial_activation_checkpoints "
+        "pipeline_dtype timers",
+        "TransformerConfig",
+    ),
+    # ranks and stages
+    *_of(
+        _PARALLEL_STATE,
+        "_MPU_PIPELINE_MODEL_PARALLEL_RANK set_pipeline_model_parallel_rank get_pipeline_model_parallel_rank "
+        "get_pipeline_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_rank "
+        "get_context_parallel_group get_data_parallel_rank",
+    ),
+    _function(_PARALLEL_STATE, "get_embedding_group", "check_initialized"),
+    _function(_PARALLEL_STATE, "get_position_embedding_group", "check_initialized"),
+    _function(_PARALLEL_STATE, "get_data_parallel_group", "with_context_parallel partial_data_parallel"),
+    *_of("megatron.core.models.gpt", "pre_process post_process share_embeddings_and_output_weights", "GPTModel"),
+    *_of(
+        "megatron.core.transformer.pipeline_parallel_layer_layout",
+        "get_num_stages_from_str",
+        "PipelineParallelLayerLayout",
+    ),
+    # gradients
+    *_of("megatron.core.tensor_parallel.layers", "dist_all_gather_func get_tensor_model_parallel_group_if_none"),
+    _function(_DISTRIBUTED, "finalize_model_grads", "model num_tokens"),
+    _function(_DISTRIBUTED, "DistributedDataParallel._make_backward_post_hook", "param"),
+    *_of(_DISTRIBUTED, "param_to_bucket_group ddp_config no_sync", "DistributedDataParallel"),
+    *_of(_DISTRIBUTED, "overlap_grad_reduce", "DistributedDataParallelConfig"),
+    # what the module of post-validation imports
+    *_of(_OPTIMIZER, "ChainedOptimizer MegatronOptimizer"),
+    _function("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "parameters max_norm total_norm"),
+    # what a forward changes
+    *_of("megatron.core.tensor_parallel", "get_cuda_rng_tracker"),
+    *_of(_RANDOM, "_get_cuda_rng_state _set_cuda_rng_state"),
+    *_of(_RANDOM, "get_states set_states", "CudaRNGStatesTracker"),
+    *_of("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"),
+)
+"""By every schedule, on every version."""
+
+POST_VALIDATION: tuple[Used, ...] = (
+    *_of(
+        "megatron.core.optimizer.optimizer",
+        "_copy_main_params_to_model_params config count_zeros get_grad_norm get_grad_stats_parallel_group "
+        "get_loss_scale get_parameters grad_scaler is_stub_optimizer optimizer prepare_grads step_with_ready_grads "
+        "zero_grad",
+        "Float16OptimizerWithFloat16Params",
+    ),
+    *_of(_OPTIMIZER, "chained_optimizers grads_states_parallel_group_is_shared", "ChainedOptimizer"),
+    *_of(
+        _OPTIMIZER,
+        "clip_grad log_num_zeros_in_grad use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "OptimizerConfig",
+    ),
+    *_of("megatron.core.optimizer.grad_scaler", "load_state_dict state_dict update", "MegatronGradScaler"),
+    *_of(_DISTRIBUTED, "start_param_sync zero_grad_buffer", "DistributedDataParallel"),
+    *_of(_DISTRIBUTED, "overlap_param_gather use_distributed_optimizer", "DistributedDataParallelConfig"),
+)
+"""By a schedule whose passes validate the steps of the optimizer."""
+
+BUBBLE = _of("megatron.training.global_vars", "get_tensorboard_writer")
+"""By ``--zero-bubble-log-bubble`` in a Megatron-LM job."""
+
+_GROUPS = "megatron.core.process_groups_config"
+GROUPS_OF_0_13 = _of(_GROUPS, "use_mpu_process_groups pp tp", "ModelCommProcessGroups")
+GROUPS_OF_0_14 = (*GROUPS_OF_0_13, *_of(_GROUPS, "GradFinalizeProcessGroups"))
+GROUPS = _of(_GROUPS, "use_mpu_process_groups pp tp cp embd pos_embd dp_cp", "ProcessGroupCollection")
+"""Collections of process groups, since 0.15 one class for all purposes."""

@@ -1,0 +1,241 @@
+"""Every upstream name that is used is looked up before a job starts; one that is missing ends it there."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.megatron_lm import ROOT, Checkout, checkouts
+from tests.helpers.ranks import RankPool
+
+PACKAGE = ROOT / "megatron" / "zero_bubble"
+FILES = sorted(path for folder in ("runtime", "patching") for path in (PACKAGE / folder).glob("*.py"))
+# A kernel that is there where apex is.
+OPTIONAL = {"megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda"}
+# What we call upstream's objects, and attributes that these have from torch and Python, or of ours that are called so.
+OBJECTS = ("chunk", "part", "scaler", "config", "ddp_config", "groups", "ddp", "tracker")
+OF_OTHERS = {"__dict__", "clear", "grad_stats_parallel_group", "items", "modules", "num_in_flight", "parameters"}
+OPTIONAL_ATTRIBUTES = {"delay_wgrad_compute"}
+
+
+def look_ups(rank: int) -> list[str]:
+    from megatron.zero_bubble.patching import used
+    from megatron.zero_bubble.patching.seams import installed_seams
+
+    names = (*installed_seams().used, *used.POST_VALIDATION, *used.BUBBLE)
+    return [f"{name.module}.{name.name}" for name in names]
+
+
+@pytest.fixture(scope="module")
+def listed(ranks: RankPool) -> set[str]:
+    (names,) = ranks.run(1, look_ups)
+    assert len(set(names)) == len(names)
+    return set(names)
+
+
+def imported(tree: ast.AST) -> dict[str, str]:
+    """By the name in the module, what is imported from upstream."""
+    return {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+        if node.module.startswith(("megatron.core", "megatron.training"))
+        for alias in node.names
+    }
+
+
+def is_module(name: str) -> bool:
+    """Found by its file: megatron-core belongs on a rank, not in the process of pytest."""
+    for root in importlib.util.find_spec("megatron.core").submodule_search_locations or ():  # type: ignore[union-attr]
+        path = Path(root).parents[1].joinpath(*name.split("."))
+        if path.is_dir() or path.with_suffix(".py").is_file():
+            return True
+    return name == "megatron.training.global_vars"
+
+
+def used_names(source: str) -> Iterator[str]:
+    """Names that are imported from upstream's modules, and attributes of its modules."""
+    tree = ast.parse(source)
+    names = imported(tree)
+    for name in names.values():
+        if not is_module(name):
+            yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            root, *rest = ast.unparse(node).split(".")
+            name = ".".join([names.get(root, ""), *rest])
+            if root in names and is_module(name.rpartition(".")[0]) and not is_module(name):
+                yield name
+
+
+def used_attributes(source: str) -> Iterator[str]:
+    """Of what we call upstream's objects."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            of = ast.unparse(node.value).rpartition(".")[2]
+            if of in OBJECTS:
+                yield node.attr
+
+
+def test_no_name_is_forgotten(listed: set[str]) -> None:
+    found = {name for path in FILES for name in used_names(path.read_text())} - OPTIONAL
+    assert len(found) > 30
+    covered = {".".join(name.split(".")[:end]) for name in listed for end in range(1, 9)}
+    assert sorted(found - covered) == [], "add these to patching/used.py"
+
+
+def test_no_attribute_is_forgotten(listed: set[str]) -> None:
+    files = [path for path in FILES if path.parent.name == "runtime"]
+    found = {name for path in files for name in used_attributes(path.read_text())} - OF_OTHERS - OPTIONAL_ATTRIBUTES
+    assert len(found) > 20
+    assert sorted(found - {name.rpartition(".")[2] for name in listed}) == [], "add these to patching/used.py"
+
+
+def test_uses_are_found() -> None:
+    source = """
+from megatron.core import parallel_state as state
+from megatron.core.pipeline_parallel.schedules import forward_step
+state._hidden().rank()
+chunk.no_sync
+"""
+    found = ["megatron.core.pipeline_parallel.schedules.forward_step", "megatron.core.parallel_state._hidden"]
+    assert list(used_names(source)) == found
+    assert list(used_attributes(source)) == ["no_sync"]
+
+
+def ends_at_start(rank: int) -> int:
+    """Each name in turn is gone; of a class, only the attribute."""
+    import importlib
+
+    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.patching import SeamError, apply, report, used
+    from megatron.zero_bubble.patching.seams import installed_seams
+
+    names = (*installed_seams().used, *used.POST_VALIDATION)
+    for name in names:
+        holder, _, attribute = name.name.rpartition(".")
+        with pytest.MonkeyPatch.context() as patch:
+            module = importlib.import_module(name.module)
+            if not holder:
+                patch.delattr(module, attribute)
+            else:
+                others = {
+                    other.name.rpartition(".")[2]: other for other in names if other.name.startswith(f"{holder}.")
+                }
+                of_class = getattr(module, holder)
+                rest = {other: getattr(of_class, other, None) for other in others if other != attribute}
+                patch.setattr(module, holder, type(holder, (), rest))
+            with pytest.raises(SeamError) as caught:
+                apply(ZeroBubbleConfig(schedule="zb-h2", post_validation=True))
+        assert str(caught.value) == (
+            f"{name.module} has no {name.name}, which zero-bubble training uses; "
+            "install a supported megatron-core (see README) or update this package"
+        )
+        assert report() == []
+    return len(names)
+
+
+def test_a_missing_name_ends_the_job_at_its_start(ranks: RankPool) -> None:
+    (count,) = ranks.run(1, ends_at_start)
+    assert count > 60
+
+
+def changed_arguments(rank: int) -> None:
+    from megatron.core.pipeline_parallel import schedules
+
+    from megatron.zero_bubble.patching import SeamError, apply
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(schedules, "check_first_val_step", lambda first_val_step, forward_only: None)
+        with pytest.raises(SeamError, match=r"check_first_val_step must accept first_val_step, forward_only, cond in"):
+            apply("zb-h1")
+
+
+def test_other_arguments_end_the_job_at_its_start(ranks: RankPool) -> None:
+    ranks.run(1, changed_arguments)
+
+
+def missing_before_the_import(rank: int) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    from megatron.zero_bubble.errors import SeamError
+
+    ours = [
+        name for name in sys.modules if name.startswith(("megatron.zero_bubble.patching", "megatron.zero_bubble.run"))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ours:
+            patch.delitem(sys.modules, name)
+        patch.delattr(moe_utils, "get_moe_layer_wise_logging_tracker")
+        with pytest.raises(SeamError, match="no get_moe_layer_wise_logging_tracker, which zero-bubble training uses"):
+            import megatron.zero_bubble.patching  # noqa: F401
+
+
+def test_a_name_that_an_import_needs_ends_the_job_with_a_sentence(ranks: RankPool) -> None:
+    ranks.run(1, missing_before_the_import)
+
+
+class Base:
+    def __init__(self) -> None:
+        self.of_base = 1
+
+
+class Holder(Base):
+    of_class = 1
+
+    def __init__(self, other: Any) -> None:
+        super().__init__()
+        other.of_other = 1
+        self.of_instance = other
+
+    def method(self) -> None:
+        self.later = 1
+
+
+def finds_what_instances_have(rank: int) -> None:
+    from megatron.zero_bubble.patching import SeamError
+    from megatron.zero_bubble.patching.seam import Used
+
+    for name in ("of_class", "of_base", "of_instance", "method"):
+        Used(__name__, f"Holder.{name}").check()
+    for name in ("of_other", "later", "other"):
+        with pytest.raises(SeamError, match=f"has no Holder.{name}, which"):
+            Used(__name__, f"Holder.{name}").check()
+    with pytest.raises(
+        SeamError, match=r"there is no megatron.core.gone, whose f zero-bubble training uses; install a"
+    ):
+        Used("megatron.core.gone", "f").check()
+
+
+def test_attributes_of_instances(ranks: RankPool) -> None:
+    ranks.run(1, finds_what_instances_have)
+
+
+_OF_CHECKOUT = """
+import sys
+from megatron.zero_bubble.platforms import cpu
+cpu.install()
+import megatron.core
+assert megatron.core.__file__.startswith(sys.path[1]), megatron.core.__file__
+from megatron.zero_bubble.patching import used
+used.look_up((*used.POST_VALIDATION, *used.BUBBLE))
+"""
+
+
+@pytest.mark.skipif(not checkouts(), reason="no checkout of Megatron-LM")
+@pytest.mark.parametrize("checkout", checkouts(), ids=str)
+def test_every_version_has_every_name(checkout: Checkout) -> None:
+    path = [str(checkout.path), str(ROOT), str(ROOT / "tests/helpers/other_versions")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TORCHDYNAMO_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _OF_CHECKOUT], check=False, env=environment, stderr=subprocess.PIPE, text=True, cwd="/"
+    )
+    assert done.returncode == 0, done.stderr
