@@ -18,10 +18,13 @@ from tests.helpers.ranks import RankPool
 
 PACKAGE = ROOT / "megatron" / "zero_bubble"
 FILES = sorted(path for folder in ("runtime", "patching") for path in (PACKAGE / folder).glob("*.py"))
-# A kernel that is there where apex is.
-OPTIONAL = {"megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda"}
+# A kernel that is there where apex is, and the class behind a flag that came with it.
+OPTIONAL = {
+    "megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
+    "megatron.core.num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator",
+}
 # What we call upstream's objects, and attributes that these have from torch and Python, or of ours that are called so.
-OBJECTS = ("chunk", "part", "scaler", "config", "ddp_config", "groups", "ddp", "tracker")
+OBJECTS = ("chunk", "layout", "part", "scaler", "config", "ddp_config", "groups", "ddp", "tracker")
 OF_OTHERS = {"__dict__", "clear", "grad_stats_parallel_group", "items", "modules", "num_in_flight", "parameters"}
 OPTIONAL_ATTRIBUTES = {"delay_wgrad_compute"}
 
@@ -30,7 +33,7 @@ def look_ups(rank: int) -> list[str]:
     from megatron.zero_bubble.patching import used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    names = (*installed_seams().used, *used.POST_VALIDATION, *used.BUBBLE)
+    names = (*installed_seams().used, *used.POST_VALIDATION, *used.DATA, *used.BUBBLE)
     return [f"{name.module}.{name.name}" for name in names]
 
 

@@ -63,8 +63,7 @@ def install(
         for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
             seam.resolve()
         replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined)))
-        if options.zero_bubble_log_bubble:
-            used.look_up(used.BUBBLE)
+        used.look_up((*used.DATA, *(used.BUBBLE if options.zero_bubble_log_bubble else ())))
         replacements.append((seams.validated_flags, lambda validate: _validated(validate, options, seams, say)))
     _job.replace(replacements)
 

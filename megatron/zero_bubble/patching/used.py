@@ -74,11 +74,14 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.models.gpt", "pre_process post_process share_embeddings_and_output_weights", "GPTModel"),
     *_of(
         "megatron.core.transformer.pipeline_parallel_layer_layout",
-        "get_num_stages_from_str",
+        "get_num_stages_from_str layout pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
         "PipelineParallelLayerLayout",
     ),
     # gradients
-    *_of("megatron.core.tensor_parallel.layers", "dist_all_gather_func get_tensor_model_parallel_group_if_none"),
+    *_of(
+        "megatron.core.tensor_parallel.layers",
+        "VocabParallelEmbedding dist_all_gather_func get_tensor_model_parallel_group_if_none",
+    ),
     _function(_DISTRIBUTED, "finalize_model_grads", "model num_tokens"),
     _function(_DISTRIBUTED, "DistributedDataParallel._make_backward_post_hook", "param"),
     *_of(_DISTRIBUTED, "param_to_bucket_group ddp_config no_sync", "DistributedDataParallel"),
@@ -113,6 +116,9 @@ POST_VALIDATION: tuple[Used, ...] = (
     *_of(_DISTRIBUTED, "overlap_param_gather use_distributed_optimizer", "DistributedDataParallelConfig"),
 )
 """By a schedule whose passes validate the steps of the optimizer."""
+
+DATA = (_function("megatron.core.datasets.utils", "get_blend_from_list", "blend"),)
+"""By a Megatron-LM job, whose data files are looked at before it starts."""
 
 BUBBLE = _of("megatron.training.global_vars", "get_tensorboard_writer")
 """By ``--zero-bubble-log-bubble`` in a Megatron-LM job."""
