@@ -1,0 +1,56 @@
+"""Passes: the units of compute that a schedule orders."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from typing import NamedTuple
+
+
+class Kind(Enum):
+    """What a pass computes."""
+
+    F = "F"
+    B = "B"
+    W = "W"
+    BW = "BW"
+
+    # Members are singletons, so identity hashing is right; Enum's own hashes the name, in Python, on every look-up.
+    __hash__ = object.__hash__
+
+    def __str__(self) -> str:
+        return self.value
+
+
+_PASS = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
+
+
+class Pass(NamedTuple):
+    """One unit of compute: ``kind`` of ``microbatch`` (and sequence ``slice``) on ``stage``.
+
+    A tuple, because plans hash and compare passes by the hundred thousand.
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    slice: int = 0
+
+    def __str__(self) -> str:
+        suffix = f".{self.slice}" if self.slice else ""
+        return f"{self.stage}{self.kind.value}{self.microbatch}{suffix}"
+
+    @classmethod
+    def parse(cls, text: str) -> Pass:
+        """Read what ``str`` wrote.
+
+        Raises:
+            ValueError: when ``text`` is not of the form above; the message shows the grammar.
+        """
+        match = _PASS.fullmatch(text)
+        if match is None:
+            raise ValueError(
+                f"a pass is written <stage><F|B|W|BW><microbatch>[.<slice>], for example 2F0; got {text!r}"
+            )
+        stage, kind, microbatch, slice_ = match.groups()
+        return cls(int(stage), Kind(kind), int(microbatch), int(slice_ or 0))

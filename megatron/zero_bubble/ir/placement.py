@@ -1,0 +1,59 @@
+"""The placement: which rank holds which stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage; stages are numbered along the model, ``stage_to_rank[stage]`` is its rank."""
+
+    stage_to_rank: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        ranks = set(self.stage_to_rank)
+        if not ranks or ranks != set(range(len(ranks))):
+            raise ValueError(
+                "a placement must give every rank 0..P-1 at least one stage; "
+                f"got stage_to_rank={list(self.stage_to_rank)}; renumber the ranks without gaps"
+            )
+
+    @classmethod
+    def linear(cls, num_ranks: int) -> Placement:
+        """One stage a rank, in order: 1F1B, ZB-H1, ZB-H2."""
+        return cls(tuple(range(num_ranks)))
+
+    @classmethod
+    def interleaved(cls, num_ranks: int, num_chunks: int) -> Placement:
+        """Stage s on rank s mod P: Megatron's virtual pipeline."""
+        return cls(tuple(range(num_ranks)) * num_chunks)
+
+    @classmethod
+    def vee(cls, num_ranks: int) -> Placement:
+        """Two stages a rank, s and 2P-1-s: the V of ZB-V (arXiv 2401.10241, section 6)."""
+        return cls((*range(num_ranks), *reversed(range(num_ranks))))
+
+    @cached_property
+    def num_ranks(self) -> int:
+        return max(self.stage_to_rank) + 1
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.stage_to_rank)
+
+    @cached_property
+    def _stages(self) -> tuple[tuple[int, ...], ...]:
+        stages: list[list[int]] = [[] for _ in range(self.num_ranks)]
+        for stage, rank in enumerate(self.stage_to_rank):
+            stages[rank].append(stage)
+        return tuple(map(tuple, stages))
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of ``rank`` in model order: its chunks 0, 1, ..."""
+        return self._stages[rank]
+
+    def chunk_of(self, stage: int) -> int:
+        """The position of ``stage`` among its rank's chunks (Megatron's ``vp_stage``)."""
+        return self._stages[self.stage_to_rank[stage]].index(stage)
