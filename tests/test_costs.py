@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Pass, PassCosts, PassMemory, Placement
-from megatron.zero_bubble.costs import costs_from_json, costs_to_json, read_costs_file
+from megatron.zero_bubble.formats.costs import costs_from_json, costs_to_json, read_costs_file
 
 LINEAR = Placement.linear(2)
 VEE = Placement.vee(2)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 
 PUBLISHED = Path(__file__).parents[1] / "configs/published/zero_bubble_table5.csv"
 SHAPES = {"1.5B": (24, 2304, 24, 6), "6.2B": (32, 4096, 32, 3), "14.6B": (48, 5120, 40, 1), "28.3B": (64, 6144, 48, 1)}

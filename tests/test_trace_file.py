@@ -12,8 +12,8 @@ from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
 from megatron.zero_bubble.analysis.trace import RankTrace, Settled, Trace, Validated
+from megatron.zero_bubble.formats.trace import Recording, read_trace_file, trace_from_json, trace_to_json
 from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.trace_file import Recording, read_trace_file, trace_from_json, trace_to_json
 from tests.helpers.delayed import run
 from tests.helpers.strategies import schedules
 

@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Placement, Schedule
-from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.schedules import recipe
 
 AUTO = "zb-auto"

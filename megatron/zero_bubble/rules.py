@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig, check_runnable
 from megatron.zero_bubble.flags import FlagError, has_schedule, records
+from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.schedules import build
 
 

@@ -24,7 +24,7 @@ from sections import SECTIONS
 
 sys.path.insert(0, str(ranks.ROOT))
 
-from megatron.zero_bubble.files import json_object, read_file
+from megatron.zero_bubble.formats.files import json_object, read_file
 
 OK = "ok"
 CHART, RECORD = "scaling.svg", "run.json"

@@ -41,7 +41,7 @@ sys.path.insert(0, str(ranks.ROOT))
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.search import fit
 
 STOCK = "stock 1f1b"

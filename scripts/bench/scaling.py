@@ -32,8 +32,8 @@ from chart import Line, Panel, draw
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.model_config import read_model
-from megatron.zero_bubble.costs import read_costs_file
-from megatron.zero_bubble.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import Problem

@@ -103,8 +103,8 @@ class _Variant:
 
     def gather(self, rounds: int) -> Any:
         """The last ``rounds`` recorded iterations; a collective call."""
+        from megatron.zero_bubble.formats.trace import Recording
         from megatron.zero_bubble.runtime.measure import gather_trace
-        from megatron.zero_bubble.trace_file import Recording
 
         assert self._group is not None
         traces = [gather_trace(self.schedule.name, marks, self._group) for marks in self._marks[-rounds:]]
@@ -114,8 +114,8 @@ class _Variant:
 def _measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
+    from megatron.zero_bubble.formats.trace import trace_to_json
     from megatron.zero_bubble.runtime.p2p import Transport
-    from megatron.zero_bubble.trace_file import trace_to_json
 
     assert dist.group.WORLD is not None
     transport = Transport(dist.group.WORLD, ())

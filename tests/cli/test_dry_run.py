@@ -12,8 +12,8 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.costs import costs_to_json
-from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError

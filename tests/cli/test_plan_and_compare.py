@@ -11,8 +11,8 @@ import pytest
 from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.costs import costs_to_json
-from megatron.zero_bubble.plan_file import schedule_from_json
+from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.plan import schedule_from_json
 
 TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()
 SIZES = "--num-ranks 4 --num-microbatches 8".split()

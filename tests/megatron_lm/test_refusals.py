@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt
 from tests.training.test_data import write_constant
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.trace_file import read_trace_file
+from megatron.zero_bubble.formats.trace import read_trace_file
 from tests.helpers.ranks import RankPool
 from tests.runtime.test_foreign_loop import STEPS, train
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json
 from tests.helpers.ranks import RankPool
 
 SCHEDULES = "megatron.core.pipeline_parallel.schedules"

@@ -12,9 +12,9 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
 from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.formats.trace import Recording
 from megatron.zero_bubble.ir import Pass
 from megatron.zero_bubble.render.html import render_html
-from megatron.zero_bubble.trace_file import Recording
 from tests.helpers.browser import browser, console_errors
 from tests.helpers.delayed import run
 

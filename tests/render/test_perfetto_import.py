@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
+from megatron.zero_bubble.formats.trace import Recording
 from megatron.zero_bubble.render.perfetto import RECEIVES, SENDS, _pid, render_perfetto
-from megatron.zero_bubble.trace_file import Recording
 from tests.helpers.delayed import run
 from tests.helpers.perfetto import Perfetto, perfetto
 from tests.test_trace_file import recording

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.costs import read_costs_file
-from megatron.zero_bubble.trace_file import read_trace_file
+from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.trace import read_trace_file
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import train
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.plan_file import plan_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.training import checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check

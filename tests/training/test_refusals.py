@@ -14,8 +14,8 @@ import pytest
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.plan_file import plan_to_json
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.training.pretrain import main
 from tests.helpers.launch import run_training

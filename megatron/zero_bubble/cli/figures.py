@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.config import parse_memory_limit
-from megatron.zero_bubble.costs import PassCosts, PassMemory, read_costs_file
-from megatron.zero_bubble.estimate import DEVICES, estimate
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")

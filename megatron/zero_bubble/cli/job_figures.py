@@ -7,8 +7,9 @@ from dataclasses import replace
 
 from megatron.zero_bubble.cli.figures import Figures
 from megatron.zero_bubble.cli.model_config import VOCABULARY, model_of
-from megatron.zero_bubble.costs import PassCosts, PassMemory, read_costs_file
-from megatron.zero_bubble.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.estimate import Model, Recompute
+from megatron.zero_bubble.costs.estimate import Model, Recompute
 
 VOCABULARY = 50_304
 """GPT-2's, padded to a multiple of 128."""

@@ -13,9 +13,9 @@ from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
-from megatron.zero_bubble.costs import refuse_huge
+from megatron.zero_bubble.costs.units import refuse_huge
+from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.plan_file import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.render.text import headline, render_text
 from megatron.zero_bubble.schedules import SCHEDULES, build

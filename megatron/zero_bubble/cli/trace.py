@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.formats.trace import Recording, read_trace_file
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import draw_comparison
 from megatron.zero_bubble.render.text import headline
-from megatron.zero_bubble.trace_file import Recording, read_trace_file
 
 
 def add_trace(verb: argparse.ArgumentParser) -> None:

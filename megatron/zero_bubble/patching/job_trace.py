@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron.zero_bubble.config import JobError
-from megatron.zero_bubble.files import make_writable
 from megatron.zero_bubble.flags import FlagError
+from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.rules import check_costs_file
 from megatron.zero_bubble.runtime.pipeline import Pipeline

@@ -21,9 +21,10 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts, PassMemory, costs_to_json
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.plan_file import read_schedule_file
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator
 from megatron.zero_bubble.runtime.measure import gather_trace, median_costs

@@ -28,7 +28,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.zero_bubble.files import make_writable
+from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.runtime import random_state
 from megatron.zero_bubble.runtime.p2p import lost_connection
 from megatron.zero_bubble.runtime.placement import believed_rank, believing

@@ -19,7 +19,7 @@ from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.ir import Pass
 
 FORMAT = 1

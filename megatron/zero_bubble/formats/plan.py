@@ -15,7 +15,7 @@ from typing import Any
 from megatron.zero_bubble.analysis.bounds import Bound
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.ir import Placement, Schedule
 
 

@@ -1,0 +1,54 @@
+"""Figures: which are accepted, and how those of one number of stages become those of another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.zero_bubble.ir import Placement
+
+MOST = 1e15
+"""Nobody measures more, in whatever unit, and no sum or product of what is less overflows."""
+
+
+def refuse_huge(**figures: object) -> None:
+    """``ValueError`` for a number above ``MOST``; what is no finite number at all is somebody else's to refuse."""
+    for name, value in figures.items():
+        if isinstance(value, (int, float)) and MOST < value < math.inf:
+            raise ValueError(f"{name} must be at most {MOST:g}; got {value!r}; give a smaller one")
+
+
+def checked_figure(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number, 0 or above; got {value!r}")
+    return float(value)
+
+
+def checked_figures(name: str, values: Sequence[object]) -> tuple[float, ...]:
+    return tuple(checked_figure(f"{name} of stage {stage}", value) for stage, value in enumerate(values))
+
+
+def check_same_length(owner: object, names: Sequence[str]) -> None:
+    lengths = {name: len(getattr(owner, name)) for name in names}
+    if len(set(lengths.values())) > 1:
+        got = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise ValueError(f"every list must have one figure a stage; {got}; make them equally long")
+
+
+def spread(placement: Placement, whole: float) -> tuple[float, ...]:
+    """A rank's figure over its chunks, as one figure a stage."""
+    return tuple(whole / len(placement.stages_of(rank)) for rank in placement.stage_to_rank)
+
+
+def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
+    """Figures a stage of one cut of the model as figures a stage of another."""
+    finer, coarser = max(num_stages, len(figures)), min(num_stages, len(figures))
+    if finer % coarser:
+        raise ValueError(
+            f"figures for {len(figures)} stages cannot be cut into {num_stages}: the one must be a multiple of the "
+            "other; measure, or give, a figure for each stage"
+        )
+    parts = finer // coarser
+    if num_stages >= len(figures):
+        return tuple(figure / parts for figure in figures for _ in range(parts))
+    return tuple(sum(figures[s * parts : (s + 1) * parts]) for s in range(num_stages))
