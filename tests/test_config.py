@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.config import ZeroBubbleConfig, check_model_config
+from megatron.zero_bubble.job.config import ZeroBubbleConfig, check_model_config
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from megatron.zero_bubble.document_splits import check_divided, check_whole, divide
+from megatron.zero_bubble.job.document_splits import check_divided, check_whole, divide
 
 _SHARES = st.one_of(st.integers(0, 1000), st.floats(0, 1).map(lambda share: round(share, 4)))
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.layers import balanced_layout, stage_layers
+from megatron.zero_bubble.job.layers import balanced_layout, stage_layers
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check_layout
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import num_microbatches_calculator, parallel_state
 
 from megatron.zero_bubble import patching
-from megatron.zero_bubble.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from tests.helpers.ranks import REPOSITORY, RankFailure, RankPool
 
 

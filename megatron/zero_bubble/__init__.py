@@ -14,9 +14,9 @@ from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.config import ZeroBubbleConfig
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from megatron.zero_bubble.config import AUTO
-from megatron.zero_bubble.flags import FlagError, StrictParser
+from megatron.zero_bubble.job.config import AUTO
+from megatron.zero_bubble.job.flags import FlagError, StrictParser
 
 _POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"
 _RENAMED = {

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.errors import PatchError, SeamError
-from megatron.zero_bubble.flags import FlagError, has_schedule, parse_ours
 from megatron.zero_bubble.fork_flags import modernize
-from megatron.zero_bubble.rules import Job, check_flags
+from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.job.flags import FlagError, has_schedule, parse_ours
+from megatron.zero_bubble.job.rules import Job, check_flags
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.peers import Peers

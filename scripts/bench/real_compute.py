@@ -243,7 +243,7 @@ class _Variant:
 
     def __call__(self) -> float:
         """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
-        from megatron.zero_bubble.config import ZeroBubbleConfig
+        from megatron.zero_bubble.job.config import ZeroBubbleConfig
         from megatron.zero_bubble.patching import apply, observe, revert
         from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 

@@ -162,7 +162,7 @@ def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list
 
 def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
     """The checked flags with each schedule and its pipeline, while it is in force."""
-    from megatron.zero_bubble.flags import parse_ours
+    from megatron.zero_bubble.job.flags import parse_ours
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check

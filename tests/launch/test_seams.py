@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.flags import parse_ours
+from megatron.zero_bubble.job.flags import parse_ours
 from tests.helpers.ranks import RankPool
 
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
@@ -185,7 +185,7 @@ def a_tied_embedding_whose_ends_meet() -> None:
     import megatron.core
     from megatron.core import process_groups_config
 
-    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.patching import megatron_lm
 
     def job(version: str, *more: str) -> None:
@@ -217,7 +217,7 @@ def test_old_versions_cannot_load_both_ends_of_a_tied_embedding(ranks: RankPool)
 
 
 def refuses_the_job(flags: list[str], sentence: str) -> None:
-    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.patching import megatron_lm
 
     pipeline = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", "2"]

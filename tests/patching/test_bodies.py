@@ -148,7 +148,7 @@ def test_every_body_was_read(ranks: RankPool, folder: Path) -> None:
 
 def says(environment: dict[str, str], config: dict[str, Any]) -> list[str]:
     """What ``apply`` says under these environment variables."""
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
 
     said: list[str] = []

@@ -43,7 +43,7 @@ def job(
     from megatron.core import parallel_state
 
     from megatron.zero_bubble import ZeroBubbleConfig
-    from megatron.zero_bubble.flags import add_flags
+    from megatron.zero_bubble.job.flags import add_flags
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.patching.job_trace import JobTrace
 
@@ -108,8 +108,8 @@ def refused(rank: int, flags: list[str]) -> str:
     """Where no rank is told before all have met, and then every rank."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.config import JobError
-    from megatron.zero_bubble.flags import parse_ours
+    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.job.flags import parse_ours
     from megatron.zero_bubble.patching.job_trace import JobTrace
 
     parallel_state.destroy_model_parallel()

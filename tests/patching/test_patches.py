@@ -49,7 +49,7 @@ def run(ranks: RankPool, test: Any) -> None:
 def applies_and_reverts() -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
     before = names()
@@ -71,7 +71,7 @@ def test_apply_and_revert(ranks: RankPool) -> None:
 
 
 def refuses_twice() -> None:
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import PatchError, apply, revert
 
     before = names()
@@ -95,7 +95,7 @@ def test_a_second_apply(ranks: RankPool) -> None:
 def refuses_unknown_version() -> None:
     import megatron.core
 
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import SeamError, apply
 
     before, version = names(), megatron.core.__version__
@@ -116,7 +116,7 @@ def refuses_changed_seams() -> None:
     """The second seam is wrong: the first must not stay replaced."""
     from megatron.core.tensor_parallel import layers
 
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import SeamError, apply
 
     name = LINEAR.rpartition(".")[2]
@@ -141,7 +141,7 @@ def test_a_changed_seam(ranks: RankPool) -> None:
 
 
 def refuses_unknown_schedule() -> None:
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report
 
     with pytest.raises(ValueError, match="unknown schedule 'zb-h3'; choose one of .*zb-h1"):
@@ -154,7 +154,7 @@ def test_an_unknown_schedule(ranks: RankPool) -> None:
 
 
 def takes_a_file_for_any_number_of_ranks(file: str) -> None:
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
     apply(ZeroBubbleConfig(schedule_file=file))

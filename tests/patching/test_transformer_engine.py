@@ -45,7 +45,7 @@ def run(ranks: RankPool, test: Callable[[], None]) -> None:
 
 
 def applies_and_reverts() -> None:
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
     with engine.installed():
@@ -67,7 +67,7 @@ def test_apply_and_revert(ranks: RankPool) -> None:
 
 def touches_nothing(is_broken: bool) -> None:
     """megatron-core does without one that cannot be imported, too."""
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
     before = found()
@@ -89,7 +89,7 @@ def test_without_transformer_engine(ranks: RankPool, is_broken: bool) -> None:
 
 def refuses_when_built(version: str) -> None:
     """An old one may be there for something else: only its linears are refused."""
-    from megatron.zero_bubble.config import JobError, ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
 
     with engine.installed(version):
@@ -111,7 +111,7 @@ def test_an_old_version(ranks: RankPool, version: str) -> None:
 
 
 def accepts(version: str) -> None:
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
     with engine.installed(version):
@@ -126,7 +126,7 @@ def test_a_new_version(ranks: RankPool, version: str) -> None:
 
 
 def refuses_changed_seams() -> None:
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import SeamError, apply, report
 
     with engine.installed(), pytest.MonkeyPatch.context() as patch:

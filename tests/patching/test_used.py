@@ -118,7 +118,7 @@ def ends_at_start(rank: int) -> int:
     """Each name in turn is gone; of a class, only the attribute."""
     import importlib
 
-    from megatron.zero_bubble.config import ZeroBubbleConfig
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import SeamError, apply, report, used
     from megatron.zero_bubble.patching.seams import installed_seams
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.runtime import gradients
 
 

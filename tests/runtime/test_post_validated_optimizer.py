@@ -102,7 +102,7 @@ def pending(rank: int, **options: Any) -> Job:
 
 def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
     """The names of the optimizer that are open while a step is pending, and those that are refused."""
-    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.runtime.optimizer_surface import SETTLES_FIRST
 
     job = pending(rank, bf16=True)
@@ -136,7 +136,7 @@ def test_what_may_be_seen_of_a_pending_step_is_a_closed_list(ranks: RankPool) ->
 
 def save_and_look(rank: int) -> None:
     """Whatever is read of the optimizer is what the synchronous optimizer has."""
-    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.runtime.optimizer_surface import SETTLES_FIRST
 
     job = Job(rank, False, 2, bf16=True)
@@ -183,7 +183,7 @@ def test_replicas_decide_alike(ranks: RankPool) -> None:
 
 
 def refused_by_one(rank: int) -> str:
-    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.runtime.global_state import refused_together
 
     try:
@@ -212,7 +212,7 @@ def test_options_that_one_norm_cannot_answer_are_refused(
     options: dict[str, Any], tags: dict[str, str], refusal: str
 ) -> None:
     """Newer versions have the last two."""
-    from megatron.zero_bubble.config import JobError
+    from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.runtime.optimizer_surface import check_optimizers
 
     def part(tags: dict[str, str], **options: Any) -> Any:

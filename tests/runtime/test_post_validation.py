@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
-from megatron.zero_bubble.config import ZeroBubbleConfig
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.search import zb_auto
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, lay_out_anew, run_once

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.runtime.rollback import Exact, Inverse
 from megatron.zero_bubble.runtime.step_options import StepOptions
 

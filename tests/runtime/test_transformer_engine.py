@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.config import JobError
 from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.runtime.gradients import FusedAccumulator
 from megatron.zero_bubble.runtime.transformer_engine import TransformerEngineSplit
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from megatron.zero_bubble.cli.model_config import read_model
-from megatron.zero_bubble.config import parse_memory_limit
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, estimate
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.config import parse_memory_limit
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")

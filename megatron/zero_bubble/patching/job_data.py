@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.core.datasets.utils import get_blend_from_list
 
-from megatron.zero_bubble.document_splits import NAMES, check_divided, check_whole
+from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 
 
 def check_data(args: Any) -> None:

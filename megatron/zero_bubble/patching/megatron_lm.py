@@ -16,10 +16,10 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.config import JobError, ZeroBubbleConfig
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
+from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.patching import job_checks, patches, used
 from megatron.zero_bubble.patching.job_bubble import JobBubble
 from megatron.zero_bubble.patching.job_trace import JobTrace

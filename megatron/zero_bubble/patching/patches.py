@@ -11,10 +11,10 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.job.config import AUTO, ZeroBubbleConfig
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.patching.seam import Seam
 from megatron.zero_bubble.runtime.transformer_engine import TransformerEngineSplit
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore

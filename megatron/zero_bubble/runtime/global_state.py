@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.runtime.p2p import new_group
 
 Group = dist.ProcessGroup

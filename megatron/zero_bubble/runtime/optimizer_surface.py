@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 
 ANY_TIME = frozenset(
     {

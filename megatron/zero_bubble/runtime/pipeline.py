@@ -19,9 +19,9 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.config import JobError, check_model_config, check_runnable
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.config import JobError, check_model_config, check_runnable
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.runtime.boundary import Boundary
 from megatron.zero_bubble.runtime.device import device_of

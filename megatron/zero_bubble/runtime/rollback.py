@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 
 Optimizers = Sequence[torch.optim.Optimizer]
 

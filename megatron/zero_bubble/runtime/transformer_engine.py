@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")

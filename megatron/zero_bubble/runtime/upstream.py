@@ -18,7 +18,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.moe import moe_utils
 
-from megatron.zero_bubble.config import JobError
+from megatron.zero_bubble.job.config import JobError
 
 _SUMS = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
-from megatron.zero_bubble.flags import add_flags
+from megatron.zero_bubble.job.flags import add_flags
 from megatron.zero_bubble.training.config_file import config_tokens
 from megatron.zero_bubble.training.errors import UsageError
 

@@ -10,12 +10,12 @@ import math
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron.zero_bubble.config import check_placement
-from megatron.zero_bubble.document_splits import NAMES, check_divided, check_whole
-from megatron.zero_bubble.flags import config_of, has_schedule, records
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.layers import balanced_layout
-from megatron.zero_bubble.rules import Job, check_costs_file, check_flags, check_schedule
+from megatron.zero_bubble.job.config import check_placement
+from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
+from megatron.zero_bubble.job.flags import config_of, has_schedule, records
+from megatron.zero_bubble.job.layers import balanced_layout
+from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.blends import Blend, parse_blend
 from megatron.zero_bubble.training.errors import UsageError

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-from megatron.zero_bubble.document_splits import HEADER, MAGIC
+from megatron.zero_bubble.job.document_splits import HEADER, MAGIC
 from megatron.zero_bubble.training.errors import UsageError
 
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}

@@ -9,8 +9,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.config import JobError
-from megatron.zero_bubble.flags import records
+from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError

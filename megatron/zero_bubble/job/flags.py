@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from megatron.zero_bubble.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 
 _MOST_RECORDED = 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.zero_bubble.config import AUTO, ZeroBubbleConfig, check_runnable
-from megatron.zero_bubble.flags import FlagError, has_schedule, records
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.config import AUTO, ZeroBubbleConfig, check_runnable
+from megatron.zero_bubble.job.flags import FlagError, has_schedule, records
 from megatron.zero_bubble.schedules import build
 
 

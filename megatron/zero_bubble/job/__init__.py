@@ -1,0 +1,1 @@
+"""What a user decides: configuration, flags, the rules they obey, and where layers go."""
