@@ -133,7 +133,7 @@ def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
     """
     from megatron.zero_bubble import platforms
     from megatron.zero_bubble.platforms import cpu
-    from megatron.zero_bubble.platforms.megatron_lm import JOB_POINTS
+    from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
 
     try:
         platform = platforms.select(name)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from megatron.zero_bubble.platforms import cpu, select
-from megatron.zero_bubble.platforms.megatron_lm import JOB_POINTS
+from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
 
 if __name__ == "__main__":
     del sys.argv[0]

@@ -80,7 +80,7 @@ def _serve(script: str, answers: TextIO) -> list[str]:
     """Answer requests until there are no more; returns in a forked rank, with its arguments."""
     from megatron.zero_bubble.patching import megatron_lm  # noqa: F401
     from megatron.zero_bubble.platforms import cpu, select
-    from megatron.zero_bubble.platforms.megatron_lm import JOB_POINTS
+    from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
 
     cpu.install(JOB_POINTS)
     select("cpu").setup(0)

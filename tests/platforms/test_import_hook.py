@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from megatron.zero_bubble.platforms.import_hook import PostImportHook
+from megatron.zero_bubble.platforms.cpu.import_hook import PostImportHook
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.platforms.cuda import CudaPlatform
-from megatron.zero_bubble.runtime.device import device_of
+from megatron.zero_bubble.platforms.device import device_of
 
 EMPTY = torch.nn.Identity()
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.zero_bubble.platforms.beside import Beside
+from megatron.zero_bubble.platforms.streams import Beside
 
 NAMES = ("cpu", "cuda", "auto")
 

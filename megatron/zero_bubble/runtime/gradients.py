@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.kernels import select
-from megatron.zero_bubble.platforms.beside import Beside, RightAway
+from megatron.zero_bubble.platforms.streams import Beside, RightAway
 from megatron.zero_bubble.runtime.linear import Product
 
 

@@ -23,8 +23,8 @@ from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.config import JobError, check_model_config, check_runnable
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.boundary import Boundary
-from megatron.zero_bubble.runtime.device import device_of
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync, reduces_early
 from megatron.zero_bubble.runtime.iteration import Iteration

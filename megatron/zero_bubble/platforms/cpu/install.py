@@ -1,0 +1,103 @@
+"""Putting the CPU platform in force, and out again."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from collections.abc import Iterable
+from types import ModuleType
+
+import torch
+
+from megatron.zero_bubble.platforms.cpu.import_hook import PostImportHook
+from megatron.zero_bubble.platforms.cpu.points import ABSENT, POINTS, Point
+from megatron.zero_bubble.platforms.cpu.stand_ins import CudaMeansCpu
+
+
+def _not_about_shared_generator(record: logging.LogRecord) -> bool:
+    """Drops core's warning that the CPU generator moved while the device's was in use: here they are one."""
+    return "CPU RNG state changed" not in record.getMessage()
+
+
+class _Installation:
+    """What :func:`install` changed, in order, so that :func:`revert` can undo it backwards."""
+
+    def __init__(self, points: Iterable[Point]) -> None:
+        self._points = tuple(points)
+        self._undo: list[tuple[object, str, object]] = []
+        self._mode = CudaMeansCpu()
+        self._hook = PostImportHook({point.module for point in self._points}, self._apply_to)
+        self._logger = logging.getLogger("megatron.core.tensor_parallel.random")
+
+    def install(self) -> None:
+        try:
+            for name in dict.fromkeys(point.module for point in self._points):
+                if name in sys.modules or not name.startswith("megatron."):
+                    self._apply_to(importlib.import_module(name))
+        except RuntimeError:
+            self._put_back()
+            raise
+        sys.meta_path.insert(0, self._hook)
+        self._logger.addFilter(_not_about_shared_generator)
+        self._mode.__enter__()
+
+    def revert(self) -> None:
+        if torch.overrides._get_current_function_mode() is not self._mode:
+            raise RuntimeError(
+                "the CPU platform is reverted in the reverse order of installation, by the thread that installed it; "
+                "leave the torch function modes entered since then first"
+            )
+        self._mode.__exit__(None, None, None)
+        self._logger.removeFilter(_not_about_shared_generator)
+        sys.meta_path.remove(self._hook)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        for owner, name, original in reversed(self._undo):
+            if original is ABSENT:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+    def _apply_to(self, module: ModuleType) -> None:
+        for point in self._points:
+            if point.module != module.__name__:
+                continue
+            owner = getattr(module, point.owner.partition(":")[2]) if ":" in point.owner else module
+            # Read past the descriptor protocol, so that what is put back is the very object that was there.
+            original = vars(owner).get(point.name, ABSENT)
+            if original is ABSENT and not point.optional:
+                raise RuntimeError(
+                    f"the CPU platform needs {point.owner}.{point.name} ({point.why}), and this version has no such "
+                    "name; use a megatron-core that is known (see README)"
+                )
+            setattr(owner, point.name, point.make(original))
+            self._undo.append((owner, point.name, original))
+
+
+_installed: list[_Installation] = []
+
+
+def installed() -> bool:
+    """Whether the CPU platform is in force in this process."""
+    return bool(_installed)
+
+
+def install(more: Iterable[Point] = ()) -> None:
+    """Put the CPU platform in force; a second call does nothing. Call it before megatron.core is imported.
+
+    Args:
+        more: points beyond :data:`POINTS`, for jobs that use more of CUDA than megatron-core does.
+    """
+    if not _installed:
+        installation = _Installation((*POINTS, *more))
+        installation.install()
+        _installed.append(installation)
+
+
+def revert() -> None:
+    """Put every name back, by identity. Functions that megatron-core decorated meanwhile stay uncompiled."""
+    while _installed:
+        _installed[-1].revert()
+        _installed.pop()
