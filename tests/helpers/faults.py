@@ -52,7 +52,7 @@ class _Injector:
 
     def counted(self) -> tuple[str, ...]:
         """How often each chunk ran, and the sums that experts keep for the log."""
-        from megatron.zero_bubble.runtime.upstream import sums_for_the_log
+        from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
 
         forwards = [f"{chunk.num_forwards.item():.0f} forwards" for chunk in self._chunks]
         return (*forwards, *(f"{key} {_digest(value)}" for key, value in sorted(sums_for_the_log().items())))
@@ -87,7 +87,7 @@ def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.patching import apply, revert
-    from megatron.zero_bubble.runtime.upstream import sums_for_the_log
+    from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.runtime import random_state
-from megatron.zero_bubble.runtime.upstream import sums_for_the_log
+from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
 
 
 class Rewindable(Iterator[Any]):

@@ -1,30 +1,21 @@
 """What the versions of megatron-core do not agree on, read off the functions themselves.
 
-The minors 0.13 to 0.20 differ here in arguments that came or went, in the name of one class and in where sums for the
-log are, never in what an argument means. :mod:`megatron.zero_bubble.patching.seams` says which minors were checked.
+The minors 0.13 to 0.20 differ here in arguments that came or went and in the name of one class, never in what an
+argument means. :mod:`megatron.zero_bubble.patching.seams` says which minors were checked.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.transformer.moe import moe_utils
 
 from megatron.zero_bubble.job.config import JobError
-
-_SUMS = (
-    ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
-    ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
-)
-"""Classes that sum up losses of a forward for the log, and their modules; without the module nothing is summed up."""
 
 
 @functools.cache
@@ -88,23 +79,3 @@ def models_process_groups() -> Any:
         if hasattr(process_groups_config, name):
             return getattr(process_groups_config, name).use_mpu_process_groups()
     return None
-
-
-def sums_for_the_log() -> dict[tuple[str, str], torch.Tensor]:
-    """What forwards add to beside their results, by owner and name: auxiliary losses of experts, losses and hits of
-    multi-token prediction, losses of sparse attention. The tensors themselves.
-    """
-    sums = {("experts", name): values for name, values in _sums_of_experts().items()}
-    for module, owner in _SUMS:
-        helper = getattr(sys.modules.get(module), owner, None)
-        tracker = {} if helper is None else helper.tracker  # holds process groups, too
-        sums |= {(owner, name): value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
-    return sums
-
-
-def _sums_of_experts() -> dict[str, torch.Tensor]:
-    """From 0.18 on in a module of their own; what ``moe_utils`` then returns is a copy."""
-    logging: Any = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    if logging is not None:
-        return {name: entry.values for name, entry in logging.get_moe_metrics_tracker().metrics.items()}
-    return {name: entry["values"] for name, entry in moe_utils.get_moe_layer_wise_logging_tracker().items()}
