@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.peers import Peers
 
 _USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
-_ERRORS = {"megatron.zero_bubble.runtime.p2p": ("PeerError",)}
+_ERRORS = {"megatron.zero_bubble.runtime.transport": ("PeerError",)}
 _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 

@@ -85,7 +85,7 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron.zero_bubble.runtime.emulate import virtual_cases, virtual_deviation_ms
-    from megatron.zero_bubble.runtime.p2p import Transport
+    from megatron.zero_bubble.runtime.transport import Transport
 
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = []
@@ -152,7 +152,7 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     from megatron.zero_bubble import build
     from megatron.zero_bubble.plan import lower
     from megatron.zero_bubble.runtime.emulate import SleepingStage, execute
-    from megatron.zero_bubble.runtime.p2p import Transport
+    from megatron.zero_bubble.runtime.transport import Transport
 
     assert dist.group.WORLD is not None
     transport = Transport(dist.group.WORLD, ())

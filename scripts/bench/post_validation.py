@@ -69,7 +69,7 @@ def _period(options: argparse.Namespace) -> dict[str, Any] | None:
     from megatron.zero_bubble.plan import lower, with_validation
     from megatron.zero_bubble.platforms import select
     from megatron.zero_bubble.runtime.emulate import SleepingOptimizer, SleepingStage, execute
-    from megatron.zero_bubble.runtime.p2p import Transport
+    from megatron.zero_bubble.runtime.transport import Transport
     from megatron.zero_bubble.search import zb_auto
 
     select("cpu").setup(0)

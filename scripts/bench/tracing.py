@@ -115,7 +115,7 @@ def _measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
     from megatron.zero_bubble.formats.trace import trace_to_json
-    from megatron.zero_bubble.runtime.p2p import Transport
+    from megatron.zero_bubble.runtime.transport import Transport
 
     assert dist.group.WORLD is not None
     transport = Transport(dist.group.WORLD, ())

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.zero_bubble.adapter.auto import _Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.runtime.auto import _Planner
 from megatron.zero_bubble.schedules import build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
@@ -81,7 +81,7 @@ def test_a_planner_that_cannot_start_leaves_the_schedule_as_it_is(ranks: RankPoo
 
 def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[int]:
     """The numbers of microbatches that a planner is started for, where those in ``hopeless`` have no plan."""
-    from megatron.zero_bubble.runtime import auto
+    from megatron.zero_bubble.adapter import auto
 
     now, asked = sizes[0], []
 

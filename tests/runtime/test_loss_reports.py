@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.loss_reports import LossReports
+from megatron.zero_bubble.adapter.loss_reports import LossReports
 from tests.helpers.ranks import RankPool
 
 REPORTS = [

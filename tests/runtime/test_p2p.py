@@ -16,7 +16,7 @@ BACKWARD = Message(Pass.parse("1B2"), 1, 0)
 
 
 def wait_for_a_silent_peer(rank: int) -> str | None:
-    from megatron.zero_bubble.runtime.p2p import PeerError, Transport
+    from megatron.zero_bubble.runtime.transport import PeerError, Transport
 
     transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
     torch.distributed.barrier()
@@ -40,7 +40,7 @@ def test_a_message_that_does_not_come(ranks: RankPool) -> None:
 
 
 def deliver_to_a_silent_peer(rank: int) -> tuple[str, int] | None:
-    from megatron.zero_bubble.runtime.p2p import PeerError, Transport
+    from megatron.zero_bubble.runtime.transport import PeerError, Transport
 
     transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
     torch.distributed.barrier()
@@ -86,6 +86,6 @@ def test_which_errors_tell_of_a_lost_peer(ranks: RankPool, text: str, reason: st
 
 
 def reason_of(rank: int, text: str) -> str | None:
-    from megatron.zero_bubble.runtime.p2p import lost_connection
+    from megatron.zero_bubble.runtime.transport import lost_connection
 
     return lost_connection(RuntimeError(text))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from megatron.core import process_groups_config
 
+from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.runtime.pipeline import Pipeline
 
 
 class Several:

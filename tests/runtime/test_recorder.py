@@ -14,8 +14,8 @@ from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.clocks import Offset
 from megatron.zero_bubble.runtime.emulate import SleepingStage, execute
 from megatron.zero_bubble.runtime.measure import gather_trace
-from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.recorder import Recorder
+from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 
 PASS_MS = 4.0

@@ -21,7 +21,7 @@ def alone(rank: int, test: Callable[[], None]) -> None:
 
 
 def takes_all_that_a_wrapper_takes() -> None:
-    from megatron.zero_bubble.runtime.upstream import known
+    from megatron.zero_bubble.adapter.versions import known
 
     def exact(model: Any, pg_collection: Any = None) -> None: ...
 
@@ -36,7 +36,7 @@ def takes_all_that_a_wrapper_takes() -> None:
 def uses_upstreams_builder() -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron.zero_bubble.runtime.upstream import process_groups
+    from megatron.zero_bubble.adapter.versions import process_groups
 
     given = object()
     with pytest.MonkeyPatch.context() as patch:
@@ -48,7 +48,7 @@ def uses_upstreams_builder() -> None:
 def has_the_groups_that_expert_bias_needs() -> None:
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.runtime.upstream import process_groups
+    from megatron.zero_bubble.adapter.versions import process_groups
 
     whole = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     assert process_groups(None).tp_dp_cp is whole
@@ -60,7 +60,7 @@ def collects_by_hand_where_upstream_does() -> None:
 
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.runtime import upstream
+    from megatron.zero_bubble.adapter import versions as upstream
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(upstream, "process_groups_config", SimpleNamespace(GradFinalizeProcessGroups=SimpleNamespace))

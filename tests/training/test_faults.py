@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # whole runs, some with their imports; te
 # takes a few seconds; one whose cores are lent out elsewhere was seen to take more than 20.
 LIMIT_S = 60.0
 
-BACKWARD = "megatron.zero_bubble.runtime.megatron_stage:MegatronStage.backward"
+BACKWARD = "megatron.zero_bubble.adapter.stage:MegatronStage.backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
 VALIDATE = "megatron.zero_bubble.runtime.post_validation:PostValidatedOptimizer.validate"
 SAVE = "megatron.core.dist_checkpointing:save"

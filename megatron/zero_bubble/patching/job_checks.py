@@ -9,6 +9,7 @@ from typing import Any
 import megatron.core
 from megatron.core.transformer import pipeline_parallel_layer_layout
 
+from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig, check_model_config, check_placement
 from megatron.zero_bubble.job.flags import config_of, records
@@ -17,7 +18,6 @@ from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
 from megatron.zero_bubble.patching.job_batches import num_microbatches
 from megatron.zero_bubble.patching.job_data import check_data
 from megatron.zero_bubble.patching.seams import installed_seams
-from megatron.zero_bubble.runtime.placement import is_megatrons_own
 
 # flag, the one value that works, why
 _REFUSED: tuple[tuple[str, Any, str], ...] = (

@@ -16,14 +16,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
 from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.job.flags import FlagError
 from megatron.zero_bubble.job.rules import check_costs_file
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.recorder import Recorder
-from megatron.zero_bubble.runtime.tracer import Tracer, end_of_run
 
 
 class JobTrace:

@@ -16,6 +16,16 @@ import megatron.core
 import torch
 from megatron.core import parallel_state
 
+from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.placement import (
+    believed_rank,
+    believing,
+    copy_tied_embedding,
+    embedding_ranks,
+    group_believing,
+    groups_believing,
+    is_megatrons_own,
+)
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
@@ -25,16 +35,6 @@ from megatron.zero_bubble.patching.job_bubble import JobBubble
 from megatron.zero_bubble.patching.job_trace import JobTrace
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
-from megatron.zero_bubble.runtime.pipeline import Pipeline
-from megatron.zero_bubble.runtime.placement import (
-    believed_rank,
-    believing,
-    copy_tied_embedding,
-    embedding_ranks,
-    group_believing,
-    groups_believing,
-    is_megatrons_own,
-)
 
 _job = Replaced()
 _placed = Replaced()  # what a placement or a recording needs beyond megatron-core's schedules

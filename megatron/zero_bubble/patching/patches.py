@@ -11,6 +11,9 @@ import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.zero_bubble.adapter.auto import AutoOptions, AutoPipeline
+from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
@@ -19,12 +22,9 @@ from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.auto import AutoOptions, AutoPipeline
 from megatron.zero_bubble.runtime.executor import PassObserver
 from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
 from megatron.zero_bubble.runtime.linear import split_linear
-from megatron.zero_bubble.runtime.pipeline import Pipeline
-from megatron.zero_bubble.runtime.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.schedules import build, recipe
 

@@ -1,7 +1,7 @@
 """The upstream names that are used and not replaced: looked up before a job starts, not in its first iteration.
 
 ``tests/patching/test_used.py`` holds that none is forgotten here. What a version may lack is found by
-:mod:`megatron.zero_bubble.runtime.upstream` instead.
+:mod:`megatron.zero_bubble.adapter.versions` instead.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.plan import Plan, lower, with_validation
 from megatron.zero_bubble.runtime.executor import Channels, Executor, Stage
 from megatron.zero_bubble.runtime.global_state import Chain, Reduction
-from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.recorder import Recorder
+from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
 # Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.

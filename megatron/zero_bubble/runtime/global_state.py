@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.runtime.p2p import new_group
+from megatron.zero_bubble.runtime.transport import new_group
 
 Group = dist.ProcessGroup
 

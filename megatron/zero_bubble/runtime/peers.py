@@ -25,7 +25,7 @@ from types import FrameType
 import torch.distributed as dist
 
 from megatron.zero_bubble.runtime.links import DIED, Links, Loss, Store
-from megatron.zero_bubble.runtime.p2p import lost_connection
+from megatron.zero_bubble.runtime.transport import lost_connection
 
 # How long the main thread has to end by itself, and how long its error waits to hear which rank was lost.
 _GRACE_S = 5.0

@@ -30,9 +30,9 @@ from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.global_state import Chain, GlobalState, refused_together
 from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step, Tally
 from megatron.zero_bubble.runtime.optimizer_surface import OptimizerSurface, check_optimizers
-from megatron.zero_bubble.runtime.p2p import new_group
 from megatron.zero_bubble.runtime.rollback import Exact, Optimizers, Rollback
 from megatron.zero_bubble.runtime.step_options import StepOptions
+from megatron.zero_bubble.runtime.transport import new_group
 
 _NEAR = 0.8
 """The part of the clip from which on a recent norm makes the next step synchronous."""

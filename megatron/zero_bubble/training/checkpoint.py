@@ -28,11 +28,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.zero_bubble.adapter.placement import believed_rank, believing
 from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.runtime import random_state
-from megatron.zero_bubble.runtime.p2p import lost_connection
-from megatron.zero_bubble.runtime.placement import believed_rank, believing
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.training.distributed import agree
 from megatron.zero_bubble.training.errors import UsageError
 

@@ -56,7 +56,7 @@ def lay_out(args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
-    from megatron.zero_bubble.runtime.placement import embedding_ranks
+    from megatron.zero_bubble.adapter.placement import embedding_ranks
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tensor_model_parallel_size,

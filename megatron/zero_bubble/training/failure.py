@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.zero_bubble.runtime.p2p import PeerError, lost_connection
+from megatron.zero_bubble.runtime.transport import PeerError, lost_connection
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.runtime.placement import believed_rank, believing, copy_tied_embedding, groups_believing
+from megatron.zero_bubble.adapter.placement import believed_rank, believing, copy_tied_embedding, groups_believing
 from megatron.zero_bubble.training.errors import UsageError
 
 # Megatron's rule for when gradients of one bucket are large enough to be worth reducing while others are computed.

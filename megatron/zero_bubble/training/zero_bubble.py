@@ -9,8 +9,8 @@ if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
 
+    from megatron.zero_bubble.adapter.pipeline import Pipeline
     from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
-    from megatron.zero_bubble.runtime.pipeline import Pipeline
     from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
     from megatron.zero_bubble.runtime.recorder import Recorder
 

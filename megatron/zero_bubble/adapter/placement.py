@@ -18,8 +18,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.adapter.versions import models_process_groups
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.runtime.upstream import models_process_groups
 
 
 def is_megatrons_own(placement: Placement) -> bool:

@@ -18,23 +18,23 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
+from megatron.zero_bubble.adapter.boundary import Boundary
+from megatron.zero_bubble.adapter.iteration import Iteration
+from megatron.zero_bubble.adapter.loss_reports import LossReports
+from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepResults
+from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, known, process_groups
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.config import JobError, check_model_config, check_runnable
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.platforms.device import device_of
-from megatron.zero_bubble.runtime.boundary import Boundary
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync, reduces_early
-from megatron.zero_bubble.runtime.iteration import Iteration
-from megatron.zero_bubble.runtime.loss_reports import LossReports
-from megatron.zero_bubble.runtime.megatron_stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.runtime.memory import MemoryMeter
-from megatron.zero_bubble.runtime.p2p import Transport
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.recorder import Recorder
-from megatron.zero_bubble.runtime.upstream import check_one_model, finalize_arguments, known, process_groups
+from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 

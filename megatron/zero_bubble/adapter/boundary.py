@@ -10,9 +10,9 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
+from megatron.zero_bubble.adapter.versions import known
 from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.plan import Message
-from megatron.zero_bubble.runtime.upstream import known
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.versions import process_groups
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -28,9 +30,7 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator
 from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
-from megatron.zero_bubble.runtime.pipeline import Pipeline
 from megatron.zero_bubble.runtime.recorder import Recorder
-from megatron.zero_bubble.runtime.upstream import process_groups
 from megatron.zero_bubble.schedules import build
 
 

@@ -14,10 +14,10 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
+from megatron.zero_bubble.adapter.placement import believed_rank, believing
+from megatron.zero_bubble.adapter.versions import known
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.runtime.gradients import GradSync
-from megatron.zero_bubble.runtime.placement import believed_rank, believing
-from megatron.zero_bubble.runtime.upstream import known
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 
 

@@ -1,0 +1,1 @@
+"""megatron.core meets the plan."""
