@@ -84,7 +84,7 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     """Every pass of every case against its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
     import torch.distributed as dist
 
-    from megatron.zero_bubble.runtime.emulate import virtual_cases, virtual_deviation_ms
+    from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms
     from megatron.zero_bubble.runtime.transport import Transport
 
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -150,8 +150,9 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     import torch.distributed as dist
 
     from megatron.zero_bubble import build
+    from megatron.zero_bubble.emulate.execute import execute
+    from megatron.zero_bubble.emulate.stages import SleepingStage
     from megatron.zero_bubble.plan import lower
-    from megatron.zero_bubble.runtime.emulate import SleepingStage, execute
     from megatron.zero_bubble.runtime.transport import Transport
 
     assert dist.group.WORLD is not None
@@ -183,7 +184,7 @@ def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) 
     import torch
     import torch.distributed as dist
 
-    from megatron.zero_bubble.runtime.emulate import sleep_until
+    from megatron.zero_bubble.emulate.clock import sleep_until
 
     def iteration_ms() -> float:
         before()

@@ -66,9 +66,11 @@ def _period(options: argparse.Namespace) -> dict[str, Any] | None:
 
     from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
     from megatron.zero_bubble.analysis.period import period_ms
+    from megatron.zero_bubble.emulate.execute import execute
+    from megatron.zero_bubble.emulate.optimizer import SleepingOptimizer
+    from megatron.zero_bubble.emulate.stages import SleepingStage
     from megatron.zero_bubble.plan import lower, with_validation
     from megatron.zero_bubble.platforms import select
-    from megatron.zero_bubble.runtime.emulate import SleepingOptimizer, SleepingStage, execute
     from megatron.zero_bubble.runtime.transport import Transport
     from megatron.zero_bubble.search import zb_auto
 

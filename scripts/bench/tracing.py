@@ -66,9 +66,9 @@ class _Variant:
         import torch.distributed as dist
 
         from megatron.zero_bubble import PassCosts, build
+        from megatron.zero_bubble.emulate.stages import SleepingStage
         from megatron.zero_bubble.plan import lower
         from megatron.zero_bubble.platforms import select
-        from megatron.zero_bubble.runtime.emulate import SleepingStage
         from megatron.zero_bubble.runtime.recorder import Marks, Recorder
 
         self.schedule = build(name, num_ranks=options.num_ranks, num_microbatches=options.num_microbatches)
@@ -83,7 +83,7 @@ class _Variant:
 
     def plain(self) -> None:
         """An iteration."""
-        from megatron.zero_bubble.runtime.emulate import execute
+        from megatron.zero_bubble.emulate.execute import execute
 
         execute(self._plan, self._stage, self._transport, self._like)
 
@@ -96,7 +96,7 @@ class _Variant:
 
     def recorded(self) -> None:
         """The same iteration, recorded."""
-        from megatron.zero_bubble.runtime.emulate import execute
+        from megatron.zero_bubble.emulate.execute import execute
 
         execute(self._plan, self._stage, self._transport, self._like, recorder=self._recorder)
         self._marks.append(self._recorder.stop())

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.period import iterations, period_ms
-from megatron.zero_bubble.runtime.emulate import virtual_cases, virtual_deviation_ms, virtual_iterations
+from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_iterations
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.search import zb_auto

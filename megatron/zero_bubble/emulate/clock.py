@@ -1,0 +1,38 @@
+"""Time on an emulated rank: a logical clock, and sleep that ends on time."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from megatron.zero_bubble.analysis.timeline import Span
+from megatron.zero_bubble.ir import Pass
+
+
+class VirtualClock:
+    """The logical time of one rank, and the passes it saw."""
+
+    def __init__(self) -> None:
+        self.now_ms = 0.0
+        self.spans: list[Span] = []
+
+    def advance(self, work: Pass, ready_ms: float, duration_ms: float) -> None:
+        """Run ``work`` as soon as the rank is free and its input is there."""
+        start = max(self.now_ms, ready_ms)
+        self.now_ms = start + duration_ms
+        self.spans.append(Span(work, start, self.now_ms))
+
+
+# time.sleep oversleeps by 0.05 to 0.3 ms, so the rest of a pass is spun. Ranks share cores and often wake together: who
+# spins for longer takes the core from who has a tensor to pass on, and so does who spins without yielding. Beyond the
+# ideal, a 50 ms pass of 8 ranks on 2 cores took 0.6 ms at 2 ms of plain spinning, 0.18 ms at none, 0.05 ms at this.
+_SPIN_S = 0.0005
+
+
+def sleep_until(deadline: float) -> None:
+    """Sleep until shortly before ``deadline`` (``time.perf_counter``), then spin, yielding the core."""
+    remaining = deadline - time.perf_counter()
+    if remaining > _SPIN_S:
+        time.sleep(remaining - _SPIN_S)
+    while time.perf_counter() < deadline:
+        os.sched_yield()

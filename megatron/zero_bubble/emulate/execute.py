@@ -1,0 +1,94 @@
+"""Emulated stages under the real executor, and how far their clocks are from the plan."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.emulate.clock import VirtualClock
+from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
+from megatron.zero_bubble.emulate.stages import VirtualStage
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.plan import Plan, lower, with_validation
+from megatron.zero_bubble.runtime.executor import Channels, Executor, Stage
+from megatron.zero_bubble.runtime.recorder import Recorder
+from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.schedules import SCHEDULES, build
+
+# Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.
+_COST_RATIOS = ((10.0, 10.0, 10.0, 0.0), (18.522, 18.086, 9.337, 0.601), (5.0, 9.0, 3.0, 4.0))
+
+
+def execute(
+    plan: Plan,
+    stage: Stage,
+    transport: Transport,
+    like: torch.Tensor,
+    validate: Callable[[], bool] = lambda: True,
+    recorder: Recorder | None = None,
+) -> None:
+    """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``."""
+    rank = transport.rank
+    stages = dict.fromkeys(plan.schedule.placement.stages_of(rank), stage)
+    channels: Channels = transport
+    if recorder is not None:
+        channels, validate = recorder.watch(channels, validate)
+    Executor(plan, rank, stages, channels, lambda _message: torch.empty_like(like), recorder, validate).run()
+
+
+def virtual_iterations(
+    schedule: Schedule, costs: PassCosts, step_ms: float, ahead: bool, count: int, transport: Transport
+) -> list[float]:
+    """When this rank ends the optimizer step of each of ``count`` iterations in a row, in ms of its virtual clock."""
+    plan = with_validation(lower(schedule))
+    transport.open(plan.channels)
+    clock = VirtualClock()
+    assert dist.group.WORLD is not None
+    optimizer = VirtualOptimizer(clock, step_ms, ahead, dist.group.WORLD)
+    stage, like = VirtualStage(schedule, costs, clock), torch.empty(1, dtype=torch.float64)
+    ends = []
+    for _ in range(count):
+        execute(plan, stage, transport, like, optimizer.validate)
+        optimizer.step()
+        ends.append(clock.now_ms)
+    optimizer.settle()
+    return ends
+
+
+def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
+    """Every registered schedule with 1, P and 3P microbatches, each under three ratios of costs."""
+    for name in SCHEDULES:
+        for num_microbatches in (1, num_ranks, 3 * num_ranks):
+            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+            for ratio in _COST_RATIOS:
+                yield schedule, PassCosts.uniform(schedule.placement, *ratio)
+
+
+def virtual_deviation_ms(
+    schedule: Schedule, costs: PassCosts, transport: Transport, num_elements: int = 1024
+) -> tuple[float, str]:
+    """Execute ``schedule`` on virtual clocks and compare each pass of this rank with the simulation.
+
+    Args:
+        num_elements: of every message, each a float64.
+
+    Returns:
+        The largest difference of a start or an end, and the pass it is of; infinite where the order differs.
+    """
+    plan = lower(schedule)
+    transport.open(plan.channels)
+    clock = VirtualClock()
+    like = torch.empty(num_elements, dtype=torch.float64)
+    execute(plan, VirtualStage(schedule, costs, clock, num_elements), transport, like)
+    planned = simulate(schedule, costs).spans[transport.rank]
+    if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
+        return math.inf, "order"
+    return max(
+        (max(abs(ran.start_ms - due.start_ms), abs(ran.end_ms - due.end_ms)), str(due.pass_))
+        for ran, due in zip(clock.spans, planned, strict=True)
+    )
