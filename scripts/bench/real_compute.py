@@ -214,7 +214,7 @@ class _Variant:
     def __init__(self, job: _Job, schedule: Schedule, folder: Path, iterations: int) -> None:
         from megatron.core import parallel_state
 
-        from megatron.zero_bubble.runtime.recorder import Recorder
+        from megatron.zero_bubble.measure.recorder import Recorder
 
         self._job = job
         self._schedule = schedule
@@ -234,7 +234,7 @@ class _Variant:
 
     def fit(self) -> None:
         """From now on, run what the schedule becomes for the passes of all turns so far; all ranks make the same."""
-        from megatron.zero_bubble.runtime.measure import median_costs
+        from megatron.zero_bubble.measure.gather import median_costs
 
         self.fitted_to = median_costs(self._timelines)
         memory = PassMemory.uniform(self._schedule.placement, 1.0)
@@ -244,8 +244,8 @@ class _Variant:
     def __call__(self) -> float:
         """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
         from megatron.zero_bubble.job.config import ZeroBubbleConfig
+        from megatron.zero_bubble.measure.gather import gather_trace, median_costs
         from megatron.zero_bubble.patching import apply, observe, revert
-        from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
 
         self._job.take_turn()
         if self._schedule.name == STOCK:

@@ -67,9 +67,9 @@ class _Variant:
 
         from megatron.zero_bubble import PassCosts, build
         from megatron.zero_bubble.emulate.stages import SleepingStage
+        from megatron.zero_bubble.measure.recorder import Marks, Recorder
         from megatron.zero_bubble.plan import lower
         from megatron.zero_bubble.platforms import select
-        from megatron.zero_bubble.runtime.recorder import Marks, Recorder
 
         self.schedule = build(name, num_ranks=options.num_ranks, num_microbatches=options.num_microbatches)
         self.costs = PassCosts.uniform(self.schedule.placement, *[options.pass_ms] * 3)
@@ -104,7 +104,7 @@ class _Variant:
     def gather(self, rounds: int) -> Any:
         """The last ``rounds`` recorded iterations; a collective call."""
         from megatron.zero_bubble.formats.trace import Recording
-        from megatron.zero_bubble.runtime.measure import gather_trace
+        from megatron.zero_bubble.measure.gather import gather_trace
 
         assert self._group is not None
         traces = [gather_trace(self.schedule.name, marks, self._group) for marks in self._marks[-rounds:]]

@@ -9,8 +9,8 @@ from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.analysis.bubble import Bubble
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
 from megatron.zero_bubble.platforms.cpu import CpuPlatform
-from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
 from tests.helpers.ranks import RankPool
 
 COSTS = (5.0, 9.0, 3.0, 1.0)

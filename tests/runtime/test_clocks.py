@@ -9,7 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble.runtime.clocks import GroupClock, Offset, offset_between
+from megatron.zero_bubble.measure.clocks import GroupClock, Offset, offset_between
 from tests.helpers.ranks import RankPool
 
 delays = st.floats(0.0, 0.01)

@@ -11,11 +11,11 @@ from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.emulate.execute import execute
 from megatron.zero_bubble.emulate.stages import SleepingStage
 from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.measure.clocks import Offset
+from megatron.zero_bubble.measure.gather import gather_trace
+from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan import Message, Recv, Send, Settle, lower, with_validation
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.clocks import Offset
-from megatron.zero_bubble.runtime.measure import gather_trace
-from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 

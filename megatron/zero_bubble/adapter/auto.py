@@ -27,10 +27,10 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator
-from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
-from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.schedules import build
 
 

@@ -15,11 +15,11 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
+from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.recorder import Marks, Recorder
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import draw_comparison
-from megatron.zero_bubble.runtime.measure import gather_trace, median_costs
-from megatron.zero_bubble.runtime.recorder import Marks, Recorder
 
 # Enough for a median, few enough to keep in memory; the end of a run is warm.
 LAST_ITERATIONS = 8

@@ -14,9 +14,9 @@ from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan import Plan, lower, with_validation
 from megatron.zero_bubble.runtime.executor import Channels, Executor, Stage
-from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
 
 
 class JobBubble:

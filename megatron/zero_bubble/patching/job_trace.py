@@ -22,8 +22,8 @@ from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.job.flags import FlagError
 from megatron.zero_bubble.job.rules import check_costs_file
+from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.recorder import Recorder
 
 
 class JobTrace:

@@ -18,6 +18,7 @@ from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.job.config import AUTO, ZeroBubbleConfig
+from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
@@ -25,7 +26,6 @@ from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.executor import PassObserver
 from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
 from megatron.zero_bubble.runtime.linear import split_linear
-from megatron.zero_bubble.runtime.recorder import Recorder
 from megatron.zero_bubble.schedules import build, recipe
 
 _active = Replaced()

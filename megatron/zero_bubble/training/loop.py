@@ -19,8 +19,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
+from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
 from megatron.zero_bubble.runtime.optimizer_step import Outcome
 from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save

@@ -109,8 +109,8 @@ def _train_rank(
     """Build and train on a rank that has joined the others."""
     with quiet():
         from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
-        from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
-        from megatron.zero_bubble.runtime.recorder import Recorder
+        from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
+        from megatron.zero_bubble.measure.recorder import Recorder
         from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
         from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead

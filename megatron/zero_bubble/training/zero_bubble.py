@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from megatron.zero_bubble.adapter.pipeline import Pipeline
-    from megatron.zero_bubble.runtime.bubble_meter import BubbleMeter
+    from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
+    from megatron.zero_bubble.measure.recorder import Recorder
     from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
-    from megatron.zero_bubble.runtime.recorder import Recorder
 
 
 class Applied(NamedTuple):

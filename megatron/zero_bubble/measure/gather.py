@@ -13,7 +13,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Kind
-from megatron.zero_bubble.runtime.recorder import Marks
+from megatron.zero_bubble.measure.recorder import Marks
 
 
 def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
 from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.measure.clocks import GroupClock, Offset
 from megatron.zero_bubble.plan import Message
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.clocks import GroupClock, Offset
 from megatron.zero_bubble.runtime.executor import Awaited, Channels
 
 
