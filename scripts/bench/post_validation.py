@@ -135,8 +135,8 @@ def _rollback(options: argparse.Namespace) -> dict[str, Any]:
     """A step of AdamW, then what the two ways take and keep."""
     import torch
 
+    from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
     from megatron.zero_bubble.platforms import select
-    from megatron.zero_bubble.runtime.rollback import ROLLBACKS
 
     platform = select("auto")
     device = platform.setup(0)

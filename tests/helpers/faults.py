@@ -52,7 +52,7 @@ class _Injector:
 
     def counted(self) -> tuple[str, ...]:
         """How often each chunk ran, and the sums that experts keep for the log."""
-        from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
+        from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
 
         forwards = [f"{chunk.num_forwards.item():.0f} forwards" for chunk in self._chunks]
         return (*forwards, *(f"{key} {_digest(value)}" for key, value in sorted(sums_for_the_log().items())))
@@ -73,7 +73,7 @@ def train_with_faults(
     Args:
         near: from which part of the clip on a norm makes the next steps synchronous; None leaves the default.
     """
-    from megatron.zero_bubble.runtime import post_validation
+    from megatron.zero_bubble.optimizer import post_validation
 
     usual = post_validation._NEAR
     post_validation._NEAR = usual if near is None else near
@@ -86,8 +86,8 @@ def train_with_faults(
 def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
     from megatron.core import parallel_state
 
+    from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
     from megatron.zero_bubble.patching import apply, revert
-    from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
 

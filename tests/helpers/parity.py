@@ -236,7 +236,7 @@ def _train_once(
 
     ``meddle`` gets the model and the progress before the first iteration.
     """
-    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
     from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer, zero_bubble
 
     platform = select("cpu")

@@ -103,7 +103,7 @@ def pending(rank: int, **options: Any) -> Job:
 def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
     """The names of the optimizer that are open while a step is pending, and those that are refused."""
     from megatron.zero_bubble.job.config import JobError
-    from megatron.zero_bubble.runtime.optimizer_surface import SETTLES_FIRST
+    from megatron.zero_bubble.optimizer.surface import SETTLES_FIRST
 
     job = pending(rank, bf16=True)
     own = {name for name in dir(type(job.optimizer)) if name not in ("state", "param_groups")}
@@ -127,7 +127,7 @@ def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
 
 
 def test_what_may_be_seen_of_a_pending_step_is_a_closed_list(ranks: RankPool) -> None:
-    from megatron.zero_bubble.runtime.optimizer_surface import ANY_TIME
+    from megatron.zero_bubble.optimizer.surface import ANY_TIME
 
     for opened, refused in ranks.run(2, look_at_everything):
         assert opened == ANY_TIME | {"param_groups"}
@@ -137,7 +137,7 @@ def test_what_may_be_seen_of_a_pending_step_is_a_closed_list(ranks: RankPool) ->
 def save_and_look(rank: int) -> None:
     """Whatever is read of the optimizer is what the synchronous optimizer has."""
     from megatron.zero_bubble.job.config import JobError
-    from megatron.zero_bubble.runtime.optimizer_surface import SETTLES_FIRST
+    from megatron.zero_bubble.optimizer.surface import SETTLES_FIRST
 
     job = Job(rank, False, 2, bf16=True)
     expected = take_steps(job, SPIKES, 7)[-1]
@@ -184,7 +184,7 @@ def test_replicas_decide_alike(ranks: RankPool) -> None:
 
 def refused_by_one(rank: int) -> str:
     from megatron.zero_bubble.job.config import JobError
-    from megatron.zero_bubble.runtime.global_state import refused_together
+    from megatron.zero_bubble.optimizer.global_state import refused_together
 
     try:
         with refused_together():
@@ -213,7 +213,7 @@ def test_options_that_one_norm_cannot_answer_are_refused(
 ) -> None:
     """Newer versions have the last two."""
     from megatron.zero_bubble.job.config import JobError
-    from megatron.zero_bubble.runtime.optimizer_surface import check_optimizers
+    from megatron.zero_bubble.optimizer.surface import check_optimizers
 
     def part(tags: dict[str, str], **options: Any) -> Any:
         return SimpleNamespace(config=SimpleNamespace(**options), get_parameters=lambda: [SimpleNamespace(**tags)])

@@ -197,7 +197,7 @@ def test_inverse_is_right_to_rounding_and_keeps_nothing(ranks: RankPool) -> None
 
 def train_while_steps_settle_nothing(_rank: int, flags: str) -> Counter[str]:
     """With a step that would fail if it waited for what the pipeline has under way."""
-    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 
     step = PostValidatedOptimizer.step_ahead
 

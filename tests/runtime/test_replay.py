@@ -38,8 +38,8 @@ def once_and_twice(rank: int, before: int) -> tuple[dict[Any, list[float]], dict
     Args:
         before: the number of iterations before the last.
     """
-    from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
-    from megatron.zero_bubble.runtime.replay import Replay
+    from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
+    from megatron.zero_bubble.optimizer.replay import Replay
 
     def run(wrong: bool) -> dict[Any, list[float]]:
         for value in sums_for_the_log().values():

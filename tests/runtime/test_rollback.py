@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.runtime.rollback import Exact, Inverse
-from megatron.zero_bubble.runtime.step_options import StepOptions
+from megatron.zero_bubble.optimizer.rollback import Exact, Inverse
+from megatron.zero_bubble.optimizer.step_options import StepOptions
 
 
 class CountingSGD(torch.optim.SGD):

@@ -29,7 +29,7 @@ LIMIT_S = 60.0
 
 BACKWARD = "megatron.zero_bubble.adapter.stage:MegatronStage.backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
-VALIDATE = "megatron.zero_bubble.runtime.post_validation:PostValidatedOptimizer.validate"
+VALIDATE = "megatron.zero_bubble.optimizer.post_validation:PostValidatedOptimizer.validate"
 SAVE = "megatron.core.dist_checkpointing:save"
 SENTENCE = (
     "zero-bubble: rank {0}: stopped because rank {1} died; look at the output of rank {1} first, then start the job "

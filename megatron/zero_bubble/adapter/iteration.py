@@ -11,11 +11,11 @@ import torch
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.optimizer.replay import Replay
 from megatron.zero_bubble.plan import Plan
 from megatron.zero_bubble.runtime.executor import Channels, Executor, PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradSync
-from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.runtime.replay import Replay
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 

@@ -29,11 +29,11 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.config import JobError, check_model_config, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync, reduces_early
-from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.wgrad_store import WgradStore
 

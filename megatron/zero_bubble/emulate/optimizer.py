@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.emulate.clock import VirtualClock, sleep_until
-from megatron.zero_bubble.runtime.global_state import Chain, Reduction
+from megatron.zero_bubble.optimizer.global_state import Chain, Reduction
 
 
 class VirtualOptimizer:

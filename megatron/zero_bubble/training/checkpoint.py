@@ -30,8 +30,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zero_bubble.adapter.placement import believed_rank, believing
 from megatron.zero_bubble.formats.files import make_writable
-from megatron.zero_bubble.runtime import random_state
-from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.optimizer import random_state
+from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.training.distributed import agree
 from megatron.zero_bubble.training.errors import UsageError

@@ -20,9 +20,9 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
+from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.optimizer.step import Outcome
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.optimizer_step import Outcome
-from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
 from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
 from megatron.zero_bubble.training.failure import during

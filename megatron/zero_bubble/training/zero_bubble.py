@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.adapter.pipeline import Pipeline
     from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
     from megatron.zero_bubble.measure.recorder import Recorder
-    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 
 
 class Applied(NamedTuple):
@@ -77,8 +77,8 @@ def step_ahead(
 
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.runtime.post_validation import PostValidatedOptimizer
-    from megatron.zero_bubble.runtime.rollback import ROLLBACKS
+    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 
     if pipeline is None or not args.zero_bubble.post_validation:
         return optimizer

@@ -26,12 +26,12 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
+from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, refused_together
+from megatron.zero_bubble.optimizer.rollback import Exact, Optimizers, Rollback
+from megatron.zero_bubble.optimizer.step import How, Known, Outcome, Step, Tally
+from megatron.zero_bubble.optimizer.step_options import StepOptions
+from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
-from megatron.zero_bubble.runtime.global_state import Chain, GlobalState, refused_together
-from megatron.zero_bubble.runtime.optimizer_step import How, Known, Outcome, Step, Tally
-from megatron.zero_bubble.runtime.optimizer_surface import OptimizerSurface, check_optimizers
-from megatron.zero_bubble.runtime.rollback import Exact, Optimizers, Rollback
-from megatron.zero_bubble.runtime.step_options import StepOptions
 from megatron.zero_bubble.runtime.transport import new_group
 
 _NEAR = 0.8

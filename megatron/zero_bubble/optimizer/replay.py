@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.runtime import random_state
-from megatron.zero_bubble.runtime.log_sums import sums_for_the_log
+from megatron.zero_bubble.optimizer import random_state
+from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
 
 
 class Rewindable(Iterator[Any]):

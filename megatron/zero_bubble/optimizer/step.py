@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.zero_bubble.runtime.global_state import Reduction
+from megatron.zero_bubble.optimizer.global_state import Reduction
 
 
 class How(enum.Enum):

@@ -1,0 +1,1 @@
+"""The optimizer that steps first and validates later."""
