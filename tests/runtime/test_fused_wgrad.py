@@ -67,7 +67,7 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
     from megatron.zero_bubble.patching import patches
-    from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+    from megatron.zero_bubble.wgrad.store import WgradStore
 
     stores: list[WgradStore] = []
     left: list[int] = []

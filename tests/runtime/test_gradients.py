@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.runtime import gradients
+from megatron.zero_bubble.wgrad import accumulate as gradients
 
 
 class Wrapped(torch.nn.Module):

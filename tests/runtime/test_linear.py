@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
-from megatron.zero_bubble.runtime.linear import DeferredLinear, Product, split_linear
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
+from megatron.zero_bubble.wgrad.fused import FusedAccumulator
+from megatron.zero_bubble.wgrad.linear import DeferredLinear, Product, split_linear
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 F, B, W = (Pass(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.W))
 

@@ -12,9 +12,9 @@ import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.runtime.gradients import FusedAccumulator
-from megatron.zero_bubble.runtime.transformer_engine import TransformerEngineSplit
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.fused import FusedAccumulator
+from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
 from tests.helpers import engine
 
 IN, OUT, TOKENS = 6, 4, 5

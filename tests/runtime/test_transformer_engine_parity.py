@@ -126,7 +126,7 @@ def train_with_engine(
 ) -> tuple[list[Outcome], list[str], int]:
     """The training; what was reported as replaced, and how many weight gradients went through the store."""
     from megatron.zero_bubble import patching
-    from megatron.zero_bubble.runtime.transformer_engine import DelayedGradient
+    from megatron.zero_bubble.wgrad.transformer_engine import DelayedGradient
 
     run, reported, ran = DelayedGradient.run, [], []
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 @dataclass

@@ -30,8 +30,8 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.runtime.executor import PassObserver, together
-from megatron.zero_bubble.runtime.gradients import GradAccumulator
 from megatron.zero_bubble.schedules import build
+from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 
 
 @dataclass(frozen=True)

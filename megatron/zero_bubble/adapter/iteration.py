@@ -15,9 +15,9 @@ from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimize
 from megatron.zero_bubble.optimizer.replay import Replay
 from megatron.zero_bubble.plan import Plan
 from megatron.zero_bubble.runtime.executor import Channels, Executor, PassObserver, together
-from megatron.zero_bubble.runtime.gradients import GradSync
 from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.grad_sync import GradSync
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 @dataclass(frozen=True)

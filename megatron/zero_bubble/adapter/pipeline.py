@@ -33,9 +33,10 @@ from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimize
 from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.executor import PassObserver, together
-from megatron.zero_bubble.runtime.gradients import GradAccumulator, GradSync, reduces_early
 from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
+from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduces_early
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 class Pipeline:

@@ -17,8 +17,8 @@ from megatron.core.utils import get_model_type
 from megatron.zero_bubble.adapter.placement import believed_rank, believing
 from megatron.zero_bubble.adapter.versions import known
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.runtime.gradients import GradSync
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.grad_sync import GradSync
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 @dataclass(frozen=True)

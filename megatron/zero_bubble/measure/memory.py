@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 class MemoryMeter:

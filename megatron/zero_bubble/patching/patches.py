@@ -24,9 +24,10 @@ from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.executor import PassObserver
-from megatron.zero_bubble.runtime.gradients import FusedAccumulator, GradAccumulator
-from megatron.zero_bubble.runtime.linear import split_linear
 from megatron.zero_bubble.schedules import build, recipe
+from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
+from megatron.zero_bubble.wgrad.fused import FusedAccumulator
+from megatron.zero_bubble.wgrad.linear import split_linear
 
 _active = Replaced()
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.patching.seam import Seam
-from megatron.zero_bubble.runtime.transformer_engine import TransformerEngineSplit
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
 
 OLDEST = (2, 8)
 """2.7 has the hooks, but drops the gradient of a weight that is not accumulated in fusion, where it has one already."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.zero_bubble.runtime.wgrad_store import WgradStore
+from megatron.zero_bubble.wgrad.store import WgradStore
 
 
 class Product(NamedTuple):

@@ -7,11 +7,8 @@ A deferred gradient calls that same hook, from its W: same arithmetic, same book
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +16,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.kernels import select
-from megatron.zero_bubble.platforms.streams import Beside, RightAway
-from megatron.zero_bubble.runtime.linear import Product
+from megatron.zero_bubble.wgrad.linear import Product
 
 
 class GradAccumulator:
@@ -134,112 +129,3 @@ class GradAccumulator:
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
         hook()
         parameter.grad, parameter.grad_added_to_main_grad = None, before
-
-
-class FusedAccumulator(GradAccumulator):
-    """Adds the gradients of many linears in one call, each straight into ``main_grad`` in float32, without a temporary
-    and without a rounding to the weight's dtype in between.
-
-    It works for its users as apex's ``fused_weight_gradient_mlp_cuda`` does, and takes its place.
-
-    Args:
-        beside: from the type of a device to where gradients are computed there that nobody waits for.
-    """
-
-    with_bias = True
-
-    def __init__(self, beside: Callable[[str], Beside] = lambda device_type: RightAway()) -> None:
-        super().__init__()
-        self._make_beside = functools.cache(beside)
-        self._beside: Beside = RightAway()
-        self._products: list[Product] = []
-        self._complete: list[torch.Tensor] = []  # by their last product of a microbatch
-
-    def linear(self, product: Product, fused: bool) -> None:
-        """Collect it until ``flush``."""
-        self._products.append(product)
-        if not self._holding:
-            self._complete += [parameter for parameter in (product.weight, product.bias) if parameter is not None]
-
-    def flush(self, ready: bool) -> None:
-        products, self._products = self._products, []
-        complete, self._complete = self._complete, []
-        if ready:
-            self.join()
-            self._accumulate(products)
-            for parameter in complete:
-                self._tell(parameter)
-        elif products:
-            operands = [tensor for product in products for tensor in (product.x, product.grad_output)]
-            self._beside = self._make_beside(operands[0].device.type)
-            self._beside.run(lambda: self._accumulate(products), operands)
-
-    def join(self) -> None:
-        self._beside.join()
-
-    def clear(self) -> None:
-        self._products.clear()
-        self._complete.clear()
-        self.join()
-
-    def __len__(self) -> int:
-        return len(self._products)
-
-    @torch.no_grad()
-    def _accumulate(self, products: list[Product]) -> None:
-        if not products:
-            return
-        main_grads = [_main_grad(p.weight) for p in products]
-        bias_grads = [main_grads[0].new_empty(0) if p.bias is None else _main_grad(p.bias) for p in products]
-        select(products[0].weight.device.type).ops.wgrad_accumulate_many(
-            [p.x for p in products], [p.grad_output for p in products], main_grads, bias_grads
-        )
-
-
-def _main_grad(parameter: Any) -> torch.Tensor:
-    """Where a gradient is accumulated: Megatron's buffer, or the parameter's own ``grad``."""
-    if hasattr(parameter, "main_grad"):
-        return parameter.main_grad
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
-
-
-def reduces_early(chunk: torch.nn.Module) -> bool:
-    """Whether data parallelism reduces gradients of ``chunk`` while others are computed, so that it must be told."""
-    return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
-
-
-class GradSync:
-    """Whether backwards of one chunk tell data parallelism that gradients are ready; off until ``enable``.
-
-    Args:
-        no_sync: the chunk's ``config.no_sync_func``, None for a model without data parallelism.
-    """
-
-    def __init__(self, no_sync: Callable[[], AbstractContextManager[Any]] | None) -> None:
-        self._no_sync = no_sync or contextlib.nullcontext
-        self._off: AbstractContextManager[Any] | None = None
-        self.hold()
-
-    @property
-    def enabled(self) -> bool:
-        return self._off is None
-
-    def enable(self) -> None:
-        """From here on the gradients of the last microbatch count as ready."""
-        if self._off is not None:
-            self._off.__exit__(None, None, None)
-            self._off = None
-
-    def hold(self) -> None:
-        """Off again, as at the beginning: zeroing gradients has turned it on."""
-        self.enable()
-        self._off = self._no_sync()
-        self._off.__enter__()
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """For a late W of an earlier microbatch: it accumulates, but makes nothing ready."""
-        with contextlib.nullcontext() if self._off is not None else self._no_sync():
-            yield

@@ -1,0 +1,1 @@
+"""Weight gradients: deferred by B, stored, and accumulated by W."""

@@ -1,0 +1,83 @@
+"""Weight gradients of many linears in one call."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.kernels import select
+from megatron.zero_bubble.platforms.streams import Beside, RightAway
+from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
+from megatron.zero_bubble.wgrad.linear import Product
+
+
+class FusedAccumulator(GradAccumulator):
+    """Adds the gradients of many linears in one call, each straight into ``main_grad`` in float32, without a temporary
+    and without a rounding to the weight's dtype in between.
+
+    It works for its users as apex's ``fused_weight_gradient_mlp_cuda`` does, and takes its place.
+
+    Args:
+        beside: from the type of a device to where gradients are computed there that nobody waits for.
+    """
+
+    with_bias = True
+
+    def __init__(self, beside: Callable[[str], Beside] = lambda device_type: RightAway()) -> None:
+        super().__init__()
+        self._make_beside = functools.cache(beside)
+        self._beside: Beside = RightAway()
+        self._products: list[Product] = []
+        self._complete: list[torch.Tensor] = []  # by their last product of a microbatch
+
+    def linear(self, product: Product, fused: bool) -> None:
+        """Collect it until ``flush``."""
+        self._products.append(product)
+        if not self._holding:
+            self._complete += [parameter for parameter in (product.weight, product.bias) if parameter is not None]
+
+    def flush(self, ready: bool) -> None:
+        products, self._products = self._products, []
+        complete, self._complete = self._complete, []
+        if ready:
+            self.join()
+            self._accumulate(products)
+            for parameter in complete:
+                self._tell(parameter)
+        elif products:
+            operands = [tensor for product in products for tensor in (product.x, product.grad_output)]
+            self._beside = self._make_beside(operands[0].device.type)
+            self._beside.run(lambda: self._accumulate(products), operands)
+
+    def join(self) -> None:
+        self._beside.join()
+
+    def clear(self) -> None:
+        self._products.clear()
+        self._complete.clear()
+        self.join()
+
+    def __len__(self) -> int:
+        return len(self._products)
+
+    @torch.no_grad()
+    def _accumulate(self, products: list[Product]) -> None:
+        if not products:
+            return
+        main_grads = [main_grad_of(p.weight) for p in products]
+        bias_grads = [main_grads[0].new_empty(0) if p.bias is None else main_grad_of(p.bias) for p in products]
+        select(products[0].weight.device.type).ops.wgrad_accumulate_many(
+            [p.x for p in products], [p.grad_output for p in products], main_grads, bias_grads
+        )
+
+
+def main_grad_of(parameter: Any) -> torch.Tensor:
+    """Where a gradient is accumulated: Megatron's buffer, or the parameter's own ``grad``."""
+    if hasattr(parameter, "main_grad"):
+        return parameter.main_grad
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
