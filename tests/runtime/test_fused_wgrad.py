@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -66,7 +67,7 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
-    from megatron.zero_bubble.patching import patches
+    patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
     from megatron.zero_bubble.wgrad.store import WgradStore
 
     stores: list[WgradStore] = []
@@ -113,7 +114,7 @@ def train_half_split(
     rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
 ) -> list[Outcome]:
     """Training whose own schedules have every second backward split, W right behind B."""
-    from megatron.zero_bubble.patching import patches
+    patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
 
     def half_split(name: str, **figures: Any) -> Schedule:
         schedule = build(name, **figures)

@@ -10,6 +10,6 @@ from megatron.zero_bubble.patching.used import look_up
 
 look_up(installed_seams().used)  # first: what follows imports some of these names
 
-from megatron.zero_bubble.patching.patches import apply, observe, report, revert  # noqa: E402
+from megatron.zero_bubble.patching.apply import apply, observe, report, revert  # noqa: E402
 
 __all__ = ["PatchError", "Seam", "SeamError", "apply", "observe", "report", "revert"]

@@ -30,7 +30,10 @@ from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
-from megatron.zero_bubble.patching import job_checks, patches, used
+from megatron.zero_bubble.patching import job_checks, used
+from megatron.zero_bubble.patching.apply import apply as apply_schedule
+from megatron.zero_bubble.patching.apply import report as report_schedule
+from megatron.zero_bubble.patching.apply import revert as revert_schedule
 from megatron.zero_bubble.patching.job_bubble import JobBubble
 from megatron.zero_bubble.patching.job_trace import JobTrace
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
@@ -76,17 +79,17 @@ def revert() -> None:
 
 def in_force() -> bool:
     """Whether the job has validated its flags and its schedule is in its place."""
-    return bool(patches.report())
+    return bool(report_schedule())
 
 
 def _withdraw() -> None:
     _placed.revert()
-    patches.revert()
+    revert_schedule()
 
 
 def report() -> list[str]:
     """One line for each name that is replaced now."""
-    return [*_job.report(), *_placed.report(), *patches.report()]
+    return [*_job.report(), *_placed.report(), *report_schedule()]
 
 
 def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +143,7 @@ def _put_in_force(
 
     _withdraw()  # a job that restarts within its processes validates its flags anew
     meter = None if bubble is None else bubble.meter
-    patches.apply(config, meter, say, None if trace is None else trace.recorder, measured)
+    apply_schedule(config, meter, say, None if trace is None else trace.recorder, measured)
     is_own = is_megatrons_own(placement)
     replacements: list[Replacement] = []
     if not is_own or trace is not None:
