@@ -78,7 +78,6 @@ class ForkedRank:
 
 def _serve(script: str, answers: TextIO) -> list[str]:
     """Answer requests until there are no more; returns in a forked rank, with its arguments."""
-    from megatron.zero_bubble.patching import megatron_lm  # noqa: F401
     from megatron.zero_bubble.platforms import cpu, select
     from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
 
@@ -165,6 +164,6 @@ if __name__ == "__main__":
     sys.path[0] = str(Path(sys.argv[1]).parent)
     to_whom_asks = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is imported may print
-    from megatron.zero_bubble import launch
+    from megatron.zero_bubble.megatron_lm import launch
 
     sys.exit(launch.main(_serve(sys.argv[1], to_whom_asks)))

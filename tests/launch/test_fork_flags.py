@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.fork_flags import modernize
 from megatron.zero_bubble.job.flags import FlagError, config_of, parse_ours
+from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
 PIPELINE = "--pipeline-model-parallel-size 8"
 

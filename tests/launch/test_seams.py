@@ -54,7 +54,7 @@ def changed(before: dict[str, int]) -> set[str]:
 
 
 def takes_and_gives_back() -> None:
-    from megatron.zero_bubble.patching import megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     before, said = names(), []
     megatron_lm.install(parse_ours(V)[0], said.append)
@@ -82,7 +82,8 @@ def test_every_name_comes_back(ranks: RankPool) -> None:
 
 
 def refuses(spoil: Callable[[Any], None], sentence: str) -> None:
-    from megatron.zero_bubble.patching import SeamError, megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
+    from megatron.zero_bubble.patching import SeamError
 
     with pytest.MonkeyPatch.context() as patch:
         spoil(patch)
@@ -121,7 +122,7 @@ def test_refused_before_the_job_starts(ranks: RankPool, test: Callable[[], None]
 
 
 def a_job_validates_its_flags_again() -> None:
-    from megatron.zero_bubble.patching import megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     before, said = names(), []
     megatron_lm.install(parse_ours(V)[0], said.append)
@@ -141,7 +142,7 @@ def test_a_job_that_restarts_in_its_process(ranks: RankPool) -> None:
 
 
 def the_job_learns_its_stages() -> None:
-    from megatron.zero_bubble.patching import megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     for more, name, value in (
         ([], "num_virtual_stages_per_pipeline_rank", 2),
@@ -163,7 +164,7 @@ def test_a_v_has_two_stages_a_rank(ranks: RankPool) -> None:
 
 
 def weights_in_a_shard_a_rank_are_nothing_special() -> None:
-    from megatron.zero_bubble.patching import megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     flags = ["--zero-bubble-schedule", "zb-h1"]
     sizes = "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 --expert-tensor-parallel-size 1"
@@ -186,7 +187,7 @@ def a_tied_embedding_whose_ends_meet() -> None:
     from megatron.core import process_groups_config
 
     from megatron.zero_bubble.job.config import JobError
-    from megatron.zero_bubble.patching import megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     def job(version: str, *more: str) -> None:
         sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *V, "--load", "somewhere", *more]
@@ -218,7 +219,7 @@ def test_old_versions_cannot_load_both_ends_of_a_tied_embedding(ranks: RankPool)
 
 def refuses_the_job(flags: list[str], sentence: str) -> None:
     from megatron.zero_bubble.job.config import JobError
-    from megatron.zero_bubble.patching import megatron_lm
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     pipeline = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", "2"]
     sys.argv = ["job.py", *pipeline, *flags]

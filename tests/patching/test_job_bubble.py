@@ -32,8 +32,8 @@ def job(_rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tu
     """What each rank printed, and wrote."""
     from megatron.core import parallel_state
 
+    from megatron.zero_bubble.megatron_lm.bubble import JobBubble
     from megatron.zero_bubble.patching import apply, revert
-    from megatron.zero_bubble.patching.job_bubble import JobBubble
 
     written: list[tuple[str, float, int]] = []
     said: list[str] = []

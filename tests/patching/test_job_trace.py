@@ -44,8 +44,8 @@ def job(
 
     from megatron.zero_bubble import ZeroBubbleConfig
     from megatron.zero_bubble.job.flags import add_flags
+    from megatron.zero_bubble.megatron_lm.trace import JobTrace
     from megatron.zero_bubble.patching import apply, revert
-    from megatron.zero_bubble.patching.job_trace import JobTrace
 
     parser = argparse.ArgumentParser()
     add_flags(parser)
@@ -110,7 +110,7 @@ def refused(rank: int, flags: list[str]) -> str:
 
     from megatron.zero_bubble.job.config import JobError
     from megatron.zero_bubble.job.flags import parse_ours
-    from megatron.zero_bubble.patching.job_trace import JobTrace
+    from megatron.zero_bubble.megatron_lm.trace import JobTrace
 
     parallel_state.destroy_model_parallel()
     trace = JobTrace(parse_ours(flags)[0], Args(0, STEPS, rank=rank), print)

@@ -15,8 +15,8 @@ from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig, check_mo
 from megatron.zero_bubble.job.flags import config_of, records
 from megatron.zero_bubble.job.layers import balanced_layout
 from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
-from megatron.zero_bubble.patching.job_batches import num_microbatches
-from megatron.zero_bubble.patching.job_data import check_data
+from megatron.zero_bubble.megatron_lm.batches import num_microbatches
+from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.patching.seams import installed_seams
 
 # flag, the one value that works, why

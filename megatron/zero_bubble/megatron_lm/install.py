@@ -13,29 +13,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import megatron.core
-import torch
-from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import (
-    believed_rank,
-    believing,
-    copy_tied_embedding,
-    embedding_ranks,
-    group_believing,
-    groups_believing,
     is_megatrons_own,
 )
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
-from megatron.zero_bubble.patching import job_checks, used
+from megatron.zero_bubble.megatron_lm import checks as job_checks
+from megatron.zero_bubble.megatron_lm.bubble import JobBubble
+from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
+from megatron.zero_bubble.megatron_lm.trace import JobTrace
+from megatron.zero_bubble.patching import used
 from megatron.zero_bubble.patching.apply import apply as apply_schedule
 from megatron.zero_bubble.patching.apply import report as report_schedule
 from megatron.zero_bubble.patching.apply import revert as revert_schedule
-from megatron.zero_bubble.patching.job_bubble import JobBubble
-from megatron.zero_bubble.patching.job_trace import JobTrace
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 
@@ -149,12 +143,12 @@ def _put_in_force(
     if not is_own or trace is not None:
 
         def process_groups(initialize: Callable[..., None]) -> Callable[..., None]:
-            grouping = initialize if is_own else _grouping_ends(initialize, placement)
+            grouping = initialize if is_own else grouping_ends(initialize, placement)
             return grouping if trace is None else trace.meeting(grouping)
 
         replacements.append((seams.process_groups, process_groups))
     if not is_own:
-        builder = _Builder(placement)
+        builder = Builder(placement)
         replacements += [(seam, builder.building) for seam in seams.models]
         if seams.pipeline_group is not None:
             replacements.append((seams.pipeline_group, builder.asked_for_group))
@@ -171,75 +165,3 @@ def _once_joined(initialize: Callable[..., None], joined: Callable[[], None]) ->
         initialize(*args, **kwargs)
 
     return initialize_model_parallel
-
-
-def _grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:
-    @functools.wraps(initialize)
-    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-        kwargs["get_embedding_ranks"] = lambda ranks, *_: embedding_ranks(placement)(ranks)
-        initialize(*args, **kwargs)
-
-    return initialize_model_parallel
-
-
-class _Builder:
-    """Builds model chunks, each as if on the rank where Megatron would have it."""
-
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
-        self._believed: int | None = None
-
-    def building(self, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for a function whose first argument builds one chunk."""
-
-        @functools.wraps(build_chunks)
-        def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            built: list[torch.nn.Module] = []
-
-            def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
-                built.append(self._build(build_chunk, *groups, **of_chunk))
-                copy_tied_embedding(built)
-                return built[-1]
-
-            return build_chunks(build_where_placed, *args, **kwargs)
-
-        return build
-
-    def asked_for_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for the function that a chunk asks for its pipeline group."""
-
-        @functools.wraps(get_group)
-        def get_pipeline_model_parallel_group(*args: Any, **kwargs: Any) -> Any:
-            group = get_group(*args, **kwargs)
-            return group if self._believed is None else group_believing(group, self._believed)
-
-        return get_pipeline_model_parallel_group
-
-    def _build(self, build_chunk: Callable[..., Any], *groups: Any, vp_stage: int, **kwargs: Any) -> torch.nn.Module:
-        """One chunk; Megatron hands over the process groups first, or among the keywords, or not at all."""
-        rank = parallel_state.get_pipeline_model_parallel_group().rank()
-        stage = self._placement.stages_of(rank)[vp_stage]
-        believed = believed_rank(self._placement, rank, vp_stage)
-        kwargs["pre_process"] = stage == 0
-        kwargs["post_process"] = stage == self._placement.num_stages - 1
-        if kwargs.get("pg_collection") is not None:
-            kwargs["pg_collection"] = groups_believing(believed, kwargs["pg_collection"])
-        with believing(believed):
-            self._believed = believed
-            try:
-                chunk = build_chunk(*(groups_believing(believed, g) for g in groups), vp_stage=vp_stage, **kwargs)
-            finally:
-                self._believed = None
-        _describe_state_where(chunk, believed)
-        return chunk
-
-
-def _describe_state_where(chunk: Any, believed: int) -> None:
-    """Have a chunk describe its state for checkpoints as Megatron would on the rank where it expects the chunk."""
-    describe = chunk.sharded_state_dict
-
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        with believing(believed):
-            return describe(*args, **kwargs)
-
-    chunk.sharded_state_dict = sharded_state_dict

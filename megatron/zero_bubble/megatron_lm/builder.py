@@ -1,0 +1,92 @@
+"""Model chunks of a Megatron-LM job, built where a placement has them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.adapter.placement import (
+    believed_rank,
+    believing,
+    copy_tied_embedding,
+    embedding_ranks,
+    group_believing,
+    groups_believing,
+)
+from megatron.zero_bubble.ir import Placement
+
+
+def grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:
+    @functools.wraps(initialize)
+    def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
+        kwargs["get_embedding_ranks"] = lambda ranks, *_: embedding_ranks(placement)(ranks)
+        initialize(*args, **kwargs)
+
+    return initialize_model_parallel
+
+
+class Builder:
+    """Builds model chunks, each as if on the rank where Megatron would have it."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._placement = placement
+        self._believed: int | None = None
+
+    def building(self, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for a function whose first argument builds one chunk."""
+
+        @functools.wraps(build_chunks)
+        def build(build_chunk: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            built: list[torch.nn.Module] = []
+
+            def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
+                built.append(self._build(build_chunk, *groups, **of_chunk))
+                copy_tied_embedding(built)
+                return built[-1]
+
+            return build_chunks(build_where_placed, *args, **kwargs)
+
+        return build
+
+    def asked_for_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:
+        """The replacement for the function that a chunk asks for its pipeline group."""
+
+        @functools.wraps(get_group)
+        def get_pipeline_model_parallel_group(*args: Any, **kwargs: Any) -> Any:
+            group = get_group(*args, **kwargs)
+            return group if self._believed is None else group_believing(group, self._believed)
+
+        return get_pipeline_model_parallel_group
+
+    def _build(self, build_chunk: Callable[..., Any], *groups: Any, vp_stage: int, **kwargs: Any) -> torch.nn.Module:
+        """One chunk; Megatron hands over the process groups first, or among the keywords, or not at all."""
+        rank = parallel_state.get_pipeline_model_parallel_group().rank()
+        stage = self._placement.stages_of(rank)[vp_stage]
+        believed = believed_rank(self._placement, rank, vp_stage)
+        kwargs["pre_process"] = stage == 0
+        kwargs["post_process"] = stage == self._placement.num_stages - 1
+        if kwargs.get("pg_collection") is not None:
+            kwargs["pg_collection"] = groups_believing(believed, kwargs["pg_collection"])
+        with believing(believed):
+            self._believed = believed
+            try:
+                chunk = build_chunk(*(groups_believing(believed, g) for g in groups), vp_stage=vp_stage, **kwargs)
+            finally:
+                self._believed = None
+        _describe_state_where(chunk, believed)
+        return chunk
+
+
+def _describe_state_where(chunk: Any, believed: int) -> None:
+    """Have a chunk describe its state for checkpoints as Megatron would on the rank where it expects the chunk."""
+    describe = chunk.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with believing(believed):
+            return describe(*args, **kwargs)
+
+    chunk.sharded_state_dict = sharded_state_dict
