@@ -26,7 +26,7 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     # Slow to import, so after the flags are known to be right.
     with quiet():
-        from megatron.zero_bubble.training.corpus import prepare_standard_library, read_documents, write_documents
+        from megatron.zero_bubble.training.data.corpus import prepare_standard_library, read_documents, write_documents
 
     try:
         if args.standard_library:

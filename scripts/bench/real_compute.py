@@ -111,7 +111,7 @@ class _Job:
         from megatron.zero_bubble.platforms import select
         from megatron.zero_bubble.training.arguments import parse
         from megatron.zero_bubble.training.checks import check
-        from megatron.zero_bubble.training.launch import Launch
+        from megatron.zero_bubble.training.process import Launch
         from megatron.zero_bubble.training.quiet import quiet
 
         torch.set_num_threads(1)

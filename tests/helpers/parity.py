@@ -17,7 +17,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.training.progress import Progress
+from megatron.zero_bubble.training.report import Progress
 
 STEPS = 5
 
@@ -108,7 +108,7 @@ def run_once(args: Any) -> None:
 
 
 def _splits(args: Any) -> Any:
-    from megatron.zero_bubble.training.data import Splits, reads_data
+    from megatron.zero_bubble.training.data.batches import Splits, reads_data
 
     samples = Tokens(args.batch_sizes.samples_after(args.train_iters), args.seq_length, args.vocab_size)
     read = samples if reads_data(args) else None
@@ -206,7 +206,8 @@ def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[
     """The chunks of the model, with these weights of its pipeline if any are given, and the weights."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.training import model, tokenizer
+    from megatron.zero_bubble.training import model
+    from megatron.zero_bubble.training.data import tokenizer
     from megatron.zero_bubble.training.distributed import seed
 
     seed(args)
@@ -237,7 +238,9 @@ def _train_once(
     ``meddle`` gets the model and the progress before the first iteration.
     """
     from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-    from megatron.zero_bubble.training import checkpoint, loop, model, stop, tokenizer, zero_bubble
+    from megatron.zero_bubble.training import checkpoint, loop, model, stop
+    from megatron.zero_bubble.training import schedule as zero_bubble
+    from megatron.zero_bubble.training.data import tokenizer
 
     platform = select("cpu")
     device = platform.device(0)

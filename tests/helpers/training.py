@@ -21,8 +21,8 @@ def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
     from megatron.zero_bubble.patching import revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.launch import Launch
     from megatron.zero_bubble.training.pretrain import train
+    from megatron.zero_bubble.training.process import Launch
 
     args = parse(flags)
     check(args, num_ranks)

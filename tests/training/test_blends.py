@@ -1,6 +1,6 @@
 import pytest
 
-from megatron.zero_bubble.training.blends import Blend, parse_blend
+from megatron.zero_bubble.training.data.blends import Blend, parse_blend
 from megatron.zero_bubble.training.errors import UsageError
 
 

@@ -13,7 +13,7 @@ from megatron.zero_bubble.training.checkpoint import (
     incompleteness,
     latest_iteration,
 )
-from megatron.zero_bubble.training.data import Splits, check_length
+from megatron.zero_bubble.training.data.batches import Splits, check_length
 from megatron.zero_bubble.training.errors import UsageError
 from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.training import losses, train

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megatron.zero_bubble.training import corpus
-from megatron.zero_bubble.training.corpus import read_documents, split_of, standard_library_files, write_documents
+from megatron.zero_bubble.training.data import corpus
+from megatron.zero_bubble.training.data.corpus import read_documents, split_of, standard_library_files, write_documents
+from megatron.zero_bubble.training.data.indexed import check_indexed
+from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.indexed import check_indexed
-from megatron.zero_bubble.training.tokenizer import ByteLevelTokenizer
 
 
 def documents_of(prefix: str) -> list[bytes]:

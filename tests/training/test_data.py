@@ -6,7 +6,7 @@ import numpy
 import pytest
 import torch
 
-from megatron.zero_bubble.training.data import MicrobatchOrder
+from megatron.zero_bubble.training.data.batches import MicrobatchOrder
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import SMALL
 
@@ -48,9 +48,9 @@ def read_splits(rank: int, num_ranks: int, flags: str) -> dict[str, Any]:
     """What a rank finds: the first token of every training sample, and which splits there are."""
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
-    from megatron.zero_bubble.training.data import build_splits, microbatches
+    from megatron.zero_bubble.training.data.batches import build_splits, microbatches
+    from megatron.zero_bubble.training.data.tokenizer import build_tokenizer
     from megatron.zero_bubble.training.distributed import lay_out
-    from megatron.zero_bubble.training.tokenizer import build_tokenizer
 
     args = parse([*SMALL.split(), *flags.split()])
     check(args, num_ranks)
@@ -97,7 +97,7 @@ def test_ranks_between_the_ends_read_nothing_and_know_what_there_is(ranks: RankP
 def read_a_large_id(_rank: int) -> tuple[str, bool]:
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.training.data import microbatches
+    from megatron.zero_bubble.training.data.batches import microbatches
     from megatron.zero_bubble.training.errors import UsageError
 
     parallel_state.initialize_model_parallel()

@@ -7,8 +7,8 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.indexed import check_indexed
 
 
 def write(folder: Path, dtype: type = numpy.uint16) -> str:

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.training.corpus import write_documents
+from megatron.zero_bubble.training.data.corpus import write_documents
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import losses, train
 

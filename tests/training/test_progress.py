@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.progress import BubbleMetrics, IterationMetrics, Progress
+from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 
 
 def metrics(iteration: int, **changes: Any) -> IterationMetrics:

@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from megatron.zero_bubble.training.tokenizer import (
+from megatron.zero_bubble.training.data.tokenizer import (
     ByteLevelTokenizer,
     NullTokenizer,
     build_tokenizer,

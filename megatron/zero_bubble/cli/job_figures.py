@@ -45,7 +45,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
 
 def _vocabulary(args: argparse.Namespace) -> int | None:
     """What the tokenizer of the flags has, padded; None for one that only Megatron-LM knows."""
-    from megatron.zero_bubble.training.tokenizer import build_tokenizer, padded_vocab_size
+    from megatron.zero_bubble.training.data.tokenizer import build_tokenizer, padded_vocab_size
 
     if args.vocab_size is None and args.tokenizer_type != "ByteLevelTokenizer":
         return None

@@ -17,9 +17,9 @@ from megatron.zero_bubble.job.flags import config_of, has_schedule, records
 from megatron.zero_bubble.job.layers import balanced_layout
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
-from megatron.zero_bubble.training.blends import Blend, parse_blend
+from megatron.zero_bubble.training.data.blends import Blend, parse_blend
+from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.indexed import check_indexed
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.launch import Launch
+from megatron.zero_bubble.training.process import Launch
 
 
 def check_backend(backend: str, platform: Platform, launch: Launch) -> None:

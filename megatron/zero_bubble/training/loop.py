@@ -24,9 +24,9 @@ from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimize
 from megatron.zero_bubble.optimizer.step import Outcome
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
-from megatron.zero_bubble.training.data import Batch, Splits, microbatches, to_device
+from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches, to_device
 from megatron.zero_bubble.training.failure import during
-from megatron.zero_bubble.training.progress import BubbleMetrics, IterationMetrics, Progress
+from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
 
 Reports = list[dict[str, torch.Tensor]]

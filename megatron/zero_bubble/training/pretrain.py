@@ -14,7 +14,7 @@ from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.launch import Launch
+from megatron.zero_bubble.training.process import Launch
 from megatron.zero_bubble.training.quiet import quiet
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron.zero_bubble.platforms import Platform
     from megatron.zero_bubble.training.checkpoint import Trained, TrainState
-    from megatron.zero_bubble.training.progress import Progress
+    from megatron.zero_bubble.training.report import Progress
 
 
 def main(argv: Sequence[str]) -> int:
@@ -111,9 +111,12 @@ def _train_rank(
         from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
         from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
         from megatron.zero_bubble.measure.recorder import Recorder
-        from megatron.zero_bubble.training import checkpoint, data, loop, model, progress, stop, tokenizer
+        from megatron.zero_bubble.training import checkpoint, loop, model, stop
+        from megatron.zero_bubble.training import report as progress
+        from megatron.zero_bubble.training.data import batches as data
+        from megatron.zero_bubble.training.data import tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
-        from megatron.zero_bubble.training.zero_bubble import apply_schedule, step_ahead
+        from megatron.zero_bubble.training.schedule import apply_schedule, step_ahead
 
     recorder = Recorder(platform) if records(args) else None
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None

@@ -16,9 +16,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.zero_bubble.training.data.tokenizer import Tokenizer
 from megatron.zero_bubble.training.distributed import agree, gather
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.tokenizer import Tokenizer
 
 Batch = dict[str, torch.Tensor]
 

@@ -17,9 +17,9 @@ import numpy
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.zero_bubble.training.data.indexed import check_indexed
+from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 from megatron.zero_bubble.training.errors import UsageError
-from megatron.zero_bubble.training.indexed import check_indexed
-from megatron.zero_bubble.training.tokenizer import ByteLevelTokenizer
 
 SPLITS = ("train", "valid", "test")
 # Of the standard library: other people's packages, and tests, which many installations leave out.

@@ -1,0 +1,1 @@
+"""The data of the training loop: corpora, indexed files, blends, batches."""
