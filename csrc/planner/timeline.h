@@ -1,4 +1,4 @@
-// search/timeline.py.
+// search/rows.py.
 #pragma once
 
 #include <algorithm>

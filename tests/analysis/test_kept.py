@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.analysis.kept import kept, most_kept
+from megatron.zero_bubble.analysis.memory import kept, most_kept
 from tests.helpers.strategies import schedules
 
 

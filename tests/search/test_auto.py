@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.analysis.kept import most_kept
+from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.search import fit, zb_auto
 

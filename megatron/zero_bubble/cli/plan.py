@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
-from megatron.zero_bubble.analysis.kept import most_kept
+from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline

@@ -2,8 +2,8 @@
 
 from megatron.zero_bubble.plan.communicate import lower, lower_forward_only
 from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle, Validate
+from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import PlanError, prove, prove_single_queue
-from megatron.zero_bubble.plan.validation import with_validation
 
 __all__ = [
     "Compute",

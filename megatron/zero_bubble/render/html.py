@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from megatron.zero_bubble.analysis.difference import Comparison, Difference, Link
-from megatron.zero_bubble.analysis.kept import kept
+from megatron.zero_bubble.analysis.memory import kept
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.svg import COLOURS, MEANING

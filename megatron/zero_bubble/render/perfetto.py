@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.zero_bubble.analysis.difference import Comparison, RankDifference
-from megatron.zero_bubble.analysis.kept import kept
+from megatron.zero_bubble.analysis.memory import kept
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace
 from megatron.zero_bubble.ir import Pass

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from megatron.zero_bubble.analysis.difference import Comparison
-from megatron.zero_bubble.analysis.kept import Kept, kept
+from megatron.zero_bubble.analysis.memory import Kept, kept
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Kind

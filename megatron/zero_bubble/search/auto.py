@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
-from megatron.zero_bubble.analysis.kept import most_kept
+from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory

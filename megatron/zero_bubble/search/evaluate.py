@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megatron.zero_bubble.search.problem import Problem, Rows
-from megatron.zero_bubble.search.timeline import times
+from megatron.zero_bubble.search.rows import times
 
 INFEASIBLE = float("inf")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron.zero_bubble.search.dice import Dice
 from megatron.zero_bubble.search.evaluate import INFEASIBLE, evaluate
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows
-from megatron.zero_bubble.search.timeline import times
+from megatron.zero_bubble.search.rows import times
 
 _SLACK = 1e-6
 _REACH = 8
