@@ -15,15 +15,13 @@ PURE = (
     "ir",
     "costs",
     "errors",
-    "files",
-    "config",
-    "plan_file",
-    "trace_file",
     "schedules",
     "search",
     "analysis",
     "plan",
     "render",
+    "formats",
+    "job",
 )
 
 

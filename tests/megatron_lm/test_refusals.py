@@ -9,7 +9,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.formats.plan import plan_to_json
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt
-from tests.training.test_data import write_constant
+from tests.training.data.test_batches import write_constant
 
 CHECKOUTS = checkouts()
 pytestmark = [

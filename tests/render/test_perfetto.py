@@ -14,9 +14,9 @@ from megatron.zero_bubble import Schedule, build
 from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.trace import RankTrace, Trace
 from megatron.zero_bubble.render.perfetto import PASSES, RECEIVES, SENDS, WAITS, render_perfetto
+from tests.formats.test_trace import recording
 from tests.helpers.strategies import schedules
 from tests.helpers.trace_format import problems
-from tests.test_trace_file import recording
 
 SCHEDULE = build("zb-h1", num_ranks=2, num_microbatches=2)
 

@@ -12,9 +12,9 @@ import pytest
 from megatron.zero_bubble import PassCosts, PassMemory, build
 from megatron.zero_bubble.formats.trace import Recording
 from megatron.zero_bubble.render.perfetto import RECEIVES, SENDS, _pid, render_perfetto
+from tests.formats.test_trace import recording
 from tests.helpers.delayed import run
 from tests.helpers.perfetto import Perfetto, perfetto
-from tests.test_trace_file import recording
 
 # Importers number tracks, flows and slices in orders of their own: rows are compared as they come, counted.
 _SLICES = """

@@ -14,9 +14,9 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.schedules import SCHEDULES
+from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, collect, run_once, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 
 ON_A_V = [None, "zb-v", "v-half", "v-min", "dualpipe-v"]
 FEW = ON_A_V[:3]

@@ -133,7 +133,7 @@ class TestStandardLibrary:
 def run_script(*argv: str) -> int:
     from importlib.util import module_from_spec, spec_from_file_location
 
-    path = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
+    path = Path(__file__).resolve().parents[3] / "scripts" / "prepare_data.py"
     spec = spec_from_file_location("prepare_data", path)
     assert spec is not None and spec.loader is not None
     module = module_from_spec(spec)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.adapter.test_foreign_loop import MICROBATCHES, SEQUENCE, build_model, forward_step, samples
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_foreign_loop import MICROBATCHES, SEQUENCE, build_model, forward_step, samples
 
 
 def alone(rank: int, test: Callable[[], None]) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from tests.adapter.test_foreign_loop import MICROBATCHES, SEQUENCE, build_model, forward_step, samples
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_foreign_loop import MICROBATCHES, SEQUENCE, build_model, forward_step, samples
 
 
 def fail_and_train(rank: int) -> tuple[str, bool, float, int]:

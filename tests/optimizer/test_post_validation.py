@@ -18,10 +18,10 @@ from megatron.zero_bubble import PassCosts, PassMemory, Placement, simulate
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.search import zb_auto
+from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, lay_out_anew, run_once
 from tests.helpers.ranks import RankFailure, RankPool
-from tests.runtime.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 
 MODES = ["", "--zero-bubble-post-validation"]
 STEPS = 50

@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.adapter.test_foreign_loop import STEPS, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_foreign_loop import STEPS, train
 
 START = 9
 

@@ -19,7 +19,7 @@ from tests.helpers import engine
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_fused_wgrad import train_half_split
+from tests.wgrad.test_fused import train_half_split
 
 OVERLAP = "--overlap-grad-reduce --no-align-grad-reduce --ddp-bucket-size 1000"
 # Layout, microbatches, fused accumulation, fp8, flags.

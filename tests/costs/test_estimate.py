@@ -11,7 +11,7 @@ import pytest
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 
-PUBLISHED = Path(__file__).parents[1] / "configs/published/zero_bubble_table5.csv"
+PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
 SHAPES = {"1.5B": (24, 2304, 24, 6), "6.2B": (32, 4096, 32, 3), "14.6B": (48, 5120, 40, 1), "28.3B": (64, 6144, 48, 1)}
 """Layers if every rank had as many as those between, hidden size, heads, microbatch (arXiv 2401.10241, table 3)."""
 

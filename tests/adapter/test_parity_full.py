@@ -10,9 +10,9 @@ from itertools import product
 
 import pytest
 
+from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, SCHEDULES, UNTIED
 from tests.helpers.parity import Layout, assert_same_bits, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, SCHEDULES, UNTIED
 
 Row = tuple[Layout, int, str]
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
+from tests.adapter.test_parity import DROPOUT
+from tests.adapter.test_parity_full import matrix
 from tests.helpers.parity import Layout, assert_same_model, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_parity import DROPOUT
-from tests.runtime.test_parity_full import matrix
 
 SCHEDULES = [None, "zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-1f1b", "breadth-first"]
 

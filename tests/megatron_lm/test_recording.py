@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.formats.trace import read_trace_file
+from tests.adapter.test_foreign_loop import STEPS, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_foreign_loop import STEPS, train
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
-from tests.runtime.test_fused_wgrad import FUSED, OVERLAP, figures
+from tests.wgrad.test_fused import FUSED, OVERLAP, figures
 
 UNTIED = "--untie-embeddings-and-output-weights"
 SCHEDULES = [None, "zb-h1", "zb-h2"]
