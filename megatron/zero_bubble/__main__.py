@@ -16,10 +16,10 @@ from typing import NoReturn
 from megatron.zero_bubble import __version__
 from megatron.zero_bubble.cli.compare import add_compare
 from megatron.zero_bubble.cli.dry_run import add_dry_run
-from megatron.zero_bubble.cli.figures import beyond_floats
 from megatron.zero_bubble.cli.plan import AUTO, add_plan
 from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.trace import add_trace
+from megatron.zero_bubble.planning.figures import beyond_floats
 from megatron.zero_bubble.schedules import SCHEDULES
 
 

@@ -12,9 +12,11 @@ from itertools import pairwise
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
-from megatron.zero_bubble.cli.plan import add_search, auto, bound, fitted, peak_memory
+from megatron.zero_bubble.cli.figures import add_figures, figures
+from megatron.zero_bubble.cli.plan import add_search
 from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PlacementChoice
 

@@ -13,16 +13,17 @@ from typing import Any
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.cli.figures import Figures
 from megatron.zero_bubble.cli.job_figures import job_figures
-from megatron.zero_bubble.cli.plan import auto, rank_memory
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
+from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.job.config import AUTO, check_runnable, parse_memory_limit
+from megatron.zero_bubble.job.config import AUTO, check_runnable
 from megatron.zero_bubble.job.layers import stage_layers
 from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import auto, rank_memory
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron.zero_bubble.cli.figures import Figures
 from megatron.zero_bubble.cli.model_config import VOCABULARY, model_of
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.planning.figures import Figures
 
 
 def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:

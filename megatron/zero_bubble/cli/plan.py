@@ -5,35 +5,23 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from dataclasses import dataclass
 
-from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
-from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.cli.figures import Figures, add_figures, figures
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import ADAPTING, Plan, auto, bound, fitted, limit_verdict, rank_memory
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.render.text import headline, render_text
 from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.auto import PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.loops import library
 
 _TEXT_WIDTH = 160
 AUTO = "zb-auto"
-_ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A schedule on the clock, the figures that it was planned with, and how good it is where a limit was given."""
-
-    timeline: Timeline
-    costs: Figures
-    certificate: Certificate | None
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -47,7 +35,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--equal-passes",
         action="store_true",
-        help=f"{', '.join(_ADAPTING)} as published, for passes of one length; else fitted to the costs",
+        help=f"{', '.join(ADAPTING)} as published, for passes of one length; else fitted to the costs",
     )
     verb.add_argument(
         "--step-ms", type=float, metavar="MS", help="of the optimizer step: show what an iteration takes with it"
@@ -94,8 +82,8 @@ def make_plan(options: argparse.Namespace) -> Plan:
         raise ValueError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
         raise ValueError("--num-chunks belongs to interleaved schedules given by name; leave it out")
-    if options.equal_passes and options.schedule not in _ADAPTING:
-        raise ValueError(f"--equal-passes belongs to {', '.join(_ADAPTING)}; leave it out")
+    if options.equal_passes and options.schedule not in ADAPTING:
+        raise ValueError(f"--equal-passes belongs to {', '.join(ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
         raise ValueError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
     refuse_huge(**{"--step-ms": options.step_ms})
@@ -113,19 +101,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def searches(options: argparse.Namespace) -> bool:
     """Whether ``make_plan`` searches, a matter of seconds, or only builds what is known."""
-    return options.schedule == AUTO or (options.schedule in _ADAPTING and not options.equal_passes)
-
-
-def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Metric) -> Schedule:
-    """What ``zb_auto`` finds; for a V, or for the better of both placements, from the figures of every half rank."""
-    finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
-    sizes = costs.num_ranks, costs.num_microbatches
-    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
-
-
-def bound(costs: Figures, placement: Placement, limit: float, objective: Metric) -> Bound:
-    """The lower bound on one placement."""
-    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective)
+    return options.schedule == AUTO or (options.schedule in ADAPTING and not options.equal_passes)
 
 
 def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
@@ -147,13 +123,6 @@ def _build(options: argparse.Namespace, costs: Figures) -> Schedule:
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks)
     return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
-
-
-def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:
-    """A schedule that was made for equal passes, made anew for these costs (``fit``). Other schedules as they are."""
-    if schedule.name not in _ADAPTING:
-        return schedule
-    return fit(schedule, *costs.on(schedule.placement), objective=objective)
 
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
@@ -213,22 +182,3 @@ def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) ->
     slow = "" if library() else " by Python alone: without its C++ part, which needs a compiler, it searches less"
     lines.append(f"planned in {certificate.seconds:.2f} s{slow}")
     return "\n".join(lines) + "\n"
-
-
-def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:
-    """Whether the limit is kept, and the sentence that says so."""
-    peak = peak_memory(timeline, costs)
-    kept = peak <= certificate.memory_limit * (1 + 1e-9)
-    verdict = "kept" if kept else f"EXCEEDED by {timeline.schedule.name}"
-    limit = costs.show(certificate.memory_limit)
-    return kept, f"memory limit {limit}: {verdict}, at most {costs.show(peak)} on a rank"
-
-
-def peak_memory(timeline: Timeline, costs: Figures) -> float:
-    """The most that any rank keeps, in the unit of memory."""
-    return max(rank_memory(timeline, costs))
-
-
-def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
-    """The most that every rank keeps, in the unit of memory."""
-    return most_kept(timeline, costs.on(timeline.schedule.placement)[1])

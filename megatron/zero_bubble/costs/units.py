@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 from megatron.zero_bubble.ir import Placement
@@ -52,3 +53,15 @@ def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
     if num_stages >= len(figures):
         return tuple(figure / parts for figure in figures for _ in range(parts))
     return tuple(sum(figures[s * parts : (s + 1) * parts]) for s in range(num_stages))
+
+
+def parse_memory_limit(text: str) -> tuple[float, str]:
+    """``1p`` or ``60GiB`` as an amount and its unit: p, KiB, MiB or GiB.
+
+    Raises:
+        ValueError: for another form.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise ValueError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
+    return float(match[1]), match[2]

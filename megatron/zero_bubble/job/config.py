@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Placement, Schedule
 from megatron.zero_bubble.schedules import recipe
@@ -16,18 +15,6 @@ AUTO = "zb-auto"
 
 class JobError(ValueError):
     """A job and its schedule do not fit each other; one sentence: the rule, the values, the remedy."""
-
-
-def parse_memory_limit(text: str) -> tuple[float, str]:
-    """``1p`` or ``60GiB`` as an amount and its unit: p, KiB, MiB or GiB.
-
-    Raises:
-        ValueError: for another form.
-    """
-    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
-    if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
-    return float(match[1]), match[2]
 
 
 @dataclass(frozen=True)

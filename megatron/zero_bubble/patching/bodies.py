@@ -31,28 +31,28 @@ _STEPS = ("step", "prepare_grads", "step_with_ready_grads")
 
 # (module, function), grouped by what of ours follows them.
 SCHEDULE: tuple[tuple[str, str], ...] = (
-    # runtime.pipeline
+    # adapter.pipeline
     (_SCHEDULES, "forward_backward_pipelining_without_interleaving"),
     (_SCHEDULES, "forward_backward_pipelining_with_interleaving"),
     (_FINALIZE, "finalize_model_grads"),
-    # runtime.iteration, runtime.megatron_stage
+    # adapter.boundary, adapter.stage
     (_SCHEDULES, "get_tensor_shapes"),
     (_SCHEDULES, "forward_step"),
     (_SCHEDULES, "forward_step_calc_loss"),
     (_SCHEDULES, "backward_step"),
-    # runtime.linear
+    # wgrad.linear
     (_LAYERS, "linear_with_grad_accumulation_and_async_allreduce"),
     (_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.forward"),
     (_LAYERS, "LinearWithGradAccumulationAndAsyncCommunication.backward"),
-    # runtime.gradients
+    # wgrad.accumulate
     ("megatron.core.distributed.distributed_data_parallel", "DistributedDataParallel._make_backward_post_hook"),
     ("megatron.core.distributed.param_and_grad_buffer", "_ParamAndGradBucketGroup.register_grad_ready"),
-    # runtime.placement
+    # adapter.placement
     (_FINALIZE, "_allreduce_word_embedding_grads"),
     ("megatron.core.parallel_state", "is_pipeline_last_stage"),
 )
 OPTIMIZER: tuple[tuple[str, str], ...] = (
-    # runtime.post_validation
+    # optimizer.post_validation
     *((_OPTIMIZER, f"MegatronOptimizer.{name}") for name in ("get_grad_norm", "clip_grad_norm", "count_zeros")),
     *((_OPTIMIZER, f"MixedPrecisionOptimizer.{name}") for name in (*_STEPS, "_unscale_main_grads_and_check_for_nan")),
     *((_OPTIMIZER, f"FP32Optimizer.{name}") for name in _STEPS),

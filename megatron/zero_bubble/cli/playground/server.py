@@ -19,9 +19,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
 from urllib.parse import SplitResult, urlsplit
 
-from megatron.zero_bubble.cli.figures import beyond_floats
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
+from megatron.zero_bubble.planning.figures import beyond_floats
 
 _HOME = "127.0.0.1"
 _OUR_SITES = (None, "none", "same-origin")

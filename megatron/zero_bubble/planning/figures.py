@@ -1,0 +1,67 @@
+"""What a pipeline costs, and what a memory limit means with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.ir import Placement
+
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What a pipeline costs: ``on(placement)`` are its figures cut into the stages of any placement on its ranks.
+
+    ``memory_given`` says that its memory is somebody's figure, not just counted in microbatches. ``message_bytes`` goes
+    between two stages, ``most_layers`` are on one rank, and ``weight_bytes`` are every rank's weights, gradients and
+    optimizer state on a placement; None where nobody knows. ``notes`` tell what was assumed.
+    """
+
+    num_ranks: int
+    num_microbatches: int
+    on: Callable[[Placement], tuple[PassCosts, PassMemory]]
+    memory_given: bool = False
+    message_bytes: float | None = None
+    most_layers: int | None = None
+    weight_bytes: Callable[[Placement], tuple[float, ...]] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def microbatch(self) -> float:
+        """What one microbatch keeps on the fullest rank at one stage a rank: M_B, in the unit of memory."""
+        return max(self.on(Placement.linear(self.num_ranks))[1].activation)
+
+    @property
+    def in_bytes(self) -> bool:
+        """Whether memory is in bytes: given, and not in some small unit such as microbatches."""
+        return self.memory_given and self.microbatch >= 2**10
+
+    def limit(self, text: str) -> float:
+        """``1p``, ``0.5p`` or ``60GiB`` in the unit of memory; p stands for the number of ranks times M_B.
+
+        Raises:
+            ValueError: for another form, or bytes where memory is not in bytes.
+        """
+        amount, unit = parse_memory_limit(text)
+        if unit == "p":
+            return amount * self.num_ranks * self.microbatch
+        if not self.in_bytes:
+            raise ValueError(
+                f"a memory limit of {text} needs memory in bytes: give --activation-memory, a costs file with "
+                "activation and wgrad, or --config; or write the limit in microbatches, 1p"
+            )
+        return amount * _BYTES[unit]
+
+    def show(self, amount: float) -> str:
+        """An amount of memory for people."""
+        microbatches = f"{amount / self.microbatch:.4g} microbatches"
+        return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
+
+
+def beyond_floats(error: OverflowError) -> str:
+    """What to tell about figures whose products or quotients are no numbers any more."""
+    return f"some number is too large or small to plan with: {error}; choose ones nearer to 1"
