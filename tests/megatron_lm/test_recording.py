@@ -105,7 +105,7 @@ def test_a_job_that_goes_on_behind_the_chosen_iterations(ranks: RankPool, tmp_pa
 
 
 def refused(rank: int, flags: list[str]) -> str:
-    """Where no rank is told before all have met, and then every rank."""
+    """What the rank raises when the process groups are made; nothing is raised before."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.job.config import JobError
