@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.quiet import quiet
 
 
@@ -35,7 +35,7 @@ def main(argv: list[str]) -> int:
         else:
             tokens = write_documents(args.output_prefix, read_documents(args.input, args.json_key))
             print(f"{tokens:,} tokens in {args.output_prefix}.bin")
-    except UsageError as error:
+    except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:

@@ -19,6 +19,7 @@ from megatron.zero_bubble.cli.dry_run import add_dry_run
 from megatron.zero_bubble.cli.plan import AUTO, add_plan
 from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.trace import add_trace
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.figures import beyond_floats
 from megatron.zero_bubble.schedules import SCHEDULES
 
@@ -35,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
         output: str = options.command(options)
-    except (ValueError, OverflowError) as error:
+    except (UserError, OverflowError) as error:
         why = beyond_floats(error) if isinstance(error, OverflowError) else error
         print(f"zero-bubble {options.name}: {why}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import pytest
 from megatron.core import process_groups_config
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 
 
 class Several:
@@ -25,7 +25,7 @@ def test_several_models_are_refused(monkeypatch: pytest.MonkeyPatch, argument: d
     def make_schedule(num_ranks: int, num_microbatches: int) -> Any:
         raise AssertionError("a schedule was asked for")
 
-    with pytest.raises(JobError, match=f"run one model on one pipeline .*; got {what}, which is for models on ranks"):
+    with pytest.raises(UserError, match=f"run one model on one pipeline .*; got {what}, which is for models on ranks"):
         Pipeline(make_schedule).forward_backward(
             forward_step_func=print,
             data_iterator=None,

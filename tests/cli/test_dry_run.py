@@ -12,11 +12,11 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
-from megatron.zero_bubble.training.errors import UsageError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 JOB = (
@@ -104,7 +104,7 @@ def test_zb_auto_is_planned_for_the_estimate(capsys: Capture) -> None:
     ],
 )
 def test_what_the_run_refuses_is_refused_in_its_words(capsys: Capture, wrong: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UserError) as caught:
         check(parse([*JOB, *wrong.split()]), 4)
     assert refusal(capsys, FOUR, [*JOB, *wrong.split()]) == f"zero-bubble dry-run: {caught.value}\n"
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.job.flags import FlagError, config_of, parse_ours
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.flags import config_of, parse_ours
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
 PIPELINE = "--pipeline-model-parallel-size 8"
@@ -78,7 +79,7 @@ def test_every_flag_is_said_once() -> None:
     ],
 )
 def test_refused(old: str, sentence: str) -> None:
-    with pytest.raises(FlagError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         modernize(old.split())
 
 
@@ -97,5 +98,5 @@ def test_ours_among_others() -> None:
     ],
 )
 def test_ours_misspelt(flags: str, sentence: str) -> None:
-    with pytest.raises(FlagError, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         parse_ours(flags.split())

@@ -82,8 +82,8 @@ def test_every_name_comes_back(ranks: RankPool) -> None:
 
 
 def refuses(spoil: Callable[[Any], None], sentence: str) -> None:
+    from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
-    from megatron.zero_bubble.patching import SeamError
 
     with pytest.MonkeyPatch.context() as patch:
         spoil(patch)
@@ -186,7 +186,7 @@ def a_tied_embedding_whose_ends_meet() -> None:
     import megatron.core
     from megatron.core import process_groups_config
 
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     def job(version: str, *more: str) -> None:
@@ -204,7 +204,7 @@ def a_tied_embedding_whose_ends_meet() -> None:
 
     job("0.15.3")
     job("0.14.0", "--untie-embeddings-and-output-weights")
-    with pytest.raises(JobError) as caught:
+    with pytest.raises(UserError) as caught:
         job("0.14.0")
     assert str(caught.value) == (
         "megatron-core 0.14.0 cannot load a checkpoint where one rank holds both ends of a tied embedding, as under "
@@ -218,14 +218,14 @@ def test_old_versions_cannot_load_both_ends_of_a_tied_embedding(ranks: RankPool)
 
 
 def refuses_the_job(flags: list[str], sentence: str) -> None:
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     pipeline = [] if "--pipeline-model-parallel-size" in flags else ["--pipeline-model-parallel-size", "2"]
     sys.argv = ["job.py", *pipeline, *flags]
     megatron_lm.install(parse_ours(flags)[0])
     try:
-        with pytest.raises(JobError) as caught:
+        with pytest.raises(UserError) as caught:
             sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
     finally:
         megatron_lm.revert()
@@ -293,15 +293,15 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-h1 --delay-wgrad-compute",
             (
-                "zero-bubble schedules need delay_wgrad_compute=False because it defers W a second time; got True; "
+                "zero-bubble schedules need delay_wgrad_compute=False, because it defers W a second time; got True; "
                 "drop --delay-wgrad-compute"
             ),
         ),
         (
             "--zero-bubble-schedule zb-v --mtp-num-layers 1",
             (
-                "zero-bubble schedules of this placement need --mtp-num-layers to be off, because Megatron has "
-                "multi-token prediction on the last rank; got 1; drop it"
+                "schedules with stages on a V need mtp_num_layers=None, because Megatron has multi-token prediction on "
+                "the last rank; got 1; drop --mtp-num-layers"
             ),
         ),
         (
@@ -314,7 +314,7 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 2",
             (
-                "the schedule has 1 stage a rank, the job 2; drop --num-layers-per-virtual-pipeline-stage, "
+                "the schedule has 1 stage per rank, the job 2; drop --num-layers-per-virtual-pipeline-stage, "
                 "--num-virtual-stages-per-pipeline-rank or --pipeline-model-parallel-layout"
             ),
         ),

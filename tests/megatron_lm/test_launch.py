@@ -13,8 +13,8 @@ from tests.helpers.megatron_lm import Job
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--zero-bubble-device", "cpu")
 FSDP = (
-    "zero-bubble schedules need --use-megatron-fsdp to be off, because its gradients take a way of their own; "
-    "got True; drop it"
+    "zero-bubble schedules need use_megatron_fsdp=False, because it does not reduce gradients through "
+    "DistributedDataParallel; got True; drop --use-megatron-fsdp"
 )
 pytestmark = pytest.mark.timeout(200)
 

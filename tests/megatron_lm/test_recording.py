@@ -108,7 +108,7 @@ def refused(rank: int, flags: list[str]) -> str:
     """What the rank raises when the process groups are made; nothing is raised before."""
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.job.flags import parse_ours
     from megatron.zero_bubble.megatron_lm.trace import JobTrace
 
@@ -117,7 +117,7 @@ def refused(rank: int, flags: list[str]) -> str:
     meet = trace.meeting(parallel_state.initialize_model_parallel)
     try:
         meet(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
-    except JobError as error:
+    except UserError as error:
         return str(error)
     return ""
 

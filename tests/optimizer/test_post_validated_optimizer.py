@@ -102,7 +102,7 @@ def pending(rank: int, **options: Any) -> Job:
 
 def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
     """The names of the optimizer that are open while a step is pending, and those that are refused."""
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.surface import SETTLES_FIRST
 
     job = pending(rank, bf16=True)
@@ -114,7 +114,7 @@ def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
             if callable(value):
                 value()
             opened.add(name)
-        except JobError as error:
+        except UserError as error:
             rule, remedy = str(error).split("; ")
             assert rule.startswith(f"optimizer.{name} may not be used while a step is pending"), rule
             assert remedy == "call settle() of PostValidatedOptimizer on all ranks first"
@@ -136,7 +136,7 @@ def test_what_may_be_seen_of_a_pending_step_is_a_closed_list(ranks: RankPool) ->
 
 def save_and_look(rank: int) -> None:
     """Whatever is read of the optimizer is what the synchronous optimizer has."""
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.surface import SETTLES_FIRST
 
     job = Job(rank, False, 2, bf16=True)
@@ -154,7 +154,7 @@ def save_and_look(rank: int) -> None:
     for look in (save, lambda: job.optimizer.param_groups[0]["params"]):
         try:
             look()
-        except JobError:
+        except UserError:
             continue
         raise AssertionError("the step is pending, and may still be undone")
     job.scheduler.step(1)
@@ -183,14 +183,14 @@ def test_replicas_decide_alike(ranks: RankPool) -> None:
 
 
 def refused_by_one(rank: int) -> str:
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.global_state import refused_together
 
     try:
         with refused_together():
             if rank == 1:
-                raise JobError("the rule; the remedy")
-    except JobError as error:
+                raise UserError("the rule; the remedy")
+    except UserError as error:
         return str(error)
     return "accepted"
 
@@ -212,12 +212,12 @@ def test_options_that_one_norm_cannot_answer_are_refused(
     options: dict[str, Any], tags: dict[str, str], refusal: str
 ) -> None:
     """Newer versions have the last two."""
-    from megatron.zero_bubble.job.config import JobError
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.surface import check_optimizers
 
     def part(tags: dict[str, str], **options: Any) -> Any:
         return SimpleNamespace(config=SimpleNamespace(**options), get_parameters=lambda: [SimpleNamespace(**tags)])
 
     check_optimizers([part({}, grad_norm_skip_threshold=float("inf"))])
-    with pytest.raises(JobError, match=refusal):
+    with pytest.raises(UserError, match=refusal):
         check_optimizers([part({}), part(tags, **options)])

@@ -7,7 +7,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.optimizer.rollback import Exact, Inverse
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 
@@ -153,7 +153,7 @@ def test_inverse_knows_a_step_that_leaves_too_few_bits() -> None:
 
 def test_inverse_is_for_adamw_only() -> None:
     weights = parameters()
-    with pytest.raises(JobError, match="inverse computes torch's AdamW backwards; this run has SGD; use .* exact"):
+    with pytest.raises(UserError, match="inverse computes torch's AdamW backwards; this run has SGD; use .* exact"):
         Inverse([OPTIMIZERS["sgd"](weights)])
-    with pytest.raises(JobError, match="AdamW amsgrad"):
+    with pytest.raises(UserError, match="AdamW amsgrad"):
         Inverse([torch.optim.AdamW(weights, amsgrad=True)])

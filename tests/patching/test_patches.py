@@ -71,8 +71,9 @@ def test_apply_and_revert(ranks: RankPool) -> None:
 
 
 def refuses_twice() -> None:
+    from megatron.zero_bubble.errors import PatchError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import PatchError, apply, revert
+    from megatron.zero_bubble.patching import apply, revert
 
     before = names()
     apply(ZeroBubbleConfig(schedule="zb-h1"))
@@ -95,8 +96,9 @@ def test_a_second_apply(ranks: RankPool) -> None:
 def refuses_unknown_version() -> None:
     import megatron.core
 
+    from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import SeamError, apply
+    from megatron.zero_bubble.patching import apply
 
     before, version = names(), megatron.core.__version__
     megatron.core.__version__ = "0.99.1"
@@ -116,8 +118,9 @@ def refuses_changed_seams() -> None:
     """The second seam is wrong: the first must not stay replaced."""
     from megatron.core.tensor_parallel import layers
 
+    from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import SeamError, apply
+    from megatron.zero_bubble.patching import apply
 
     name = LINEAR.rpartition(".")[2]
     original = getattr(layers, name)
@@ -172,7 +175,8 @@ def test_a_schedule_file_of_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def accepts_more_parameters() -> None:
-    from megatron.zero_bubble.patching.seam import Seam, SeamError
+    from megatron.zero_bubble.errors import SeamError
+    from megatron.zero_bubble.patching.seam import Seam
 
     module = ModuleType("upstream")
     sys.modules["upstream"] = module

@@ -89,7 +89,8 @@ def test_without_transformer_engine(ranks: RankPool, is_broken: bool) -> None:
 
 def refuses_when_built(version: str) -> None:
     """An old one may be there for something else: only its linears are refused."""
-    from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
+    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
 
     with engine.installed(version):
@@ -97,7 +98,7 @@ def refuses_when_built(version: str) -> None:
         apply(ZeroBubbleConfig(schedule="zb-h1"))
         try:
             for linear in (engine.Linear, engine.LayerNormLinear):
-                with pytest.raises(JobError, match=rf"TransformerEngine 2\.8 or newer, .* got {version}; install"):
+                with pytest.raises(UserError, match=rf"TransformerEngine 2\.8 or newer, .* got {version}; install"):
                     linear(2, 3)
         finally:
             revert()
@@ -126,8 +127,9 @@ def test_a_new_version(ranks: RankPool, version: str) -> None:
 
 
 def refuses_changed_seams() -> None:
+    from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import SeamError, apply, report
+    from megatron.zero_bubble.patching import apply, report
 
     with engine.installed(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.WeightGradStore, "put", lambda self, operands: None)

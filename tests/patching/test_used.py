@@ -120,8 +120,9 @@ def ends_at_start(rank: int) -> int:
     """Each name in turn is gone; of a class, only the attribute."""
     import importlib
 
+    from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
-    from megatron.zero_bubble.patching import SeamError, apply, report, used
+    from megatron.zero_bubble.patching import apply, report, used
     from megatron.zero_bubble.patching.seams import installed_seams
 
     names = (*installed_seams().used, *used.POST_VALIDATION)
@@ -156,7 +157,8 @@ def test_a_missing_name_ends_the_job_at_its_start(ranks: RankPool) -> None:
 def changed_arguments(rank: int) -> None:
     from megatron.core.pipeline_parallel import schedules
 
-    from megatron.zero_bubble.patching import SeamError, apply
+    from megatron.zero_bubble.errors import SeamError
+    from megatron.zero_bubble.patching import apply
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "check_first_val_step", lambda first_val_step, forward_only: None)
@@ -206,7 +208,7 @@ class Holder(Base):
 
 
 def finds_what_instances_have(rank: int) -> None:
-    from megatron.zero_bubble.patching import SeamError
+    from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.patching.seam import Used
 
     for name in ("of_class", "of_base", "of_instance", "method"):

@@ -9,7 +9,8 @@ from hypothesis import assume, given
 
 from megatron.zero_bubble import Kind, Schedule, build
 from megatron.zero_bubble.analysis.period import repeatable
-from megatron.zero_bubble.plan import Compute, PlanError, Recv, Send, Settle, Validate, lower, prove, with_validation
+from megatron.zero_bubble.errors import PlanError
+from megatron.zero_bubble.plan import Compute, Recv, Send, Settle, Validate, lower, prove, with_validation
 from tests.helpers.strategies import schedules
 
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Pass, Placement, Schedule, build
-from megatron.zero_bubble.plan import Compute, Op, Plan, PlanError, Recv, Send, lower, prove, prove_single_queue
+from megatron.zero_bubble.errors import PlanError
+from megatron.zero_bubble.plan import Compute, Op, Plan, Recv, Send, lower, prove, prove_single_queue
 from tests.helpers.strategies import schedules
 
 

@@ -16,7 +16,8 @@ BACKWARD = Message(Pass.parse("1B2"), 1, 0)
 
 
 def wait_for_a_silent_peer(rank: int) -> str | None:
-    from megatron.zero_bubble.runtime.transport import PeerError, Transport
+    from megatron.zero_bubble.errors import PeerError
+    from megatron.zero_bubble.runtime.transport import Transport
 
     transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
     torch.distributed.barrier()
@@ -40,7 +41,8 @@ def test_a_message_that_does_not_come(ranks: RankPool) -> None:
 
 
 def deliver_to_a_silent_peer(rank: int) -> tuple[str, int] | None:
-    from megatron.zero_bubble.runtime.transport import PeerError, Transport
+    from megatron.zero_bubble.errors import PeerError
+    from megatron.zero_bubble.runtime.transport import Transport
 
     transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
     torch.distributed.barrier()

@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.arguments import build_parser, parse
 from megatron.zero_bubble.training.config_file import RIVALS
-from megatron.zero_bubble.training.errors import UsageError
 
 # A new flag is a decision: add it here, and say in the commit why Megatron's own do not do.
 OURS = """
@@ -70,7 +70,7 @@ def test_rivals_are_flags() -> None:
     ],
 )
 def test_a_wrong_flag_is_one_sentence(argv: list[str], words: str) -> None:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UserError) as caught:
         parse(argv)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -120,11 +120,11 @@ class TestConfigFile:
         ],
     )
     def test_a_wrong_file_is_one_sentence(self, tmp_path: Path, text: str, words: str) -> None:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UserError) as caught:
             self.parse(tmp_path, text)
         assert words in str(caught.value)
         assert "\n" not in str(caught.value)
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=r"cannot be read: .*absent\.yaml \(No such file"):
+        with pytest.raises(UserError, match=r"cannot be read: .*absent\.yaml \(No such file"):
             parse(["--config", str(tmp_path / "absent.yaml")])

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.checkpoint import (
     MANIFEST,
@@ -14,7 +15,6 @@ from megatron.zero_bubble.training.checkpoint import (
     latest_iteration,
 )
 from megatron.zero_bubble.training.data.batches import Splits, check_length
-from megatron.zero_bubble.training.errors import UsageError
 from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.training import losses, train
 
@@ -62,7 +62,7 @@ def refusal(ranks: RankPool, flags: str) -> str:
     """The sentence with which both ranks refuse to train."""
     with pytest.raises(RankFailure) as caught:
         train(ranks, 2, flags)
-    name = f"{UsageError.__module__}.{UsageError.__qualname__}: "
+    name = f"{UserError.__module__}.{UserError.__qualname__}: "
     sentences = {
         line.removeprefix(name)
         for report in caught.value.reports.values()
@@ -136,7 +136,7 @@ class TestDamage:
 
     def test_a_tracker_of_noise(self, own: Path) -> None:
         (own / TRACKER).write_text("noise\n")
-        with pytest.raises(UsageError, match="must hold the number of an iteration, got 'noise'"):
+        with pytest.raises(UserError, match="must hold the number of an iteration, got 'noise'"):
             latest_iteration(own)
 
     def test_a_directory_missing_is_refused_by_every_rank(self, ranks: RankPool, own: Path) -> None:

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.training import checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
-from megatron.zero_bubble.training.errors import UsageError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = (
@@ -27,7 +27,7 @@ def checked(flags: str = "", world_size: int = 1, base: str = BASE) -> argparse.
 
 
 def refusal(flags: str, world_size: int = 1, base: str = BASE) -> str:
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UserError) as caught:
         checked(flags, world_size, base)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -90,7 +90,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto --num-virtual-stages-per-pipeline-rank 4",
             2,
-            "a number of stages a rank is for interleaved schedules by name; got 4 with zb-auto",
+            "the schedule has 1 stage per rank, the job 4; drop --num-layers-per-virtual-pipeline-stage",
         ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule breadth-first --zero-bubble-record-costs x.json",

@@ -188,7 +188,9 @@ def another_linear(_rank: int) -> None:
 
 
 def test_a_model_that_a_reordered_backward_cannot_run(tmp_path: Path) -> None:
-    sentence = "need variable_seq_lengths=False because receives are posted before the shape is known; got True; pad to"
+    sentence = (
+        "need variable_seq_lengths=False, because receives are posted before the shape is known; got True; pad to"
+    )
     check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, variable_lengths, sentence)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 
 
@@ -82,7 +82,7 @@ def test_the_metrics_file_grows_and_keeps_every_bit(tmp_path: Path) -> None:
 
 def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="--metrics-file needs a file that can be written") as caught:
+    with pytest.raises(UserError, match="--metrics-file needs a file that can be written") as caught:
         Progress(True, 10, str(tmp_path / "file" / "metrics"))
     assert not caught.value.everywhere, "the reporting rank alone knows"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.wgrad import accumulate as gradients
 
 
@@ -20,5 +20,5 @@ def test_a_chunk_at_the_address_of_another_is_not_that_chunk(monkeypatch: pytest
     monkeypatch.setattr(gradients, "id", lambda _chunk: 0, raising=False)  # a freed address is used again
     accumulator = gradients.GradAccumulator()
     accumulator.watch([torch.nn.Linear(2, 2)])
-    with pytest.raises(JobError, match="DistributedDataParallel"):
+    with pytest.raises(UserError, match="DistributedDataParallel"):
         accumulator.watch([Wrapped()])

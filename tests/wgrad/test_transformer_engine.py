@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.job.config import JobError
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.store import WgradStore
 from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
@@ -329,7 +329,7 @@ def a_bias_used_alone(store: WgradStore) -> None:
     ],
 )
 def test_refusals(train: Callable[[WgradStore], None], sentence: str) -> None:
-    with split() as store, pytest.raises(JobError, match=sentence):
+    with split() as store, pytest.raises(UserError, match=sentence):
         train(store)
 
 
@@ -338,7 +338,7 @@ def test_a_model_built_before_is_refused() -> None:
         before = Layers()
         with split() as store:
             store.watch([Layers()])
-            with pytest.raises(JobError, match="applied before the model is built, because LayerNormLinear"):
+            with pytest.raises(UserError, match="applied before the model is built, because LayerNormLinear"):
                 store.watch([before])
 
 
@@ -354,7 +354,7 @@ def test_who_says_itself_whether_to_delay_is_left_alone() -> None:
 
 
 def test_a_data_parallel_that_cannot_wait() -> None:
-    with split(), pytest.raises(JobError, match=r"0\.14 or newer"):
+    with split(), pytest.raises(UserError, match=r"0\.14 or newer"):
         engine.DataParallel(None, SimpleNamespace(), Layers())
 
 
@@ -364,7 +364,7 @@ def test_a_model_of_a_schedule_that_is_gone_refuses_to_train() -> None:
     for source in store._sources:
         source.close()  # type: ignore[attr-defined]
     own.store = None
-    with pytest.raises(JobError, match=r"build the model anew after revert\(\)"):
+    with pytest.raises(UserError, match=r"build the model anew after revert\(\)"):
         own.passes("F0 B0")
 
 

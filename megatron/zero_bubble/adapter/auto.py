@@ -24,6 +24,7 @@ from megatron.zero_bubble.adapter.versions import process_groups
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
@@ -225,7 +226,7 @@ class _Planner:
         """The schedule, and a sentence about it; None, and why, when there is none."""
         try:
             schedule, said = self._read()
-        except (OSError, ValueError) as error:  # ValueError: read_schedule_file's
+        except (OSError, UserError) as error:  # UserError: read_schedule_file's
             schedule, said = None, str(error)
         self._remove_files()
         if schedule is None:

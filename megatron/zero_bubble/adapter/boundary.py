@@ -11,7 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.versions import known
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.plan import Message
 
 
@@ -83,7 +83,7 @@ def _sequences_after_stages(config: Any) -> tuple[int, ...]:
     """Read off ``--pipeline-model-parallel-layout``; without one, multi-token prediction is on the last stage.
 
     Raises:
-        JobError: a layout that this megatron-core accepts and cannot train.
+        UserError: a layout that this megatron-core accepts and cannot train.
     """
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is None:
@@ -94,7 +94,7 @@ def _sequences_after_stages(config: Any) -> tuple[int, ...]:
             sequences += [layer.name for layer in layout.layout[rank][chunk]].count("mtp")
             counts.append(sequences)
     if not hasattr(config, "mtp_standalone") and any(count > 1 for count in counts[:-1]):
-        raise JobError(
+        raise UserError(
             "multi-token prediction on another stage than the last needs megatron-core 0.16 or newer; got "
             f"--pipeline-model-parallel-layout {layout}; put every m of the layout into its last stage"
         )

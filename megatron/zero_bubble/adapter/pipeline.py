@@ -25,8 +25,9 @@ from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepRe
 from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, known, process_groups
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.job.config import JobError, check_model_config, check_runnable
+from megatron.zero_bubble.job.rules import check_options, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
@@ -116,7 +117,7 @@ class Pipeline:
         """One iteration; returns the losses of the microbatches on the last stage, an empty list elsewhere.
 
         Raises:
-            JobError: the schedule cannot be had, is not for this job, or the model cannot run under it.
+            UserError: the schedule cannot be had, is not for this job, or the model cannot run under it.
             PeerError: another rank died or hangs.
         """
         check_one_model(p2p_communicator, pg_collection)
@@ -223,16 +224,13 @@ class Pipeline:
             self.close()  # the job has laid out its ranks anew
         key = (num_microbatches, forward_only)
         if self._validates and self._optimizer is None and not forward_only:
-            raise JobError(
+            raise UserError(
                 "post-validation needs the optimizer whose steps the passes validate, got none; wrap it in "
                 "PostValidatedOptimizer and hand it to Pipeline.validate_steps_of, or leave post_validation out"
             )
         if key not in self._prepared:
-            try:
-                check_model_config(config)
-                plan = self._plan(group, num_microbatches, forward_only)
-            except ValueError as error:
-                raise JobError(str(error)) from error
+            check_options(config)
+            plan = self._plan(group, num_microbatches, forward_only)
             self._connect(group, plan)
             self._prepared[key] = _Prepared.of(plan, group.rank())
         return self._prepared[key]
@@ -253,7 +251,7 @@ class Pipeline:
         digests: list[Any] = [None] * group.size()
         dist.all_gather_object(digests, plan.digest, group=group)
         if len(set(digests)) > 1:
-            raise JobError(
+            raise UserError(
                 f"all ranks of a pipeline must run the same plan; their fingerprints are {digests}; start every rank "
                 "with the same schedule, batch sizes and version"
             )
@@ -288,9 +286,9 @@ class _Prepared:
         return self.last_stage_rank == self.rank
 
     def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
-        """Raises JobError unless there is one model chunk a stage."""
+        """Raises UserError unless there is one model chunk a stage."""
         if len(chunks) != len(self.stages):
-            raise JobError(
+            raise UserError(
                 f"schedule {self.plan.schedule.name!r} places {len(self.stages)} stages on this rank, so the model "
                 f"must come in as many chunks; got {len(chunks)}; check the virtual pipeline options"
             )
@@ -298,7 +296,7 @@ class _Prepared:
         for facts, chunk in zip(self.stages, chunks, strict=True):
             model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
             if (model.pre_process, model.post_process) != (facts.stage == 0, facts.stage == last):
-                raise JobError(
+                raise UserError(
                     f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
                     f"{model.pre_process}, output layer {model.post_process}; build the chunks where the schedule has "
                     "their stages, as megatron.zero_bubble.training.model.build_model does"

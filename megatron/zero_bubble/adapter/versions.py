@@ -15,7 +15,7 @@ from megatron.core import parallel_state, process_groups_config
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import schedules
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 
 
 @functools.cache
@@ -63,11 +63,11 @@ def process_groups(pg_collection: Any) -> Any:
 
 
 def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
-    """Raises JobError for what a caller has of a pipeline of several models, each on ranks of its own."""
+    """Raises UserError for what a caller has of a pipeline of several models, each on ranks of its own."""
     several = getattr(process_groups_config, "MultiModuleProcessGroupCollection", None)
     if p2p_communicator is not None or (several is not None and isinstance(pg_collection, several)):
         what = "a p2p_communicator" if p2p_communicator is not None else f"a {type(pg_collection).__name__}"
-        raise JobError(
+        raise UserError(
             "zero-bubble schedules run one model on one pipeline and send its messages themselves; got "
             f"{what}, which is for models on ranks of their own; leave it out, or train without a schedule"
         )

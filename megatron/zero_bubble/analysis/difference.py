@@ -22,6 +22,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass
 
 
@@ -152,10 +153,10 @@ def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
         planned: the simulation of the measured schedule with ``costs``.
 
     Raises:
-        ValueError: when the two ran different passes, or in another order.
+        UserError: when the two ran different passes, or in another order.
     """
     if planned.schedule.order != measured.timeline.schedule.order:
-        raise ValueError(
+        raise UserError(
             f"a plan explains an iteration of the same order of passes; got {planned.schedule.name!r} for "
             f"{measured.timeline.schedule.name!r}; simulate the order that was measured"
         )

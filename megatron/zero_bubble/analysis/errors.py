@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Schedule
 
 _COLUMNS = 6
 _ROWS = 8
 
 
-class ScheduleError(ValueError):
+class ScheduleError(UserError):
     """A schedule breaks a rule: ``rank`` and ``bad``, the pass, say where.
 
     The message is one sentence and, below it, the grid (a row a rank, a column a position) with the cell between

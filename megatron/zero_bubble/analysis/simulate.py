@@ -9,6 +9,7 @@ from __future__ import annotations
 from megatron.zero_bubble.analysis.progress import progress
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Schedule
 
 __all__ = ["Span", "Timeline", "simulate"]
@@ -19,12 +20,12 @@ def simulate(schedule: Schedule, costs: PassCosts, memory: PassMemory | None = N
 
     Raises:
         ScheduleError: when the order deadlocks, naming rank and pass.
-        ValueError: when ``costs`` or ``memory`` are for another number of stages.
+        UserError: when ``costs`` or ``memory`` are for another number of stages.
     """
     memory = PassMemory.uniform(schedule.placement) if memory is None else memory
     for what, figures in (("costs", costs), ("memory", memory)):
         if figures.num_stages != schedule.num_stages:
-            raise ValueError(
+            raise UserError(
                 f"{what} must have one figure a stage; {schedule.name} has {schedule.num_stages} stages and "
                 f"{what} {figures.num_stages}; build both from the same placement"
             )

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.progress import progress
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 
 __all__ = ["ScheduleError", "validate"]
@@ -23,10 +24,10 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
 
     Raises:
         ScheduleError: the rule in one sentence, and the grid with the bad cell marked.
-        ValueError: when there is not one list of passes a rank.
+        UserError: when there is not one list of passes a rank.
     """
     if len(schedule.order) != schedule.num_ranks:
-        raise ValueError(
+        raise UserError(
             f"{schedule.name}: the order must have one list for each of the {schedule.num_ranks} ranks; "
             f"got {len(schedule.order)}"
         )

@@ -14,6 +14,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.plan import add_search
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
@@ -94,7 +95,7 @@ def compare(options: argparse.Namespace) -> str:
         try:
             schedule = make()
             found.append(simulate(schedule, *costs.on(schedule.placement)))
-        except ValueError as error:
+        except UserError as error:
             absent.append(str(error))
     table = Table(
         objective=options.objective,
@@ -116,7 +117,7 @@ def _candidates(
     objective: Metric,
     refit: bool,
 ) -> Iterator[Callable[[], Schedule]]:
-    """How to make every schedule; making one may raise a ``ValueError`` where it does not exist."""
+    """How to make every schedule; making one may raise a ``UserError`` where it does not exist."""
     p, m = costs.num_ranks, costs.num_microbatches
     for recipe in SCHEDULES.values():
         if recipe.shape == "interleaved":

@@ -17,10 +17,12 @@ from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.job.config import AUTO, check_runnable
+from megatron.zero_bubble.job.config import AUTO
 from megatron.zero_bubble.job.layers import stage_layers
+from megatron.zero_bubble.job.rules import check_runnable
 from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
@@ -50,11 +52,11 @@ def dry_run(options: argparse.Namespace) -> str:
     """The whole report.
 
     Raises:
-        ValueError: the sentence that the run would have ended with, or memory beyond ``--gpu-memory``.
+        UserError: the sentence that the run would have ended with, or memory beyond ``--gpu-memory``.
     """
     for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if count < 1:
-            raise ValueError(f"{flag} must be 1 or more; got {count}")
+            raise UserError(f"{flag} must be 1 or more; got {count}")
     args, unread = _checked_job(options)
     layers = stage_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
@@ -145,20 +147,18 @@ def _memory(timeline: Timeline, costs: Figures) -> list[tuple[float, float]]:
 def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
     amount, unit = parse_memory_limit(text)
     if unit == "p" or not costs.in_bytes:
-        raise ValueError(
+        raise UserError(
             f"--gpu-memory is in bytes, as 80GiB, and so must be what is known of the model's memory; got {text}; give "
             "another size, or --costs of a run that recorded its memory"
         )
     if costs.weight_bytes is None:
-        raise ValueError(
-            "--gpu-memory needs the weights of every rank, and those of experts are not estimated; drop it"
-        )
+        raise UserError("--gpu-memory needs the weights of every rank, and those of experts are not estimated; drop it")
     limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
     needs = [sum(parts) for parts in _memory(timeline, costs)]
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] > limit:
         kept, weights = _memory(timeline, costs)[fullest]
-        raise ValueError(
+        raise UserError(
             f"every rank must fit --gpu-memory {text}, got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
             f"({kept / _GIB:.3g} of activations, {weights / _GIB:.3g} of weights and optimizer, before the framework's "
             "own); use a schedule that keeps less (zero-bubble compare), more tensor or pipeline ranks, "

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.planning.figures import Figures
@@ -38,21 +39,21 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     """The figures that ``options`` ask for; a schedule file gives its own sizes.
 
     Raises:
-        ValueError: when figures are missing, given twice, or wrong.
+        UserError: when figures are missing, given twice, or wrong.
     """
     num_ranks = options.num_ranks if num_ranks is None else num_ranks
     num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count is not None and count < 1:
-            raise ValueError(f"{name} must be 1 or more; got {count}")
+            raise UserError(f"{name} must be 1 or more; got {count}")
     if options.config is not None:
         return _of_model(options, num_ranks, num_microbatches)
     for flag, given in (("--gpu", options.gpu is not None), ("--no-flash-attention", options.no_flash_attention)):
         if given:
-            raise ValueError(f"{flag} belongs to the estimate of a model; give --config as well or leave it out")
+            raise UserError(f"{flag} belongs to the estimate of a model; give --config as well or leave it out")
     for name, count in (("num-ranks", num_ranks), ("num-microbatches", num_microbatches)):
         if count is None:
-            raise ValueError(f"--{name} is missing; only --config and --schedule-file have one of their own")
+            raise UserError(f"--{name} is missing; only --config and --schedule-file have one of their own")
     sizes = num_ranks, num_microbatches
     return _of_file(options, *sizes) if options.costs is not None else _of_flags(options, *sizes)
 
@@ -61,7 +62,7 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
     times = {name: getattr(options, name) for name in _TIMES} | {"comm_ms": options.comm_ms or 0.0}
     for name, value in times.items():
         if value is None:
-            raise ValueError(f"without --costs the times come from flags; --{name.replace('_', '-')} is missing")
+            raise UserError(f"without --costs the times come from flags; --{name.replace('_', '-')} is missing")
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         return PassCosts.uniform(placement, *times.values()), _uniform_memory(options, placement)
@@ -123,4 +124,4 @@ def _uniform_memory(options: argparse.Namespace, placement: Placement) -> PassMe
 def _refuse(options: argparse.Namespace, names: Iterable[str], why: str) -> None:
     for name in names:
         if getattr(options, name) is not None:
-            raise ValueError(f"{why}; leave out --{name.replace('_', '-')}")
+            raise UserError(f"{why}; leave out --{name.replace('_', '-')}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.zero_bubble.costs.estimate import Model, Recompute
+from megatron.zero_bubble.errors import UserError
 
 VOCABULARY = 50_304
 """GPT-2's, padded to a multiple of 128."""
@@ -16,7 +17,7 @@ def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, in
     ``num_ranks`` replaces the pipeline size of the file.
 
     Raises:
-        ValueError: when the file cannot be read, lacks a shape, or names a model these formulas do not cover.
+        UserError: when the file cannot be read, lacks a shape, or names a model these formulas do not cover.
     """
     # The launcher's own flags, so that there is one reader of configurations; it imports no torch.
     from megatron.zero_bubble.training.arguments import parse
@@ -24,9 +25,9 @@ def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, in
     args = parse(["--config", file])
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
-            raise ValueError(f"an estimate needs --{name.replace('_', '-')}; {file} does not give it")
+            raise UserError(f"an estimate needs --{name.replace('_', '-')}; {file} does not give it")
     if args.num_moe_experts is not None:
-        raise ValueError(f"an estimate covers dense models; {file} has experts; record the costs of a run instead")
+        raise UserError(f"an estimate covers dense models; {file} has experts; record the costs of a run instead")
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
     model = model_of(args, _layers(args, p, file), flash)
     batch = args.global_batch_size or args.micro_batch_size
@@ -73,7 +74,7 @@ def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, .
     given = [count for count in (first, last) if count is not None]
     left, ranks = args.num_layers - sum(given), num_ranks - len(given)
     if left < 0 or (left % ranks if ranks else left):
-        raise ValueError(
+        raise UserError(
             f"layers must divide evenly over the ranks without a number of their own; {file} leaves {left} to {ranks} "
             "ranks; set decoder-first-pipeline-num-layers and decoder-last-pipeline-num-layers, or --num-ranks"
         )

@@ -11,6 +11,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.costs.units import refuse_huge
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.planning.figures import Figures
@@ -76,16 +77,16 @@ def make_plan(options: argparse.Namespace) -> Plan:
     """What the flags of ``plan`` ask for, as a value.
 
     Raises:
-        ValueError: for flags that do not go together, wrong figures, or a schedule that does not exist for them.
+        UserError: for flags that do not go together, wrong figures, or a schedule that does not exist for them.
     """
     if options.schedule != AUTO and options.placement is not None:
-        raise ValueError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
+        raise UserError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
-        raise ValueError("--num-chunks belongs to interleaved schedules given by name; leave it out")
+        raise UserError("--num-chunks belongs to interleaved schedules given by name; leave it out")
     if options.equal_passes and options.schedule not in ADAPTING:
-        raise ValueError(f"--equal-passes belongs to {', '.join(ADAPTING)}; leave it out")
+        raise UserError(f"--equal-passes belongs to {', '.join(ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
-        raise ValueError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
+        raise UserError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
     refuse_huge(**{"--step-ms": options.step_ms})
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
@@ -112,7 +113,7 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
         ("--num-microbatches", options.num_microbatches, file.num_microbatches),
     ):
         if count not in (None, own):
-            raise ValueError(f"{flag} must be what the schedule file says, {own}; got {count}; leave it out")
+            raise UserError(f"{flag} must be what the schedule file says, {own}; got {count}; leave it out")
     return figures(options, file.num_ranks, file.num_microbatches)
 
 

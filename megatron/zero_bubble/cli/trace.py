@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.trace import Recording, read_trace_file
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
@@ -26,7 +27,7 @@ def add_trace(verb: argparse.ArgumentParser) -> None:
 def trace(options: argparse.Namespace) -> str:
     """The iteration of every file in the form asked for; nothing to print where it goes into a file."""
     if options.format != "text" and len(options.files) > 1:
-        raise ValueError(f"a drawing is of one file; got {len(options.files)}; leave out --format or name one file")
+        raise UserError(f"a drawing is of one file; got {len(options.files)}; leave out --format or name one file")
     parts = [_FORMATS[options.format](_chosen(read_trace_file(file), options.iteration)) for file in options.files]
     text = "\n".join(parts)
     if options.output is None:
@@ -34,7 +35,7 @@ def trace(options: argparse.Namespace) -> str:
     try:
         options.output.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot write {options.output}: {error.strerror}; give another path") from None
+        raise UserError(f"cannot write {options.output}: {error.strerror}; give another path") from None
     return ""
 
 
@@ -42,7 +43,7 @@ def _chosen(recording: Recording, iteration: int | None) -> Comparison:
     number = recording.typical if iteration is None else iteration
     if number not in recording.traces:
         known = ", ".join(map(str, recording.traces))
-        raise ValueError(f"iteration {number} was not recorded; choose one of {known}")
+        raise UserError(f"iteration {number} was not recorded; choose one of {known}")
     return recording.compared(number)
 
 

@@ -128,7 +128,7 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
     The output layer and the loss are on the last stage. The embedding's look-up is taken to cost nothing.
 
     Raises:
-        ValueError: when the stages are no multiple of the ranks that ``model.layers`` lists.
+        UserError: when the stages are no multiple of the ranks that ``model.layers`` lists.
     """
     body, head = _transformer_layer(model), _output_layer(model)
     rate = device.tflops * 1e9 * device.efficiency * model.tensor_parallel  # operations a ms

@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.zero_bubble.costs.units import (
-    check_same_length,
-    checked_figures,
-    recut,
-    refuse_huge,
-    spread,
-)
+from megatron.zero_bubble.costs.units import check_same_length, checked_figures, recut, refuse_huge, spread
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Placement
 
 MEMORY = ("activation", "wgrad")
@@ -24,7 +19,7 @@ class PassMemory:
     the Zero Bubble paper's M_B and M_W (arXiv 2401.10241, section 2).
 
     Raises:
-        ValueError: for a figure that is negative or not finite, an ``activation`` of zero, or lists of two lengths.
+        UserError: for a figure that is negative or not finite, an ``activation`` of zero, or lists of two lengths.
     """
 
     activation: tuple[float, ...]
@@ -35,14 +30,14 @@ class PassMemory:
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
         check_same_length(self, MEMORY)
         if 0.0 in self.activation:
-            raise ValueError("activation memory must be above 0, because peaks are counted in units of it; got 0")
+            raise UserError("activation memory must be above 0, because peaks are counted in units of it; got 0")
 
     @classmethod
     def uniform(cls, placement: Placement, activation: float = 1.0, wgrad: float | None = None) -> PassMemory:
         """Every rank keeps the same; ``wgrad`` is ``activation`` unless given, the most that W may have to keep.
 
         Raises:
-            ValueError: also for a figure above ``MOST``.
+            UserError: also for a figure above ``MOST``.
         """
         kept = activation if wgrad is None else wgrad
         refuse_huge(activation=activation, wgrad=kept)

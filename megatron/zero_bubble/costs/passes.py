@@ -26,7 +26,7 @@ class PassCosts:
     receiver and occupies nobody.
 
     Raises:
-        ValueError: for a negative or non-finite figure, or when the three lists differ in length.
+        UserError: for a negative or non-finite figure, or when the three lists differ in length.
     """
 
     forward_ms: tuple[float, ...]
@@ -50,7 +50,7 @@ class PassCosts:
         """Every rank costs the same; each of its chunks gets an equal part of the rank's figures.
 
         Raises:
-            ValueError: also for a figure above ``MOST``.
+            UserError: also for a figure above ``MOST``.
         """
         refuse_huge(forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms, comm_ms=comm_ms)
         f, b, w = (spread(placement, ms) for ms in (forward_ms, backward_ms, wgrad_ms))
@@ -64,7 +64,7 @@ class PassCosts:
         """The same model cut into the stages of ``placement``: a stage is halved evenly, neighbours are joined.
 
         Raises:
-            ValueError: when the one number of stages is no multiple of the other.
+            UserError: when the one number of stages is no multiple of the other.
         """
         f, b, w = (recut(getattr(self, name), placement.num_stages) for name in TIMES)
         return PassCosts(f, b, w, self.comm_ms, self.links)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 MOST = 1e15
@@ -13,15 +14,15 @@ MOST = 1e15
 
 
 def refuse_huge(**figures: object) -> None:
-    """``ValueError`` for a number above ``MOST``; what is no finite number at all is somebody else's to refuse."""
+    """``UserError`` for a number above ``MOST``; what is no finite number at all is somebody else's to refuse."""
     for name, value in figures.items():
         if isinstance(value, (int, float)) and MOST < value < math.inf:
-            raise ValueError(f"{name} must be at most {MOST:g}; got {value!r}; give a smaller one")
+            raise UserError(f"{name} must be at most {MOST:g}; got {value!r}; give a smaller one")
 
 
 def checked_figure(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number, 0 or above; got {value!r}")
+        raise UserError(f"{name} must be a finite number, 0 or above; got {value!r}")
     return float(value)
 
 
@@ -33,7 +34,7 @@ def check_same_length(owner: object, names: Sequence[str]) -> None:
     lengths = {name: len(getattr(owner, name)) for name in names}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise ValueError(f"every list must have one figure a stage; {got}; make them equally long")
+        raise UserError(f"every list must have one figure a stage; {got}; make them equally long")
 
 
 def spread(placement: Placement, whole: float) -> tuple[float, ...]:
@@ -45,7 +46,7 @@ def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
     """Figures a stage of one cut of the model as figures a stage of another."""
     finer, coarser = max(num_stages, len(figures)), min(num_stages, len(figures))
     if finer % coarser:
-        raise ValueError(
+        raise UserError(
             f"figures for {len(figures)} stages cannot be cut into {num_stages}: the one must be a multiple of the "
             "other; measure, or give, a figure for each stage"
         )
@@ -59,9 +60,9 @@ def parse_memory_limit(text: str) -> tuple[float, str]:
     """``1p`` or ``60GiB`` as an amount and its unit: p, KiB, MiB or GiB.
 
     Raises:
-        ValueError: for another form.
+        UserError: for another form.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
     if match is None or not 0 < float(match[1]) < math.inf:
-        raise ValueError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
+        raise UserError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
     return float(match[1]), match[2]

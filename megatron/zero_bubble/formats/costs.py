@@ -15,13 +15,8 @@ from typing import Any
 
 from megatron.zero_bubble.costs.memory import MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import TIMES, PassCosts
-from megatron.zero_bubble.costs.units import (
-    checked_figure,
-    checked_figures,
-    recut,
-    refuse_huge,
-    spread,
-)
+from megatron.zero_bubble.costs.units import checked_figure, checked_figures, recut, refuse_huge, spread
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file
 from megatron.zero_bubble.ir import Placement
 
@@ -42,11 +37,11 @@ def costs_from_json(text: str, placement: Placement) -> tuple[PassCosts, PassMem
     """Read a costs file's text for the stages of ``placement``; no memory when the file gives none.
 
     Raises:
-        ValueError: one sentence saying which key is wrong and how it is written.
+        UserError: one sentence saying which key is wrong and how it is written.
     """
     content = json_object(text)
     if unknown := sorted(content.keys() - _KEYS):
-        raise ValueError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
+        raise UserError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
     for name in content.keys() - {"links"}:
         values = content[name] if isinstance(content[name], list) else [content[name]]
         for value in values:
@@ -60,20 +55,20 @@ def costs_from_json(text: str, placement: Placement) -> tuple[PassCosts, PassMem
 
 
 def read_costs_file(path: str | Path, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
-    """``costs_from_json`` of a file; its ``ValueError`` names the file."""
+    """``costs_from_json`` of a file; its ``UserError`` names the file."""
     return read_file(path, "costs file", lambda text: costs_from_json(text, placement))
 
 
 def _per_stage(content: Mapping[str, Any], name: str, placement: Placement) -> tuple[float, ...]:
     if name not in content:
-        raise ValueError(f"it must give {name}, one number a rank or a list with one a stage; it is missing")
+        raise UserError(f"it must give {name}, one number a rank or a list with one a stage; it is missing")
     value = content[name]
     if not isinstance(value, list):
         return spread(placement, checked_figure(name, value))
     if len(value) == placement.num_stages:
         return checked_figures(name, value)
     if not value or len(value) % placement.num_ranks:
-        raise ValueError(
+        raise UserError(
             f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(value)}; "
             "give a single number to mean every rank's whole share"
         )
@@ -84,7 +79,7 @@ def _links(rows: object) -> dict[tuple[int, int], float]:
     links = {}
     for row in rows if isinstance(rows, list) else [rows]:
         if not (isinstance(row, list) and len(row) == 3 and type(row[0]) is int and type(row[1]) is int):
-            raise ValueError(f"links must be a list of [source rank, destination rank, ms]; got {row!r}")
+            raise UserError(f"links must be a list of [source rank, destination rank, ms]; got {row!r}")
         refuse_huge(links=row[2])
         links[row[0], row[1]] = row[2]
     return links

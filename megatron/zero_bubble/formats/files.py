@@ -8,6 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from megatron.zero_bubble.errors import UserError
+
 T = TypeVar("T")
 
 
@@ -26,37 +28,37 @@ def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
     """``parse`` of the file's text.
 
     Raises:
-        ValueError: ``what`` (for example ``"costs file"``), the path and the reason; that of ``parse`` is passed on.
+        UserError: ``what`` (for example ``"costs file"``), the path and the reason; that of ``parse`` is passed on.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ValueError(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{what} {path}: it must be JSON in UTF-8; this is not text") from None
+        raise UserError(f"{what} {path}: it must be JSON in UTF-8; this is not text") from None
     try:
         return parse(text)
     except ValueError as error:
-        raise ValueError(f"{what} {path}: {error}") from error
+        raise UserError(f"{what} {path}: {error}") from error
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; a ``ValueError`` says where it stops being one."""
+    """The JSON object in ``text``; a ``UserError`` says where it stops being one."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise UserError(f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise ValueError("it must be JSON of a few levels; this nests too deeply to read") from None
+        raise UserError("it must be JSON of a few levels; this nests too deeply to read") from None
     if isinstance(content, dict):
         return content
-    raise ValueError(f"it must be a JSON object; got {text.strip()[:40]!r}")
+    raise UserError(f"it must be a JSON object; got {text.strip()[:40]!r}")
 
 
 def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
-    """The value of ``key``; a ``ValueError`` where it is missing or is not ``form``, in words, as ``fits`` tells."""
+    """The value of ``key``; a ``UserError`` where it is missing or is not ``form``, in words, as ``fits`` tells."""
     if key not in content:
-        raise ValueError(f"it must have the key {key}, {form}; it is missing")
+        raise UserError(f"it must have the key {key}, {form}; it is missing")
     if not fits(content[key]):
-        raise ValueError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
+        raise UserError(f"{key} must be {form}; got {json.dumps(content[key])[:60]}")
     return content[key]

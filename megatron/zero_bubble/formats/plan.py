@@ -15,6 +15,7 @@ from typing import Any
 from megatron.zero_bubble.analysis.bounds import Bound
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.ir import Placement, Schedule
 
@@ -82,7 +83,7 @@ def schedule_from_json(text: str) -> Schedule:
     """The schedule of a plan's JSON, validated. Keys that do not describe it are not looked at.
 
     Raises:
-        ValueError: one sentence when the text is not a plan; a ``ScheduleError``, with the grid, for an invalid order.
+        UserError: one sentence when the text is not a plan; a ``ScheduleError``, with the grid, for an invalid order.
     """
     content = json_object(text)
     name = read_key(content, "schedule", "a string", _is_text)
@@ -96,13 +97,13 @@ def schedule_from_json(text: str) -> Schedule:
     schedule = Schedule(name, placement, num_microbatches, flat.order, num_slices)
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
-            raise ValueError(f"{key} must agree with stage_to_rank, which says {value}; got {content[key]!r}")
+            raise UserError(f"{key} must agree with stage_to_rank, which says {value}; got {content[key]!r}")
     validate(schedule)
     return schedule
 
 
 def read_schedule_file(path: str | Path) -> Schedule:
-    """``schedule_from_json`` of a file; its ``ValueError`` names the file."""
+    """``schedule_from_json`` of a file; its ``UserError`` names the file."""
     return read_file(path, "schedule file", schedule_from_json)
 
 

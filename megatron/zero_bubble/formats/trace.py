@@ -19,6 +19,7 @@ from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.ir import Pass
 
@@ -92,7 +93,7 @@ def trace_from_json(text: str) -> Recording:
     """What ``trace_to_json`` wrote; figures that follow from the iterations are not looked at.
 
     Raises:
-        ValueError: one sentence when the text is not such a file.
+        UserError: one sentence when the text is not such a file.
     """
     content = json_object(text)
     read_key(content, "format", f"{FORMAT}, the only one that this version reads", _is_format)
@@ -101,17 +102,17 @@ def trace_from_json(text: str) -> Recording:
     traces: dict[int, Trace] = {}
     for iteration in iterations:
         if not isinstance(iteration, dict):
-            raise ValueError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
+            raise UserError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
         number = read_key(iteration, "iteration", "a whole number", lambda value: type(value) is int)
         if number in traces:
-            raise ValueError(f"every iteration must have a number of its own; got {number} twice; leave one out")
+            raise UserError(f"every iteration must have a number of its own; got {number} twice; leave one out")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, f"iteration {number}, rank {rank}") for rank, row in enumerate(ranks))
         traces[number] = Trace.of(name, rows)
         validate(traces[number].timeline.schedule)
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
-        raise ValueError(f"all iterations must have the same stages; got {sorted(num_stages)}; keep one kind")
+        raise UserError(f"all iterations must have the same stages; got {sorted(num_stages)}; keep one kind")
     f, b, w = (read_key(content, key, "a list of numbers, one a stage", _is_numbers) for key in _TIMES)
     costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number))
     memory = None
@@ -123,7 +124,7 @@ def trace_from_json(text: str) -> Recording:
 
 
 def read_trace_file(path: str | Path) -> Recording:
-    """``trace_from_json`` of a file; its ``ValueError`` names the file."""
+    """``trace_from_json`` of a file; its ``UserError`` names the file."""
     return read_file(path, "trace file", trace_from_json)
 
 
@@ -149,12 +150,12 @@ def _cell(value: Pass | float) -> str | float:
 
 def _rank_from(row: object, where: str) -> RankTrace:
     if not isinstance(row, dict):
-        raise ValueError(f"{where} must be an object; got {json.dumps(row)[:60]}")
+        raise UserError(f"{where} must be an object; got {json.dumps(row)[:60]}")
     kinds: list[Any] = [tuple(_events(row, key, where)) for key in _ROWS]
     spans, sends, receives, settles, validations = kinds
     times = [time for _, *both in spans for time in both]
     if not spans or times != sorted(times):
-        raise ValueError(f"{where} must have passes, one after the other; got {len(spans)} that overlap or go back")
+        raise UserError(f"{where} must have passes, one after the other; got {len(spans)} that overlap or go back")
     error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
     return RankTrace(spans, sends, receives, settles, validations, error_ms)
 
@@ -165,7 +166,7 @@ def _events(row: dict[str, Any], key: str, where: str) -> Iterator[Any]:
     form = f"[{', '.join(columns)}]"
     for event in read_key(row, key, f"a list of rows {form}", lambda value: isinstance(value, list)):
         if not isinstance(event, list) or len(event) != len(columns):
-            raise ValueError(f"{key} of {where} must be rows {form}; got {json.dumps(event)[:60]}")
+            raise UserError(f"{key} of {where} must be rows {form}; got {json.dumps(event)[:60]}")
         yield make(*(_value(cell, column, f"{key} of {where}") for cell, column in zip(event, columns, strict=True)))
 
 
@@ -177,7 +178,7 @@ def _value(cell: object, column: str, where: str) -> Any:
     if column not in ("pass", "rank") and _is_number(cell):
         return cell
     form = {"pass": 'a pass such as "2F0"', "rank": "a rank"}.get(column, "ms")
-    raise ValueError(f"{where} must give {column} as {form}; got {json.dumps(cell)[:60]}")
+    raise UserError(f"{where} must give {column} as {form}; got {json.dumps(cell)[:60]}")
 
 
 def _is_format(value: object) -> bool:

@@ -6,6 +6,8 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
+from megatron.zero_bubble.errors import UserError
+
 
 class Kind(Enum):
     """What a pass computes."""
@@ -45,12 +47,10 @@ class Pass(NamedTuple):
         """Read what ``str`` wrote.
 
         Raises:
-            ValueError: when ``text`` is not of the form above; the message shows the grammar.
+            UserError: when ``text`` is not of the form above; the message shows the grammar.
         """
         match = _PASS.fullmatch(text)
         if match is None:
-            raise ValueError(
-                f"a pass is written <stage><F|B|W|BW><microbatch>[.<slice>], for example 2F0; got {text!r}"
-            )
+            raise UserError(f"a pass is written <stage><F|B|W|BW><microbatch>[.<slice>], for example 2F0; got {text!r}")
         stage, kind, microbatch, slice_ = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch), int(slice_ or 0))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.zero_bubble.errors import UserError
+
 
 @dataclass(frozen=True)
 class Placement:
@@ -15,7 +17,7 @@ class Placement:
     def __post_init__(self) -> None:
         ranks = set(self.stage_to_rank)
         if not ranks or ranks != set(range(len(ranks))):
-            raise ValueError(
+            raise UserError(
                 "a placement must give every rank 0..P-1 at least one stage; "
                 f"got stage_to_rank={list(self.stage_to_rank)}; renumber the ranks without gaps"
             )

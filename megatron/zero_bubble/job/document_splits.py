@@ -13,6 +13,8 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
+from megatron.zero_bubble.errors import UserError
+
 NAMES = ("train", "valid", "test")
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<QBQQ")  # version, code of the dtype, number of documents and of their bounds
@@ -39,7 +41,7 @@ def check_divided(prefixes: Sequence[str], weighted: bool, split: str, seq_lengt
         weighted: whether the data sets of a blend have weights.
 
     Raises:
-        ValueError: the number of documents, what each split gets of them, and what to do.
+        UserError: the number of documents, what each split gets of them, and what to do.
     """
     needed = _tokens_needed(prefixes, weighted, seq_length)
     for prefix in prefixes:
@@ -51,7 +53,7 @@ def check_divided(prefixes: Sequence[str], weighted: bool, split: str, seq_lengt
             tokens = _tokens(prefix, documents, needed)
             if tokens < needed:
                 train, valid, test = (0 if part is None else len(part) for part in parts)
-                raise ValueError(
+                raise UserError(
                     f"every split needs {_words(needed)}, but --split {split} gives train {train}, valid {valid} and "
                     f"test {test} of the {num_documents} documents in {prefix}, and those of {name} have {tokens} "
                     f"tokens; give {name} a larger share, or 0 to leave it out"
@@ -62,7 +64,7 @@ def check_whole(name: str, prefixes: Sequence[str], weighted: bool, seq_length: 
     """The same for data that are those of one split, ``name``.
 
     Raises:
-        ValueError: what the data set has, and what to do.
+        UserError: what the data set has, and what to do.
     """
     needed = _tokens_needed(prefixes, weighted, seq_length)
     for prefix in prefixes:
@@ -71,7 +73,7 @@ def check_whole(name: str, prefixes: Sequence[str], weighted: bool, seq_length: 
             continue
         tokens = _tokens(prefix, range(num_documents), needed)
         if tokens < needed:
-            raise ValueError(
+            raise UserError(
                 f"each data set of the {name} split needs {_words(needed)}, got {num_documents} documents with "
                 f"{tokens} tokens in {prefix}; give another one or leave it out"
             )

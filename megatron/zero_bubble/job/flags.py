@@ -7,14 +7,11 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 
 _MOST_RECORDED = 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-
-
-class FlagError(ValueError):
-    """Flags that do not fit each other; one sentence: the rule, the values, the remedy."""
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -92,8 +89,8 @@ def config_of(
         peer_timeout_s: of messages between ranks.
 
     Raises:
-        FlagError: flags that exclude each other.
-        ValueError: of the configuration.
+        UserError: flags that exclude each other.
+        UserError: of the configuration.
     """
     return ZeroBubbleConfig(
         schedule=options.zero_bubble_schedule,
@@ -112,7 +109,7 @@ def config_of(
 
 def _fuses(options: argparse.Namespace) -> bool:
     if options.zero_bubble_exact and options.zero_bubble_fuse_wgrad:
-        raise FlagError(
+        raise UserError(
             "--zero-bubble-exact keeps upstream's arithmetic, --zero-bubble-fuse-wgrad another; got both; drop one"
         )
     return options.zero_bubble_fuse_wgrad is not False and not options.zero_bubble_exact
@@ -122,19 +119,19 @@ class StrictParser(argparse.ArgumentParser):
     """argparse whose errors are exceptions."""
 
     def error(self, message: str) -> NoReturn:
-        raise FlagError(message)
+        raise UserError(message)
 
 
 def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Our flags among those of a job, and the others, untouched.
 
     Raises:
-        FlagError: a flag of ours with a value that it does not take, or an unknown one that begins as ours do.
+        UserError: a flag of ours with a value that it does not take, or an unknown one that begins as ours do.
     """
     parser = StrictParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     options, others = parser.parse_known_args(list(arguments))
     for argument in others:
         if argument.startswith(("--zero-bubble-", "--no-zero-bubble-")):
-            raise FlagError(f"there is no flag {argument.partition('=')[0]}; --help lists those that there are")
+            raise UserError(f"there is no flag {argument.partition('=')[0]}; --help lists those that there are")
     return options, others

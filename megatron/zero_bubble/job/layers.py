@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 
@@ -16,7 +17,7 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
     over goes to the first ranks.
 
     Raises:
-        ValueError: when there are too few layers for every stage to hold something.
+        UserError: when there are too few layers for every stage to hold something.
     """
     p, last = placement.num_ranks, placement.num_stages - 1
     ends = {0: "E", last: "L"}
@@ -31,7 +32,7 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
                 max(len(placement.stages_of(r)), sum(stage in ends for stage in placement.stages_of(r)))
                 for r in range(p)
             )
-            raise ValueError(
+            raise UserError(
                 f"{num_layers} layers do not fill {placement.num_stages} pipeline stages with embedding and loss; use "
                 f"at least {p * least - len(ends)} layers or fewer stages"
             )
@@ -49,13 +50,13 @@ def stage_layers(args: argparse.Namespace) -> tuple[int, ...]:
     """The transformer layers of every stage, in the order of the model, as megatron-core divides checked ``args``.
 
     Raises:
-        ValueError: a ``--pipeline-model-parallel-layout`` of other stages or layers than the job's.
+        UserError: a ``--pipeline-model-parallel-layout`` of other stages or layers than the job's.
     """
     num_stages, p = args.placement.num_stages, args.pipeline_model_parallel_size
     if args.pipeline_model_parallel_layout is not None:
         counts = tuple(stage.count("t") for stage in _unrolled(args.pipeline_model_parallel_layout).split("|"))
         if (len(counts), sum(counts)) != (num_stages, args.num_layers):
-            raise ValueError(
+            raise UserError(
                 "--pipeline-model-parallel-layout must have every stage and every layer of the job, got "
                 f"{len(counts)} stages and {sum(counts)} layers for {num_stages} and {args.num_layers}; change either"
             )

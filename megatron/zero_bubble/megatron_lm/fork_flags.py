@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import AUTO
-from megatron.zero_bubble.job.flags import FlagError, StrictParser
+from megatron.zero_bubble.job.flags import StrictParser
 
 _POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"
 _RENAMED = {
@@ -46,16 +47,16 @@ def modernize(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         the arguments with today's flags, and a line for each flag that was rewritten or dropped.
 
     Raises:
-        FlagError: a flag of the fork without an equal, or its choice of a schedule beside ours.
+        UserError: a flag of the fork without an equal, or its choice of a schedule beside ours.
     """
     old, others = _parser().parse_known_args(list(arguments))
     for flag, remedy in (_REFUSED | _REFUSED_SWITCHES).items():
         if _given(old, flag):
-            raise FlagError(f"{flag} of the authors' fork has no equal here; {remedy}")
+            raise UserError(f"{flag} of the authors' fork has no equal here; {remedy}")
     said: list[str] = []
     rewritten = _schedule(old, said)
     if rewritten and any(argument.startswith("--zero-bubble-schedule") for argument in others):
-        raise FlagError("--zero-bubble-schedule replaces the fork's flags for it; got both; drop the fork's")
+        raise UserError("--zero-bubble-schedule replaces the fork's flags for it; got both; drop the fork's")
     for flag, flags in _RENAMED.items():
         if flag == _EXACT and _given(old, flag) and not _given(old, _POST_VALIDATION):
             said.append(f"{flag} is dropped: it says nothing without {_POST_VALIDATION}")
@@ -111,7 +112,7 @@ def _limit(pending: str | None, old: argparse.Namespace) -> str:
         return "1p"
     ranks = old.pipeline_model_parallel_size
     if not pending.isdecimal() or not int(pending) or not ranks:
-        raise FlagError(
+        raise UserError(
             f"--zero-bubble-max-pending-backward counts microbatches of a pipeline, got {pending!r} and {_PIPELINE} "
             f"{ranks}; give --zero-bubble-memory-limit 1p, 2p or in GiB"
         )

@@ -7,20 +7,17 @@ validated them: the schedule is put in force then, before a process group or a m
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import megatron.core
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.adapter.placement import (
-    is_megatrons_own,
-)
+from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.config import JobError, ZeroBubbleConfig
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.megatron_lm import checks as job_checks
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
@@ -101,26 +98,15 @@ def _validated(
 ) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
-        with _refusing():
-            config, placement = job_checks.configure(args, options)
+        config, placement = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
-        with _refusing():
-            job_checks.check(args, options, config, placement)
-            bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
-            trace = JobTrace(options, args, say) if records(options) else None
-            _put_in_force(config, placement, seams, say, bubble, trace)
+        job_checks.check(args, options, config, placement)
+        bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
+        trace = JobTrace(options, args, say) if records(options) else None
+        _put_in_force(config, placement, seams, say, bubble, trace)
         return validated
 
     return validate
-
-
-@contextlib.contextmanager
-def _refusing() -> Iterator[None]:
-    """Whatever is wrong with the flags is wrong with the job."""
-    try:
-        yield
-    except ValueError as error:
-        raise JobError(str(error)) from error
 
 
 def _put_in_force(

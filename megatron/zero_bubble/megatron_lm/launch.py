@@ -13,13 +13,12 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.zero_bubble.errors import PatchError, SeamError
-from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.job.flags import FlagError, has_schedule, parse_ours
+from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
+from megatron.zero_bubble.job.flags import has_schedule, parse_ours
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.peers import Peers
 
 _USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
-_ERRORS = {"megatron.zero_bubble.runtime.transport": ("PeerError",)}
 _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 
@@ -65,7 +63,7 @@ def join() -> None:
     for line in rewritten:
         _say(line)
     if has_schedule(options) and _value_of("--yaml-cfg", arguments) is not None:
-        raise FlagError(
+        raise UserError(
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
         )
     check_flags(Job(options, under_launcher=True))
@@ -104,7 +102,7 @@ class _Ending:
         self._in_error = True
         if self._peers is not None and self._peers.explain(error):
             return
-        if isinstance(error, (FlagError, JobError, PatchError, SeamError, *_imported_errors())):
+        if isinstance(error, (UserError, PeerError, PatchError, SeamError)):
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"rank {rank}: "
             print(f"zero-bubble: {where}{error}", file=sys.stderr, flush=True)
@@ -120,13 +118,6 @@ class _Ending:
             _say(f"{script} has not validated Megatron's flags, so the schedule was never in force", sys.stderr)
 
 
-def _imported_errors() -> Iterator[type[BaseException]]:
-    """Ours that need megatron-core: where it was never imported, nothing can have raised them."""
-    for module, names in _ERRORS.items():
-        if module in sys.modules:
-            yield from (getattr(sys.modules[module], name) for name in names)
-
-
 def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
     """Returns whether the job runs on CPU ranks: by our flag, or without a GPU where the job asks for gloo. One that
     asks for NCCL is left to say itself that a GPU is missing.
@@ -137,8 +128,8 @@ def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
 
     try:
         platform = platforms.select(name)
-    except ValueError as error:
-        raise FlagError(f"--zero-bubble-device {name}: {error}") from error
+    except UserError as error:
+        raise UserError(f"--zero-bubble-device {name}: {error}") from error
     asked = name == "cpu" or _value_of("--distributed-backend", arguments) == "gloo"
     if platform.name != "cpu" or not asked:
         return False  # the script chooses its GPU

@@ -18,9 +18,8 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
-from megatron.zero_bubble.job.config import JobError
-from megatron.zero_bubble.job.flags import FlagError
 from megatron.zero_bubble.job.rules import check_costs_file
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.platforms import select
@@ -50,7 +49,7 @@ class JobTrace:
         """Now, and not after hours of training; what is wrong with them."""
         try:
             check_costs_file(self._options)
-        except FlagError as error:
+        except UserError as error:
             return str(error)
         for folder in filter(None, (self._directory, self._costs_file and self._costs_file.parent)):
             try:
@@ -61,7 +60,7 @@ class JobTrace:
 
     def meeting(self, initialize: Callable[..., None]) -> Callable[..., None]:
         """The function with which all ranks of the job make their process groups; it ends the job on every rank where
-        rank 0 cannot write, with a JobError.
+        rank 0 cannot write, with a UserError.
         """
 
         @functools.wraps(initialize)
@@ -70,7 +69,7 @@ class JobTrace:
             problem = [self._problem]
             dist.broadcast_object_list(problem, src=0)
             if problem[0] is not None:
-                raise JobError(problem[0])
+                raise UserError(problem[0])
 
         return initialize_model_parallel
 

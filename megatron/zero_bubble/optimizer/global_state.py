@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.runtime.transport import new_group
 
 Group = dist.ProcessGroup
@@ -77,17 +77,17 @@ class Reduction:
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Within, a JobError of one rank is raised on all of them; a collective call of all ranks of the job."""
+    """Within, a UserError of one rank is raised on all of them; a collective call of all ranks of the job."""
     problem = None
     try:
         yield
-    except JobError as error:
+    except UserError as error:
         problem = str(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     first = next(filter(None, problems), None)
     if first is not None:
-        raise JobError(first)
+        raise UserError(first)
 
 
 class GlobalState:
@@ -99,7 +99,7 @@ class GlobalState:
         device: of the figures.
 
     Raises:
-        JobError: ranks with other numbers of groups.
+        UserError: ranks with other numbers of groups.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class GlobalState:
         pipeline_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(pipeline_ranks, (pipeline.rank(), len(groups)))
         if len({count for _, count in pipeline_ranks}) > 1:
-            raise JobError(
+            raise UserError(
                 "all ranks must have the same kinds of parameters (dense, experts) to validate a step together; got "
                 f"{[count for _, count in pipeline_ranks]} kinds; leave out --zero-bubble-post-validation"
             )

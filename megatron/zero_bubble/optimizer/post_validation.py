@@ -47,7 +47,7 @@ class PostValidatedOptimizer(OptimizerSurface):
     ``step`` is the optimizer's own, so it can stand where the optimizer stood. ``step_ahead`` leaves a step pending:
     the next iteration's passes or ``settle`` make it final, and ``take_outcomes`` has what came of it. Until then the
     parameters and states are not to be seen: what a job calls on all ranks to read or change them settles first,
-    everything else that may do so raises JobError (``OptimizerSurface``).
+    everything else that may do so raises UserError (``OptimizerSurface``).
 
     All ranks of the job make theirs at the same time.
 
@@ -60,7 +60,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         timeout: how long a figure of another rank may take.
 
     Raises:
-        JobError: an optimizer whose step cannot be undone or validated later.
+        UserError: an optimizer whose step cannot be undone or validated later.
 
     Attributes:
         counts: how this rank took its steps.

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -103,7 +103,7 @@ class Inverse:
     history so far that the rest has few bits is not safe (arXiv 2401.10241, appendix, has the formulas without this).
 
     Raises:
-        JobError: an optimizer that is not torch's AdamW as Megatron makes it.
+        UserError: an optimizer that is not torch's AdamW as Megatron makes it.
     """
 
     _LEFT = 2.0**-20
@@ -119,7 +119,7 @@ class Inverse:
                 key for key in ("amsgrad", "maximize", "capturable") if any(g.get(key) for g in optimizer.param_groups)
             ]
             if not isinstance(optimizer, torch.optim.AdamW) or odd:
-                raise JobError(
+                raise UserError(
                     "--zero-bubble-rollback inverse computes torch's AdamW backwards; this run has "
                     f"{' '.join([type(optimizer).__name__, *odd])}; use --zero-bubble-rollback exact"
                 )

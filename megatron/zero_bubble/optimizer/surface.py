@@ -12,7 +12,7 @@ from typing import Any
 
 from megatron.core.optimizer import MegatronOptimizer
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 
 ANY_TIME = frozenset(
     {
@@ -125,29 +125,29 @@ class OptimizerSurface:
 
     def _refuse_while_pending(self, name: str) -> None:
         if self.is_pending:
-            raise JobError(
+            raise UserError(
                 f"optimizer.{name} may not be used while a step is pending, because the step may still be undone; "
                 "call settle() of PostValidatedOptimizer on all ranks first"
             )
 
 
 def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
-    """Raises JobError for options whose steps cannot be validated later."""
+    """Raises UserError for options whose steps cannot be validated later."""
     for part in parts:
         config = part.config
         if getattr(config, "overlap_param_gather_with_optimizer_step", False):
-            raise JobError(
+            raise UserError(
                 "--overlap-param-gather-with-optimizer-step gathers weights that post-validation may undo; "
                 "drop one of the two"
             )
         threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
         if math.isfinite(threshold):
-            raise JobError(
+            raise UserError(
                 f"post-validation does not skip steps by their norm, and grad_norm_skip_threshold is {threshold}; "
                 "drop one of the two"
             )
         if any(getattr(parameter, "grad_norm_group", None) for parameter in part.get_parameters()):
-            raise JobError(
+            raise UserError(
                 "post-validation clips all gradients by one norm, and --mtp-detach-heads clips those of multi-token "
                 "prediction by their own; drop one of the two"
             )

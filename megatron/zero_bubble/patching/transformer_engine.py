@@ -9,7 +9,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.patching.seam import Seam
 from megatron.zero_bubble.wgrad.store import WgradStore
 from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
@@ -77,7 +77,7 @@ def _version() -> str | None:
 def _refused(version: str, original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def init(module: Any, *args: Any, **options: Any) -> None:
-        raise JobError(
+        raise UserError(
             f"zero-bubble schedules need TransformerEngine {'.'.join(map(str, OLDEST))} or newer, whose weight "
             f"gradients can wait for W; got {version}; install a newer one, or train with --transformer-impl local"
         )

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
-from megatron.zero_bubble.plan.prove import PlanError, prove
+from megatron.zero_bubble.plan.prove import prove
 
 
 def lower(schedule: Schedule, max_in_flight: int | None = None) -> Plan:

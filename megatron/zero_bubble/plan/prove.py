@@ -15,12 +15,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Pass
 from megatron.zero_bubble.plan.ops import Compute, Message, Plan, Recv, Send, Settle, Validate
-
-
-class PlanError(ValueError):
-    """A plan that must not run; the message shows where each rank stands."""
 
 
 def prove(plan: Plan, single_queue: bool = False) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -44,13 +45,13 @@ class Figures:
         """``1p``, ``0.5p`` or ``60GiB`` in the unit of memory; p stands for the number of ranks times M_B.
 
         Raises:
-            ValueError: for another form, or bytes where memory is not in bytes.
+            UserError: for another form, or bytes where memory is not in bytes.
         """
         amount, unit = parse_memory_limit(text)
         if unit == "p":
             return amount * self.num_ranks * self.microbatch
         if not self.in_bytes:
-            raise ValueError(
+            raise UserError(
                 f"a memory limit of {text} needs memory in bytes: give --activation-memory, a costs file with "
                 "activation and wgrad, or --config; or write the limit in microbatches, 1p"
             )

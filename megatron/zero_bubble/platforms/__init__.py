@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.streams import Beside
 
 NAMES = ("cpu", "cuda", "auto")
@@ -66,10 +67,10 @@ def select(name: str) -> Platform:
     ``"auto"`` is ``cuda`` where this process sees a GPU and ``cpu`` elsewhere, and where the CPU platform is in force.
 
     Raises:
-        ValueError: for an unknown name, or ``"cuda"`` on a machine where torch sees no GPU.
+        UserError: for an unknown name, or ``"cuda"`` on a machine where torch sees no GPU.
     """
     if name not in NAMES:
-        raise ValueError(f"the device must be one of {', '.join(NAMES)}, got {name!r}; choose one of them")
+        raise UserError(f"the device must be one of {', '.join(NAMES)}, got {name!r}; choose one of them")
     from megatron.zero_bubble.platforms.cpu import CpuPlatform, installed
     from megatron.zero_bubble.platforms.cuda import CudaPlatform
 
@@ -77,7 +78,7 @@ def select(name: str) -> Platform:
     if name == "cpu" or (name == "auto" and (installed() or not cuda.available())):
         return CpuPlatform()
     if not cuda.available():
-        raise ValueError(
+        raise UserError(
             "the cuda device needs a GPU that torch can use, and this process sees none; "
             "use cpu or auto, or check the driver, CUDA_VISIBLE_DEVICES and that torch is a CUDA build"
         )

@@ -15,6 +15,7 @@ from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.memory import Kept, kept
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.text import headline, in_bytes
 
@@ -43,10 +44,10 @@ def render_svg(
     what every rank keeps is drawn below: filled for the last timeline, dashed for the first.
 
     Raises:
-        ValueError: without timelines, or when titles are given but not one a timeline.
+        UserError: without timelines, or when titles are given but not one a timeline.
     """
     if not timelines or len(titles) not in (0, len(timelines)):
-        raise ValueError(
+        raise UserError(
             f"a drawing needs at least one timeline and no title or one for each; "
             f"got {len(timelines)} timelines and {len(titles)} titles"
         )

@@ -20,16 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.plan import Message
 
 # How gloo, NCCL and the store behind them say that the other end is gone or silent.
 _LOST = re.compile("closed by peer|reset by peer|broken pipe|refused|remote process|timed? ?out", re.IGNORECASE)
 # gloo begins with a place in its source and ends with advice.
 _ONLY_THE_REASON = re.compile(r"^(?:\[[^]]*\.cc:\d+\] )?(.*?)(?:\. This is typically|\.?$)")
-
-
-class PeerError(RuntimeError):
-    """A peer did not deliver or did not take a message; the text names ranks of the pipeline, channel and pass."""
 
 
 def lost_connection(error: BaseException) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.schedules import (
     breadth_first,
@@ -24,10 +25,10 @@ def recipe(name: str) -> Recipe:
     """What is known of the schedule called ``name``.
 
     Raises:
-        ValueError: for an unknown name; the message lists the known ones.
+        UserError: for an unknown name; the message lists the known ones.
     """
     if name not in SCHEDULES:
-        raise ValueError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        raise UserError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
     return SCHEDULES[name]
 
 
@@ -35,10 +36,10 @@ def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int |
     """The schedule called ``name``; ``num_chunks`` stages a rank where it leaves that open (default: 2).
 
     Raises:
-        ValueError: for an unknown name, counts below 1, or a number of chunks that the schedule does not have.
+        UserError: for an unknown name, counts below 1, or a number of chunks that the schedule does not have.
     """
     known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
-            raise ValueError(f"{count} must be 1 or more; got {value}")
+            raise UserError(f"{count} must be 1 or more; got {value}")
     return known.build(num_ranks, num_microbatches, known.num_chunks(num_chunks))

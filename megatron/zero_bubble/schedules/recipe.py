@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 
 Shape = Literal["linear", "vee", "interleaved"]
@@ -46,12 +47,12 @@ class Recipe:
         """How many chunks a rank holds.
 
         Raises:
-            ValueError: when ``asked`` for what this schedule does not have.
+            UserError: when ``asked`` for what this schedule does not have.
         """
         own = {"linear": 1, "vee": 2, "interleaved": asked or 2}[self.shape]
         if asked is not None and asked != own:
             has = "one stage" if own == 1 else f"{own} stages"
-            raise ValueError(f"schedule {self.name!r} has {has} a rank; got {asked}; leave the number out")
+            raise UserError(f"schedule {self.name!r} has {has} a rank; got {asked}; leave the number out")
         if own < 1 or (self.shape == "interleaved" and own < 2):
-            raise ValueError(f"schedule {self.name!r} needs 2 or more stages a rank; got {own}; choose 1f1b for one")
+            raise UserError(f"schedule {self.name!r} needs 2 or more stages a rank; got {own}; choose 1f1b for one")
         return own

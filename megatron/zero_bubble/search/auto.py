@@ -11,6 +11,7 @@ from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem
@@ -47,12 +48,12 @@ def zb_auto(
         start: a schedule that is there already; the result is no worse, if it keeps the limit.
 
     Raises:
-        ValueError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
+        UserError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
             message names the least limit that does.
     """
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
-            raise ValueError(f"{name} must be 1 or more; got {count}")
+            raise UserError(f"{name} must be 1 or more; got {count}")
     limit = _limits(memory_limit, num_ranks)
     names = ("linear", "vee") if placement == "auto" else (placement,)
     problems = [
@@ -60,7 +61,7 @@ def zb_auto(
     ]
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
-        raise ValueError(_too_tight(problems, limit, memory_limit))
+        raise UserError(_too_tight(problems, limit, memory_limit))
     best: Draft | None = None
     for problem in reversed(feasible):  # the V first: within 1F1B's memory it is mostly shorter than one stage can be
         if best is None or _least(problem, costs, memory, limit, objective) <= best.cost:
@@ -81,7 +82,7 @@ def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: 
         objective: as in ``zb_auto``.
 
     Raises:
-        ValueError: for figures for another number of stages.
+        UserError: for figures for another number of stages.
     """
     limit = max(most_kept(simulate(schedule, costs, memory), memory))
     sizes = schedule.num_ranks, schedule.num_microbatches
@@ -100,7 +101,7 @@ def _least(
 def _limits(memory_limit: float | Sequence[float], num_ranks: int) -> tuple[float, ...]:
     limits = tuple(memory_limit) if isinstance(memory_limit, Sequence) else (memory_limit,) * num_ranks
     if len(limits) != num_ranks:
-        raise ValueError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
+        raise UserError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
     return limits
 
 

@@ -11,23 +11,23 @@ import argparse
 from collections.abc import Sequence
 from typing import NoReturn
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import add_flags
 from megatron.zero_bubble.training.config_file import config_tokens
-from megatron.zero_bubble.training.errors import UsageError
 
 
 class _Parser(argparse.ArgumentParser):
     """Raises where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help lists the flags")
+        raise UserError(f"{message}; --help lists the flags")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Flags from the command line over those of ``--config FILE``.
 
     Raises:
-        UsageError: unknown flags, values of the wrong kind, an unreadable or wrong configuration file.
+        UserError: unknown flags, values of the wrong kind, an unreadable or wrong configuration file.
     """
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=None)
@@ -38,8 +38,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         tokens = config_tokens(config, argv)
         try:
             parser.parse_args(tokens)
-        except UsageError as error:
-            raise UsageError(f"configuration file {config}: {error}") from None
+        except UserError as error:
+            raise UserError(f"configuration file {config}: {error}") from None
     return parser.parse_args([*tokens, *argv])
 
 
@@ -49,7 +49,7 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     Values that only Megatron-LM knows, of its other tokenizers for example, are taken as they are.
 
     Raises:
-        UsageError: values of the wrong kind, flags of ours that are wrong.
+        UserError: values of the wrong kind, flags of ours that are wrong.
     """
     parser = build_parser()
     for action in parser._actions:

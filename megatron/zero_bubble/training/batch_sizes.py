@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class BatchSizes:
         """From the batch-size flags.
 
         Raises:
-            UsageError: the sizes are not multiples of what one microbatch of all data-parallel ranks holds.
+            UserError: the sizes are not multiples of what one microbatch of all data-parallel ranks holds.
         """
         granule = args.micro_batch_size * args.data_parallel_size
         final = granule if args.global_batch_size is None else args.global_batch_size
         if final <= 0 or final % granule:
-            raise UsageError(
+            raise UserError(
                 "--global-batch-size must be a positive multiple of micro batch size * data-parallel size, got "
                 f"{final} and {args.micro_batch_size} * {args.data_parallel_size}; "
                 f"use {max(1, final // granule) * granule}"
@@ -41,7 +41,7 @@ class BatchSizes:
             return cls(final, granule, final, 0, 0)
         start, increment, samples = args.rampup_batch_size
         if start < granule or increment <= 0 or samples < 0 or start > final or (final - start) % increment:
-            raise UsageError(
+            raise UserError(
                 "--rampup-batch-size START INCREMENT SAMPLES must reach the global batch size in whole increments from "
                 f"a START of at least {granule}, got {start} {increment} {samples} towards {final}; change START"
             )

@@ -29,12 +29,12 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zero_bubble.adapter.placement import believed_rank, believing
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.optimizer import random_state
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.training.distributed import agree
-from megatron.zero_bubble.training.errors import UsageError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "files.json"
@@ -86,14 +86,14 @@ def latest_iteration(directory: str | Path) -> int | None:
     """The iteration of the newest complete checkpoint under ``directory``; None when there is none.
 
     Raises:
-        UsageError: the tracker file holds no number.
+        UserError: the tracker file holds no number.
     """
     tracker = Path(directory) / TRACKER
     if not tracker.is_file():
         return None
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise UsageError(f"{tracker} must hold the number of an iteration, got {text[:40]!r}; write the one to load")
+        raise UserError(f"{tracker} must hold the number of an iteration, got {text[:40]!r}; write the one to load")
     return int(text)
 
 
@@ -101,7 +101,7 @@ def prepare(flag: str, directory: str | Path) -> None:
     """Make the directory that ``flag`` will write to, so that a run does not find out at its end. A collective call.
 
     Raises:
-        UsageError: on every rank, when rank 0 cannot write there.
+        UserError: on every rank, when rank 0 cannot write there.
     """
     problem: str | None = None
     if dist.get_rank() == 0:
@@ -139,13 +139,13 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
     Random states belong to ranks: under another parallel layout than the saved one they start from ``--seed``.
 
     Raises:
-        UsageError: on every rank, when the checkpoint is missing (and ``--exit-on-missing-checkpoint``), incomplete,
+        UserError: on every rank, when the checkpoint is missing (and ``--exit-on-missing-checkpoint``), incomplete,
             or does not fit the model of this run.
     """
     iteration = _agreed_iteration(args.load)
     if iteration is None:
         if args.exit_on_missing_checkpoint:
-            raise UsageError(f"--load needs a checkpoint, and {args.load} has no {TRACKER}; correct the path")
+            raise UserError(f"--load needs a checkpoint, and {args.load} has no {TRACKER}; correct the path")
         return None
     path = checkpoint_path(args.load, iteration)
     agree(incompleteness(path))
@@ -162,7 +162,7 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
         if lost_connection(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         text = " ".join(str(error).split())[:300]
-        raise UsageError(
+        raise UserError(
             f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); give the model "
             f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}",
             everywhere=False,
@@ -193,7 +193,7 @@ def _agreed_iteration(directory: str) -> int | None:
     if dist.get_rank() == 0:
         try:
             found[0] = latest_iteration(directory)
-        except UsageError as error:
+        except UserError as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)
     agree(found[1])

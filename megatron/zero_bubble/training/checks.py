@@ -10,16 +10,15 @@ import math
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.config import check_placement
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
-from megatron.zero_bubble.job.flags import config_of, has_schedule, records
+from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.layers import balanced_layout
-from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
+from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule, place_stages
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.blends import Blend, parse_blend
 from megatron.zero_bubble.training.data.indexed import check_indexed
-from megatron.zero_bubble.training.errors import UsageError
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -28,7 +27,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     """Apply every rule and fill in what follows from the others (data-parallel size, batch size, lengths).
 
     Raises:
-        UsageError: the first rule that does not hold.
+        UserError: the first rule that does not hold.
     """
     check_layout(args, world_size, _REQUIRED)
     _check_recompute(args)
@@ -59,7 +58,7 @@ def check_layout(
 
 def _check_required(args: argparse.Namespace, required: tuple[str, ...]) -> None:
     if missing := [_flag(name) for name in required if getattr(args, name) is None]:
-        raise UsageError(
+        raise UserError(
             f"a run needs {', '.join(missing)}; give them on the command line or with --config configs/gpt_tiny.yaml"
         )
     positive = (
@@ -78,10 +77,10 @@ def _check_required(args: argparse.Namespace, required: tuple[str, ...]) -> None
     for name in positive:
         value = getattr(args, name)
         if value is not None and not value > 0:
-            raise UsageError(f"{_flag(name)} must be positive, got {value}")
+            raise UserError(f"{_flag(name)} must be positive, got {value}")
     for name in ("eval_iters", "lr_warmup_iters", "num_workers", "lr", "min_lr", "clip_grad"):
         if (value := getattr(args, name)) is not None and value < 0:
-            raise UsageError(f"{_flag(name)} must not be negative, got {value}")
+            raise UserError(f"{_flag(name)} must not be negative, got {value}")
 
 
 def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
@@ -90,18 +89,18 @@ def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
         sizes["context"] = args.context_parallel_size
     model = math.prod(sizes.values())
     if world_size % model:
-        raise UsageError(
+        raise UserError(
             f"the number of processes must be divisible by {' * '.join(sizes)} parallel size, got "
             f"{world_size} and {' * '.join(map(str, sizes.values()))}; "
             f"start a multiple of {model} (torchrun --nproc-per-node {model}) or change the sizes"
         )
     args.data_parallel_size = world_size // model
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
-        raise UsageError(
+        raise UserError(
             "--sequence-parallel needs --tensor-model-parallel-size of 2 or more, got 1; drop it or raise the size"
         )
     if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
-        raise UsageError(
+        raise UserError(
             "with --sequence-parallel the sequence length must be divisible by the tensor-parallel size, got "
             f"{args.seq_length} and {args.tensor_model_parallel_size}; change either"
         )
@@ -110,14 +109,14 @@ def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
 def _check_layers(args: argparse.Namespace) -> None:
     chunks = args.virtual_pipeline_model_parallel_size
     if chunks is not None and (chunks < 1 or args.pipeline_model_parallel_size == 1):
-        raise UsageError(
+        raise UserError(
             "--num-virtual-stages-per-pipeline-rank must be positive and needs 2 or more pipeline ranks, got "
             f"{chunks} and {args.pipeline_model_parallel_size}; drop it or raise --pipeline-model-parallel-size"
         )
     of_ends = (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage)
     given = [count for count in of_ends if count is not None]
     if given and (args.pipeline_model_parallel_size < 2 or min(given) < 1):
-        raise UsageError(
+        raise UserError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must be positive and need 2 or "
             f"more pipeline ranks, got {given}; drop them or change the pipeline"
         )
@@ -130,14 +129,11 @@ def _check_layers(args: argparse.Namespace) -> None:
     if even and layers >= ranks * each:
         return
     if not given and not counted and has_schedule(args):
-        try:
-            args.pipeline_model_parallel_layout = balanced_layout(args.placement, args.num_layers)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        args.pipeline_model_parallel_layout = balanced_layout(args.placement, args.num_layers)
         return
     stages = ranks * each
     what = f"{layers} layers{', embedding or loss counted,' if counted else ''}"
-    raise UsageError(
+    raise UserError(
         f"--num-layers must be divisible by the number of pipeline stages, got {what} for {stages} "
         f"stages{' beside the first or last rank' if given else ''}; use "
         f"{args.num_layers + (-layers % stages if stages else -layers)} layers, change the pipeline, or give "
@@ -148,24 +144,24 @@ def _check_layers(args: argparse.Namespace) -> None:
 def _check_widths(args: argparse.Namespace) -> None:
     heads, tensor_parallel = args.num_attention_heads, args.tensor_model_parallel_size
     if args.kv_channels is None and args.hidden_size % heads:
-        raise UsageError(
+        raise UserError(
             f"--hidden-size must be divisible by --num-attention-heads, got {args.hidden_size} and {heads}; "
             "change either or give --kv-channels"
         )
     if heads % tensor_parallel:
-        raise UsageError(
+        raise UserError(
             "--num-attention-heads must be divisible by --tensor-model-parallel-size, got "
             f"{heads} and {tensor_parallel}; change either"
         )
     if args.group_query_attention and (heads % args.num_query_groups or args.num_query_groups % tensor_parallel):
-        raise UsageError(
+        raise UserError(
             "--num-query-groups must divide the attention heads and be divisible by the tensor-parallel size, got "
             f"{args.num_query_groups} groups, {heads} heads, tensor-parallel size {tensor_parallel}; change the groups"
         )
     if args.max_position_embeddings is None:
         args.max_position_embeddings = args.seq_length
     if args.max_position_embeddings < args.seq_length:
-        raise UsageError(
+        raise UserError(
             "--max-position-embeddings must be at least --seq-length, got "
             f"{args.max_position_embeddings} and {args.seq_length}; raise the former"
         )
@@ -177,14 +173,11 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations have the last
     if has_schedule(args):
-        try:
-            check_schedule(args, args.zero_bubble, ranks, counts)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
+        check_schedule(args, args.zero_bubble, ranks, counts)
     elif chunks:
         for count in counts:
             if count % ranks:
-                raise UsageError(
+                raise UserError(
                     "Megatron's interleaved schedule needs a number of microbatches divisible by the pipeline ranks, "
                     f"got {count} and {ranks}; change --global-batch-size or --rampup-batch-size"
                 )
@@ -194,31 +187,31 @@ def _check_experts(args: argparse.Namespace, world_size: int) -> None:
     experts, expert_parallel = args.num_moe_experts, args.expert_model_parallel_size
     if experts is None:
         if expert_parallel > 1:
-            raise UsageError(
+            raise UserError(
                 f"--expert-model-parallel-size {expert_parallel} needs experts; give --num-experts or drop it"
             )
         return
     if experts % expert_parallel:
-        raise UsageError(
+        raise UserError(
             "--num-experts must be divisible by --expert-model-parallel-size, got "
             f"{experts} and {expert_parallel}; change either"
         )
     if args.moe_router_topk > experts:
-        raise UsageError(f"--moe-router-topk must be at most --num-experts, got {args.moe_router_topk} and {experts}")
+        raise UserError(f"--moe-router-topk must be at most --num-experts, got {args.moe_router_topk} and {experts}")
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     model = tensor * expert_parallel * args.pipeline_model_parallel_size
     if world_size % model:
-        raise UsageError(
+        raise UserError(
             "the number of processes must be divisible by expert-tensor * expert * pipeline parallel size, got "
             f"{world_size} and {tensor} * {expert_parallel} * {args.pipeline_model_parallel_size}; change the sizes"
         )
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        raise UsageError("experts with tensor parallelism need --sequence-parallel; add it")
+        raise UserError("experts with tensor parallelism need --sequence-parallel; add it")
 
 
 def _check_overlaps(args: argparse.Namespace) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
-        raise UsageError(
+        raise UserError(
             "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them or drop it"
         )
 
@@ -226,12 +219,12 @@ def _check_overlaps(args: argparse.Namespace) -> None:
 def _check_recompute(args: argparse.Namespace) -> None:
     needs_engine = sorted({"layernorm", "mla_up_proj", "moe_act"} & set(args.recompute_modules or ()))
     if needs_engine and (args.transformer_impl == "local" or find_spec("transformer_engine") is None):
-        raise UsageError(
+        raise UserError(
             f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine layers in megatron-core 0.16, got "
             "local ones; leave it out, or install TransformerEngine"
         )
     if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
-        raise UsageError(
+        raise UserError(
             "--recompute-modules mlp needs --disable-bias-linear: megatron-core 0.16 hands the bias out of the part it "
             "recomputes, and the backward of that never ends; add the flag"
         )
@@ -239,27 +232,27 @@ def _check_recompute(args: argparse.Namespace) -> None:
 
 def _check_precision(args: argparse.Namespace) -> None:
     if args.bf16 and args.fp16:
-        raise UsageError("--bf16 and --fp16 exclude each other; keep one")
+        raise UserError("--bf16 and --fp16 exclude each other; keep one")
     if args.fp16 and args.loss_scale is None:
         args.check_for_nan_in_loss_and_grad = False  # an overflow tells the loss scaler to go lower
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        raise UsageError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one")
+        raise UserError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one")
 
 
 def _check_learning_rate(args: argparse.Namespace) -> None:
     if args.min_lr > args.lr:
-        raise UsageError(f"--min-lr must be at most --lr, got {args.min_lr} and {args.lr}; change either")
+        raise UserError(f"--min-lr must be at most --lr, got {args.min_lr} and {args.lr}; change either")
     if args.lr_decay_iters is None:
         args.lr_decay_iters = args.train_iters
     if args.lr_warmup_fraction is not None:
         if args.lr_warmup_iters or not 0 <= args.lr_warmup_fraction < 1:
-            raise UsageError(
+            raise UserError(
                 "--lr-warmup-fraction lies in [0, 1) and replaces --lr-warmup-iters, got "
                 f"{args.lr_warmup_fraction} and {args.lr_warmup_iters}; keep one"
             )
         args.lr_warmup_iters = int(args.lr_warmup_fraction * args.lr_decay_iters)
     if args.lr_warmup_iters >= args.lr_decay_iters:
-        raise UsageError(
+        raise UserError(
             "the warm-up must be shorter than the decay, got "
             f"{args.lr_warmup_iters} and {args.lr_decay_iters} iterations; lower --lr-warmup-iters"
         )
@@ -267,9 +260,9 @@ def _check_learning_rate(args: argparse.Namespace) -> None:
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
     if args.tokenizer_type == "NullTokenizer" and (args.vocab_size is None or args.vocab_size < 1):
-        raise UsageError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids in the data")
+        raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids in the data")
     if args.tokenizer_type != "NullTokenizer" and args.vocab_size is not None:
-        raise UsageError(
+        raise UserError(
             f"--vocab-size belongs to data already tokenised, got {args.vocab_size} with {args.tokenizer_type}; "
             "add --tokenizer-type NullTokenizer or drop it"
         )
@@ -279,12 +272,12 @@ def _check_data(args: argparse.Namespace) -> None:
     per_split = (args.train_data_path, args.valid_data_path, args.test_data_path)
     sources = [bool(args.data_path), any(per_split), args.mock_data]
     if sum(sources) != 1:
-        raise UsageError(
+        raise UserError(
             "a run needs exactly one source of data: --data-path, or --train-data-path (with --valid-data-path, "
             f"--test-data-path), or --mock-data; got {sum(sources)} of them"
         )
     if any(per_split) and not args.train_data_path:
-        raise UsageError("--valid-data-path and --test-data-path need --train-data-path; add it or use --data-path")
+        raise UserError("--valid-data-path and --test-data-path need --train-data-path; add it or use --data-path")
     args.blend = parse_blend("--data-path", args.data_path) if args.data_path else None
     args.blend_per_split = tuple(
         parse_blend(flag, paths) if paths else None
@@ -299,7 +292,7 @@ def _check_data(args: argparse.Namespace) -> None:
     except ValueError:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
-        raise UsageError(
+        raise UserError(
             f"--split gives one to three shares with a positive first (train,valid,test), got {args.split!r}"
         )
     _check_splits(args)
@@ -307,23 +300,20 @@ def _check_data(args: argparse.Namespace) -> None:
 
 def _check_splits(args: argparse.Namespace) -> None:
     """Every split that is built has documents: megatron-core looks for more of none without end."""
-    try:
-        if args.blend is not None:
-            check_divided(args.blend.prefixes, args.blend.weights is not None, args.split, args.seq_length)
-        for name, blend in zip(NAMES, args.blend_per_split, strict=True):
-            if blend is not None:
-                check_whole(name, blend.prefixes, blend.weights is not None, args.seq_length)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    if args.blend is not None:
+        check_divided(args.blend.prefixes, args.blend.weights is not None, args.split, args.seq_length)
+    for name, blend in zip(NAMES, args.blend_per_split, strict=True):
+        if blend is not None:
+            check_whole(name, blend.prefixes, blend.weights is not None, args.seq_length)
 
 
 def _check_packages(args: argparse.Namespace) -> None:
     if args.save and find_spec("psutil") is None:
-        raise UsageError(
+        raise UserError(
             "--save needs the package psutil, without which megatron-core's writers hang; pip install psutil"
         )
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
-        raise UsageError(
+        raise UserError(
             "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "
             "use --transformer-impl local"
         )
@@ -331,56 +321,29 @@ def _check_packages(args: argparse.Namespace) -> None:
 
 def _check_checkpoint(args: argparse.Namespace) -> None:
     if args.load and args.optimizer == "sgd" and args.load_optim and not args.finetune:
-        raise UsageError(
+        raise UserError(
             "--load restores the state of --optimizer adam only (megatron-core 0.16 cannot describe sgd's before its "
             "first step); add --no-load-optim"
         )
     for flag, directory in (("--save", args.save), ("--load", args.load)):
         if directory and Path(directory).exists() and not Path(directory).is_dir():
-            raise UsageError(f"{flag} must name a directory, got {directory}, which is a file; give another path")
+            raise UserError(f"{flag} must name a directory, got {directory}, which is a file; give another path")
 
 
 def _check_schedule(args: argparse.Namespace, under_launcher: bool) -> None:
     chunks = args.virtual_pipeline_model_parallel_size
-    try:
-        check_flags(Job(args, under_launcher, args.pipeline_model_parallel_size > 1 and chunks is None))
-        check_costs_file(args)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    check_flags(Job(args, under_launcher, args.pipeline_model_parallel_size > 1 and chunks is None))
+    check_costs_file(args)
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():
-        raise UsageError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
+        raise UserError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
     if not has_schedule(args):
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks or 1))
         return
-    if not args.overlap_p2p_comm:
-        raise UsageError(
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
-            "whose messages always overlap its passes; drop one of the two"
-        )
-    _place_stages(args)
-
-
-def _place_stages(args: argparse.Namespace) -> None:
-    """Where the schedule has its stages; Megatron is told how many a rank holds."""
-    if args.pipeline_model_parallel_size < 2:
-        raise UsageError(
-            "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
-            f"{args.pipeline_model_parallel_size}; raise it or drop the schedule"
-        )
-    try:
-        args.zero_bubble = config_of(
-            args,
-            args.virtual_pipeline_model_parallel_size,
-            measure_memory=records(args),
-            peer_timeout_s=args.distributed_timeout_minutes * 60,
-        )
-        args.placement = args.zero_bubble.placement_on(args.pipeline_model_parallel_size)
-        check_placement(args.placement, args.pipeline_model_parallel_size)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    chunks = args.placement.num_stages // args.pipeline_model_parallel_size
-    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None
+    timeout_s = args.distributed_timeout_minutes * 60
+    args.zero_bubble, args.placement = place_stages(args, args, chunks, peer_timeout_s=timeout_s)
+    own_chunks = args.placement.num_stages // args.pipeline_model_parallel_size
+    args.virtual_pipeline_model_parallel_size = own_chunks if own_chunks > 1 else None
 
 
 _FLAGS = {"virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank"}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 
 # Flags of which one replaces the others: naming one on the command line drops its rivals from the file.
 RIVALS = (
@@ -25,18 +25,18 @@ def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
     a list becomes several values.
 
     Raises:
-        UsageError: the file is missing, is not YAML or is not a mapping of flags.
+        UserError: the file is missing, is not YAML or is not a mapping of flags.
     """
     explicit = {token[2:].partition("=")[0] for token in argv if token.startswith("--")}
     replaced = set().union(*(rivals for rivals in RIVALS if rivals & explicit))
     tokens: list[str] = []
     for name, value in _read(Path(file)).items():
         if not isinstance(name, str) or name.startswith("-") or "_" in name:
-            raise UsageError(
+            raise UserError(
                 f"a configuration file names flags without their dashes (num-layers), got {name!r} in {file}"
             )
         if name == "config":
-            raise UsageError(f"a configuration file cannot name another one; remove 'config' from {file}")
+            raise UserError(f"a configuration file cannot name another one; remove 'config' from {file}")
         if name in replaced:
             continue
         tokens += _flag(name, value)
@@ -58,12 +58,12 @@ def _read(path: Path) -> dict[Any, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(
+        raise UserError(
             f"the configuration file cannot be read: {path} ({error.strerror}); give an existing file, such as "
             "configs/gpt_tiny.yaml"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"the configuration file must be YAML: {path} ({' '.join(str(error).split())})") from None
+        raise UserError(f"the configuration file must be YAML: {path} ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
-        raise UsageError(f"the configuration file must map flags to values (num-layers: 4), got none in {path}")
+        raise UserError(f"the configuration file must map flags to values (num-layers: 4), got none in {path}")
     return content

@@ -12,8 +12,8 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.training.errors import UsageError
 from megatron.zero_bubble.training.process import Launch
 
 
@@ -21,14 +21,14 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
     """Raise unless ``backend`` can move this platform's tensors between these processes.
 
     Raises:
-        UsageError: NCCL without a GPU for every process of this machine.
+        UserError: NCCL without a GPU for every process of this machine.
     """
     if backend != "nccl":
         return
     if platform.name != "cuda":
-        raise UsageError("--distributed-backend nccl moves GPU memory only, got the cpu device; use gloo or drop it")
+        raise UserError("--distributed-backend nccl moves GPU memory only, got the cpu device; use gloo or drop it")
     if launch.local_world_size > platform.device_count():
-        raise UsageError(
+        raise UserError(
             "nccl needs a GPU for every process of a machine, got "
             f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer, or let them share "
             "GPUs with --distributed-backend gloo"
@@ -94,11 +94,11 @@ def agree(problem: str | None) -> None:
     """Raise the same error on every rank when any of them has a ``problem``; a collective call.
 
     Raises:
-        UsageError: with the text of the lowest rank that has one.
+        UserError: with the text of the lowest rank that has one.
     """
     for text in gather(problem):
         if text is not None:
-            raise UsageError(text)
+            raise UserError(text)
 
 
 def describe_rank() -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron.zero_bubble.runtime.transport import PeerError, lost_connection
+from megatron.zero_bubble.errors import PeerError
+from megatron.zero_bubble.runtime.transport import lost_connection
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.placement import believed_rank, believing, copy_tied_embedding, groups_believing
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 
 # Megatron's rule for when gradients of one bucket are large enough to be worth reducing while others are computed.
 _SMALLEST_BUCKET = 40_000_000
@@ -36,7 +36,7 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
     """The flags as megatron-core's configuration: by field name, and the rest below.
 
     Raises:
-        UsageError: with megatron-core's own words, for what it refuses.
+        UserError: with megatron-core's own words, for what it refuses.
     """
     dtype = params_dtype(args)
     engine = uses_transformer_engine(args, device)
@@ -65,7 +65,7 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
     if args.num_moe_experts:
         fields["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or fields["ffn_hidden_size"]
         if args.add_bias_linear and not engine:
-            raise UsageError(
+            raise UserError(
                 "experts of --transformer-impl local need --disable-bias-linear: megatron-core 0.16 adds their bias in "
                 "place, which autograd refuses; add the flag"
             )
@@ -78,9 +78,9 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
     try:
         config = TransformerConfig(**fields)
     except (ValueError, AssertionError, IndexError) as error:  # IndexError: a layout without a layer
-        raise UsageError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
+        raise UserError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
     if config.virtual_pipeline_model_parallel_size != args.virtual_pipeline_model_parallel_size:
-        raise UsageError(
+        raise UserError(
             f"--pipeline-model-parallel-layout has {config.virtual_pipeline_model_parallel_size} stages a rank, got "
             f"--num-virtual-stages-per-pipeline-rank {args.virtual_pipeline_model_parallel_size}; make them equal"
         )

@@ -9,11 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
-from megatron.zero_bubble.training.errors import UsageError
 from megatron.zero_bubble.training.process import Launch
 from megatron.zero_bubble.training.quiet import quiet
 
@@ -37,9 +36,9 @@ def main(argv: Sequence[str]) -> int:
         args = parse(argv)
         check(args, launch.world_size)
         return _run(args, launch)
-    except (UsageError, JobError) as error:
+    except UserError as error:
         # One rank a machine: a file, a package or a device may be missing on one of them only.
-        if launch.local_rank == 0 or not getattr(error, "everywhere", True):
+        if launch.local_rank == 0 or not error.everywhere:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
 
@@ -75,15 +74,12 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
         joined: called when this rank has joined the others.
 
     Raises:
-        UsageError: what could not be known before.
+        UserError: what could not be known before.
     """
     from megatron.zero_bubble.platforms import select
     from megatron.zero_bubble.training.distributed import check_backend, describe_rank, initialize
 
-    try:
-        platform = select(args.zero_bubble_device)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    platform = select(args.zero_bubble_device)
     backend = args.distributed_backend or platform.backend
     check_backend(backend, platform, launch)
     device = platform.setup(launch.local_rank)

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 
 _BAR = 24
 
@@ -167,4 +167,4 @@ def _open(path: Path) -> TextIO:
         return path.open("a", encoding="utf-8")
     except OSError as error:
         problem = f"--metrics-file needs a file that can be written, got {path} ({error.strerror}); give another"
-        raise UsageError(problem, everywhere=False) from None
+        raise UserError(problem, everywhere=False) from None

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, NamedTuple
 
+from megatron.zero_bubble.errors import PatchError, SeamError, UserError
+
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.optimizer import MegatronOptimizer
@@ -33,9 +35,8 @@ def apply_schedule(
         meter: told of every pass likewise.
 
     Raises:
-        UsageError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
+        UserError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
-    from megatron.zero_bubble.errors import PatchError, SeamError
     from megatron.zero_bubble.runtime.executor import together
     from megatron.zero_bubble.training.distributed import agree
 
@@ -51,7 +52,7 @@ def apply_schedule(
         from megatron.zero_bubble.patching import apply
 
         pipeline = apply(args.zero_bubble, meter, recorder=recorder)
-    except (ValueError, PatchError, SeamError) as error:
+    except (UserError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)
     name = args.zero_bubble_schedule or args.zero_bubble_schedule_file

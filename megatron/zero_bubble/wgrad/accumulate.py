@@ -15,7 +15,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.wgrad.linear import Product
 
 
@@ -35,7 +35,7 @@ class GradAccumulator:
         """Learn the hooks and the embeddings of the model chunks; cheap when they are known already.
 
         Raises:
-            JobError: a wrapper with gradient hooks that only autograd can call.
+            UserError: a wrapper with gradient hooks that only autograd can call.
         """
         for chunk in chunks:
             if chunk in self._seen:
@@ -46,7 +46,7 @@ class GradAccumulator:
                 for parameter in chunk.param_to_bucket_group:
                     self._hooks[parameter] = chunk._make_backward_post_hook(parameter)
             elif hasattr(chunk, "no_sync"):
-                raise JobError(
+                raise UserError(
                     "a model chunk must be plain or wrapped in megatron-core's DistributedDataParallel, because "
                     f"deferred weight gradients must reach its hooks; got {type(chunk).__module__}."
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"

@@ -123,7 +123,7 @@ class WgradStore:
         """These model chunks run the iteration that comes.
 
         Raises:
-            JobError: a source cannot serve them.
+            UserError: a source cannot serve them.
         """
         for source in self._sources:
             source.watch(chunks)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.job.config import JobError
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.wgrad.store import WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
@@ -144,16 +144,16 @@ class _DelayedModule:
         """Its backward is about to put ``operands`` into its queue.
 
         Raises:
-            JobError: data parallelism does not know this module, or the first microbatch would overwrite others.
+            UserError: data parallelism does not know this module, or the first microbatch would overwrite others.
         """
         if not self._alive.wgrad_accumulation_and_reduce_hooks:
-            raise JobError(
+            raise UserError(
                 "TransformerEngine's delayed weight gradients are taken by hooks that megatron-core's "
                 f"DistributedDataParallel registers, but {type(self._alive).__name__} has none; wrap the model in it, "
                 "after zero-bubble training was applied"
             )
         if self.is_fused and microbatch == 0 and self._latest > 0:
-            raise JobError(
+            raise UserError(
                 "TransformerEngine overwrites main_grad with the gradients of microbatch 0, so its backward must come "
                 f"first; the schedule runs that of microbatch {self._latest} before it; sort the backwards"
             )
@@ -165,7 +165,7 @@ class _DelayedModule:
         """Keep with the last uses what autograd accumulated since the last backward.
 
         Raises:
-            JobError: a weight has a gradient that did not come through the queue.
+            UserError: a weight has a gradient that did not come through the queue.
         """
         uses, self._unsettled = self._unsettled, []
         for weight in self.weights:
@@ -173,7 +173,7 @@ class _DelayedModule:
                 continue
             known = getattr(weight, "grad_added_to_main_grad", False) or (uses and uses[-1].has_results)
             if not (uses and known):
-                raise JobError(
+                raise UserError(
                     f"a weight of {type(self._alive).__name__} got a gradient beside TransformerEngine's own, which "
                     "the delayed one would overwrite; use the weight in its module only (without TransformerEngine's "
                     "op fuser), or train with --transformer-impl local"
@@ -183,7 +183,7 @@ class _DelayedModule:
             if bias.grad is None:
                 continue
             if not uses:
-                raise JobError(
+                raise UserError(
                     f"a bias of {type(self._alive).__name__} got a gradient and its weight none, so that no W takes it "
                     "along; freeze it with its weight before the model is wrapped in DistributedDataParallel"
                 )
@@ -271,7 +271,7 @@ class TransformerEngineSplit:
                 original(ddp, config, ddp_config, module, *args, **named)
                 return
             if not hasattr(ddp_config, "delay_wgrad_compute"):
-                raise JobError(
+                raise UserError(
                     "zero-bubble schedules need a megatron-core whose DistributedDataParallel can delay its hooks "
                     "(delay_wgrad_compute, 0.14 or newer) for TransformerEngine layers; install one, or train with "
                     "--transformer-impl local"
@@ -292,7 +292,7 @@ class TransformerEngineSplit:
         """See ``wgrad_store.Source``.
 
         Raises:
-            JobError: a module was built before the split was in force.
+            UserError: a module was built before the split was in force.
         """
         for chunk in chunks:
             if chunk in self._watched:
@@ -300,7 +300,7 @@ class TransformerEngineSplit:
             self._watched.add(chunk)
             for module in chunk.modules():
                 if module not in self._built and (own := _own_class(module)) is not None and own.__name__ in SPLIT:
-                    raise JobError(
+                    raise UserError(
                         f"zero-bubble training must be applied before the model is built, because {own.__name__} of "
                         "TransformerEngine is told in its constructor to leave its weight gradient to W; this one was "
                         "built before"
@@ -353,17 +353,17 @@ class _Closed:
 
 
 def _check_overlaps(value_of: Callable[[str, bool], Any]) -> None:
-    """Raises JobError where one of ``_OVERLAPS`` is on."""
+    """Raises UserError where one of ``_OVERLAPS`` is on."""
     for name, option in _OVERLAPS.items():
         if value_of(name, False):
-            raise JobError(
+            raise UserError(
                 "TransformerEngine's weight gradients can wait for W only where their operands are not in the buffers "
                 f"of --tp-comm-overlap; got {option}=True; set it to False (--disable-{option.replace('_', '-')})"
             )
 
 
-def _homeless() -> JobError:
-    return JobError(
+def _homeless() -> UserError:
+    return UserError(
         "a TransformerEngine module that was built for a zero-bubble schedule ran a backward outside of one, where no "
         "W would compute its weight gradient; build the model anew after revert(), and on more than one pipeline stage"
     )

@@ -97,8 +97,8 @@ def test_ranks_between_the_ends_read_nothing_and_know_what_there_is(ranks: RankP
 def read_a_large_id(_rank: int) -> tuple[str, bool]:
     from megatron.core import parallel_state
 
+    from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.training.data.batches import microbatches
-    from megatron.zero_bubble.training.errors import UsageError
 
     parallel_state.initialize_model_parallel()
     samples = [{"tokens": torch.tensor([1, 2]), "labels": torch.tensor([2, 300])} for _ in range(2)]
@@ -106,7 +106,7 @@ def read_a_large_id(_rank: int) -> tuple[str, bool]:
     [batches] = microbatches(samples, args, 0, vocab_size=300, num_chunks=1)  # type: ignore[arg-type]
     try:
         next(batches)
-    except UsageError as error:
+    except UserError as error:
         return str(error), error.everywhere
     return "", True
 

@@ -1,7 +1,7 @@
 import pytest
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.data.blends import Blend, parse_blend
-from megatron.zero_bubble.training.errors import UsageError
 
 
 @pytest.mark.parametrize(
@@ -19,10 +19,10 @@ def test_what_megatron_accepts(words: str, blend: Blend) -> None:
 
 @pytest.mark.parametrize("words", ["0.3 a b", "a 0.3", "0.3 a 0.7", "0.3 0.7 a", "0.3", "a 0.3 b 0.7"])
 def test_weights_and_prefixes_must_alternate(words: str) -> None:
-    with pytest.raises(UsageError, match=f"--data-path takes prefixes, or a weight before every prefix, got {words}"):
+    with pytest.raises(UserError, match=f"--data-path takes prefixes, or a weight before every prefix, got {words}"):
         parse_blend("--data-path", words.split())
 
 
 def test_weights_must_be_positive() -> None:
-    with pytest.raises(UsageError, match=r"got 0\.0; leave that data set out"):
+    with pytest.raises(UserError, match=r"got 0\.0; leave that data set out"):
         parse_blend("--data-path", ["0", "a", "1", "b"])

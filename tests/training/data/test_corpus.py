@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.data import corpus
 from megatron.zero_bubble.training.data.corpus import read_documents, split_of, standard_library_files, write_documents
 from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
-from megatron.zero_bubble.training.errors import UsageError
 
 
 def documents_of(prefix: str) -> list[bytes]:
@@ -34,16 +34,16 @@ class TestWriteDocuments:
     def test_nothing_appears_when_it_fails(self, tmp_path: Path) -> None:
         def broken() -> object:
             yield b"some text"
-            raise UsageError("line 2 is broken")
+            raise UserError("line 2 is broken")
 
-        with pytest.raises(UsageError):
+        with pytest.raises(UserError):
             write_documents(str(tmp_path / "text"), broken())  # type: ignore[arg-type]
         assert list(tmp_path.iterdir()) == []
 
     def test_what_was_there_stays_when_it_fails(self, tmp_path: Path) -> None:
         prefix = str(tmp_path / "text")
         write_documents(prefix, [b"old"])
-        with pytest.raises(UsageError, match="would hold no text"):
+        with pytest.raises(UserError, match="would hold no text"):
             write_documents(prefix, [b"", b""])
         assert documents_of(prefix) == [b"old"]
 
@@ -73,13 +73,13 @@ class TestReadDocuments:
         ],
     )
     def test_a_bad_line_is_told_by_its_number(self, tmp_path: Path, second_line: bytes, words: str) -> None:
-        with pytest.raises(UsageError) as caught:
+        with pytest.raises(UserError) as caught:
             self.read(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + second_line + b"\n")
         assert "a.jsonl, line 2: " in str(caught.value)
         assert words in str(caught.value)
 
     def test_a_missing_file(self, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="must be a readable file"):
+        with pytest.raises(UserError, match="must be a readable file"):
             list(read_documents([tmp_path / "absent.txt"]))
 
 

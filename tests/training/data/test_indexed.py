@@ -7,8 +7,8 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.data.indexed import check_indexed
-from megatron.zero_bubble.training.errors import UsageError
 
 
 def write(folder: Path, dtype: type = numpy.uint16) -> str:
@@ -48,7 +48,7 @@ def test_damage_is_told(tmp_path: Path, part: str, damage: Callable[[bytes], byt
     prefix = write(tmp_path)
     path = Path(f"{prefix}.{part}")
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UserError) as caught:
         check_indexed(prefix)
     assert words in str(caught.value)
     assert str(path) in str(caught.value)
@@ -58,5 +58,5 @@ def test_damage_is_told(tmp_path: Path, part: str, damage: Callable[[bytes], byt
 def test_a_missing_half_is_told(tmp_path: Path, part: str) -> None:
     prefix = write(tmp_path)
     Path(f"{prefix}.{part}").unlink()
-    with pytest.raises(UsageError, match=rf"needs the file .*data\.{part}, which does not exist"):
+    with pytest.raises(UserError, match=rf"needs the file .*data\.{part}, which does not exist"):
         check_indexed(prefix)

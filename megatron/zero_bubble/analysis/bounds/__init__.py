@@ -17,6 +17,7 @@ from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.bounds.windows import by_area, by_fill, by_head_chain, by_waits
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 __all__ = ["Bound", "least_memory", "lower_bound"]
@@ -71,7 +72,7 @@ def lower_bound(
     ``effort`` passes in sum, from as many ranks as that allows: the answer does not depend on the machine's speed.
 
     Raises:
-        ValueError: when the limit admits no schedule, naming the least that does, or when figures are for another
+        UserError: when the limit admits no schedule, naming the least that does, or when figures are for another
             number of stages.
     """
     limit = _limits(memory_limit, placement.num_ranks)
@@ -124,22 +125,22 @@ def _limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[floa
         return (math.inf,) * num_ranks
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * num_ranks
     if len(limits) != num_ranks:
-        raise ValueError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
+        raise UserError(f"a memory limit must be one figure, or one for each of the {num_ranks} ranks; got {limits}")
     return limits
 
 
 def _check(costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limits: Sequence[float]) -> None:
     for what, figures in (("costs", costs), ("memory", memory)):
         if figures.num_stages != placement.num_stages:
-            raise ValueError(
+            raise UserError(
                 f"{what} must have one figure a stage; the placement has {placement.num_stages} stages and "
                 f"{what} {figures.num_stages}; build both from the same placement"
             )
     if m < 1:
-        raise ValueError(f"num_microbatches must be 1 or more; got {m}")
+        raise UserError(f"num_microbatches must be 1 or more; got {m}")
     for rank, (least, limit) in enumerate(zip(least_memory(memory, placement, fused=True), limits, strict=True)):
         if limit < least * (1 - 1e-9):
-            raise ValueError(
+            raise UserError(
                 f"the memory limit must leave room for one microbatch, {least:.6g} on rank {rank}; got {limit:.6g}; "
                 "raise the limit or split the model over more ranks"
             )

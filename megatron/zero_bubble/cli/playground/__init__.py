@@ -13,6 +13,7 @@ import threading
 import webbrowser
 
 from megatron.zero_bubble.cli.playground.server import Server
+from megatron.zero_bubble.errors import UserError
 
 
 def add_playground(verb: argparse.ArgumentParser) -> None:
@@ -26,7 +27,7 @@ def playground(options: argparse.Namespace) -> str:
     """Serve the page until Ctrl-C.
 
     Raises:
-        ValueError: when the port cannot be had.
+        UserError: when the port cannot be had.
     """
     with _bind(options.port) as server:
         print(f"The playground is at {server.address} for this machine only; Ctrl-C ends it.", flush=True)
@@ -42,9 +43,9 @@ def playground(options: argparse.Namespace) -> str:
 
 def _bind(port: int) -> Server:
     if not 0 <= port < 2**16:
-        raise ValueError(f"--port must be within 0..65535, 0 for a free one; got {port}")
+        raise UserError(f"--port must be within 0..65535, 0 for a free one; got {port}")
     try:
         return Server(port)
     except OSError as error:
         why = "it is taken" if error.errno == errno.EADDRINUSE else str(error.strerror)
-        raise ValueError(f"cannot listen on port {port}: {why}; choose another, or leave --port out") from error
+        raise UserError(f"cannot listen on port {port}: {why}; choose another, or leave --port out") from error

@@ -15,6 +15,7 @@ from urllib.parse import parse_qsl
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.plan import AUTO, add_plan, make_plan, searches
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
@@ -47,14 +48,14 @@ class _Parser(argparse.ArgumentParser):
     """The command's own, for many questions: what is wrong is raised, not printed at exit."""
 
     def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
+        raise UserError(message)
 
 
 def read_question(query: str) -> Question:
     """The question in a query string.
 
     Raises:
-        ValueError: for what ``zero-bubble plan`` would refuse to read, in its words; for a flag that is not offered
+        UserError: for what ``zero-bubble plan`` would refuse to read, in its words; for a flag that is not offered
             here, or a size that is too large.
     """
     parser = _Parser(prog="zero-bubble plan", allow_abbrev=False)
@@ -64,7 +65,7 @@ def read_question(query: str) -> Question:
     arguments = []
     for flag, value in given.items():
         if flag not in _FLAGS:
-            raise ValueError(f"the playground asks with {', '.join(_FLAGS)}; got {flag!r}; leave it out")
+            raise UserError(f"the playground asks with {', '.join(_FLAGS)}; got {flag!r}; leave it out")
         bare = flag in _WITHOUT_VALUE and not value
         arguments.append(f"--{flag}" if bare else f"--{flag}={value}")
         words += [f"--{flag}"] if bare else [f"--{flag}", value]
@@ -80,7 +81,7 @@ def answer(question: Question) -> dict[str, Any]:
     the ms at which its result has arrived. ``limit`` says whether the memory limit is kept; None without one.
 
     Raises:
-        ValueError: what ``zero-bubble plan`` prints on stderr.
+        UserError: what ``zero-bubble plan`` prints on stderr.
     """
     made = make_plan(question.options)
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
@@ -116,7 +117,7 @@ def _check_size(options: argparse.Namespace) -> None:
         sizes.append(("ranks times microbatches", options.num_ranks * options.num_microbatches, MOST_CELLS))
     for what, size, most in sizes:
         if size is not None and size > most:
-            raise ValueError(f"the playground has at most {most:g} {what}; got {size:g}; zero-bubble plan takes more")
+            raise UserError(f"the playground has at most {most:g} {what}; got {size:g}; zero-bubble plan takes more")
 
 
 def _arrivals(timeline: Timeline, costs: PassCosts) -> list[list[list[tuple[str, float]]]]:

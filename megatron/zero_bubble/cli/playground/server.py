@@ -21,6 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.figures import beyond_floats
 
 _HOME = "127.0.0.1"
@@ -78,7 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._serve(urlsplit(self.path))
-            except ValueError as error:
+            except UserError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             except OverflowError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, beyond_floats(error))

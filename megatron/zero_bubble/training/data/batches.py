@@ -16,9 +16,9 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from torch.utils.data import DataLoader, Dataset
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.data.tokenizer import Tokenizer
 from megatron.zero_bubble.training.distributed import agree, gather
-from megatron.zero_bubble.training.errors import UsageError
 
 Batch = dict[str, torch.Tensor]
 
@@ -38,7 +38,7 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     """The three data sets, as large as the run needs; a collective call.
 
     Raises:
-        UsageError: on every rank, when any rank cannot build its data sets.
+        UserError: on every rank, when any rank cannot build its data sets.
     """
     evaluation = args.eval_iters * args.global_batch_size
     sizes = [args.batch_sizes.samples_after(args.train_iters), evaluation, evaluation]
@@ -55,7 +55,7 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     found = gather([split is not None and len(split) > 0 for split in (train, valid, test)])
     present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]
     if not present[0]:
-        raise UsageError(f"no training data is left by --split {args.split}; give the first share more")
+        raise UserError(f"no training data is left by --split {args.split}; give the first share more")
     return Splits(train, valid, test, has_valid=present[1], has_test=present[2])
 
 
@@ -63,7 +63,7 @@ def check_length(args: argparse.Namespace, splits: Splits, iteration: int, consu
     """Whether the training data last until ``--train-iters``; a collective call.
 
     Raises:
-        UsageError: on every rank: a resumed run has consumed more than its own batch sizes would have.
+        UserError: on every rank: a resumed run has consumed more than its own batch sizes would have.
     """
     needed = args.batch_sizes.samples_after(args.train_iters - iteration, consumed_samples)
     there = needed if splits.train is None else len(splits.train)  # type: ignore[arg-type]  # GPTDataset has a length
@@ -117,7 +117,7 @@ def _read(batches: DataLoader, vocab_size: int) -> Iterator[Batch]:
         ids = torch.stack((batch["tokens"], batch["labels"]))
         smallest, largest = int(ids.min()), int(ids.max())
         if smallest < 0 or largest >= vocab_size:
-            raise UsageError(
+            raise UserError(
                 f"token ids must lie in 0..{vocab_size - 1}, the vocabulary, got {smallest}..{largest}; choose the "
                 "tokenizer the data was made with (--tokenizer-type NullTokenizer --vocab-size N)",
                 everywhere=False,

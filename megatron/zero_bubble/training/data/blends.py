@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.zero_bubble.training.errors import UsageError
+from megatron.zero_bubble.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -29,16 +29,16 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
     """Read the values of ``flag``: ``P``, ``P Q ...`` or ``0.3 P 0.7 Q ...``.
 
     Raises:
-        UsageError: weights and prefixes do not alternate, or a weight is not positive.
+        UserError: weights and prefixes do not alternate, or a weight is not positive.
     """
     numbers = [_number(value) for value in values]
     if all(number is None for number in numbers):
         return Blend(tuple(values), None)
     weights = [number for number in numbers[0::2] if number is not None]
     if len(values) % 2 or len(weights) * 2 != len(values) or any(number is not None for number in numbers[1::2]):
-        raise UsageError(f"{flag} takes prefixes, or a weight before every prefix, got {' '.join(values)}")
+        raise UserError(f"{flag} takes prefixes, or a weight before every prefix, got {' '.join(values)}")
     if min(weights) <= 0:
-        raise UsageError(f"{flag} takes positive weights, got {min(weights)}; leave that data set out instead")
+        raise UserError(f"{flag} takes positive weights, got {min(weights)}; leave that data set out instead")
     return Blend(tuple(values[1::2]), tuple(weights))
 
 

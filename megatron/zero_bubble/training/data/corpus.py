@@ -17,9 +17,9 @@ import numpy
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
-from megatron.zero_bubble.training.errors import UsageError
 
 SPLITS = ("train", "valid", "test")
 # Of the standard library: other people's packages, and tests, which many installations leave out.
@@ -63,7 +63,7 @@ def read_documents(paths: Iterable[Path], json_key: str = "text") -> Iterator[by
     """The documents of ``.jsonl`` files (one a line, under ``json_key``) and of text files (one a file).
 
     Raises:
-        UsageError: a file cannot be read, or a line is not a JSON object with text under ``json_key``.
+        UserError: a file cannot be read, or a line is not a JSON object with text under ``json_key``.
     """
     for path in paths:
         try:
@@ -72,7 +72,7 @@ def read_documents(paths: Iterable[Path], json_key: str = "text") -> Iterator[by
             else:
                 yield path.read_bytes()
         except OSError as error:
-            raise UsageError(
+            raise UserError(
                 f"the input must be a readable file, got {path} ({error.strerror}); check the path"
             ) from None
 
@@ -85,10 +85,10 @@ def _read_json_lines(path: Path, key: str) -> Iterator[bytes]:
             try:
                 document = json.loads(line)
             except ValueError as error:  # also UnicodeDecodeError
-                raise UsageError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+                raise UserError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
             if not isinstance(document, dict) or not isinstance(document.get(key), str):
                 found = sorted(document) if isinstance(document, dict) else type(document).__name__
-                raise UsageError(
+                raise UserError(
                     f"{path}, line {number}: a line must be an object with text under {key!r}, got {found}; mend the "
                     "line or name the key with --json-key"
                 )
@@ -102,7 +102,7 @@ def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
         the number of tokens, document ends included.
 
     Raises:
-        UsageError: there is no document with a byte in it.
+        UserError: there is no document with a byte in it.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     unfinished = f"{prefix}.writing-{os.getpid()}"
@@ -118,9 +118,7 @@ def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
             tokens += len(ids)
         builder.finalize(f"{unfinished}.idx")
         if not tokens:
-            raise UsageError(
-                f"{prefix} would hold no text: every input document is empty; give files with text in them"
-            )
+            raise UserError(f"{prefix} would hold no text: every input document is empty; give files with text in them")
         for part in ("bin", "idx"):
             Path(f"{unfinished}.{part}").replace(f"{prefix}.{part}")
     finally:
@@ -133,6 +131,6 @@ def is_whole(prefix: str) -> bool:
     """Whether a complete data set is there already."""
     try:
         check_indexed(prefix)
-    except UsageError:
+    except UserError:
         return False
     return True

@@ -10,8 +10,8 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.document_splits import HEADER, MAGIC
-from megatron.zero_bubble.training.errors import UsageError
 
 _ITEM_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 8, 7: 4, 8: 2}
 _REMEDY = "write it again with scripts/prepare_data.py"
@@ -21,19 +21,19 @@ def check_indexed(prefix: str) -> None:
     """Raise unless both files of ``prefix`` are there and fit each other.
 
     Raises:
-        UsageError: a file is missing, is not of the format, or its length is not what the index says.
+        UserError: a file is missing, is not of the format, or its length is not what the index says.
     """
     bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
     for path in (bin_path, idx_path):
         if not path.is_file():
-            raise UsageError(
+            raise UserError(
                 f"the data set {prefix} needs the file {path}, which does not exist; make it with "
                 "scripts/prepare_data.py or correct the path (given without .bin)"
             )
     expected = _expected_bin_bytes(idx_path)
     actual = bin_path.stat().st_size
     if actual != expected:
-        raise UsageError(
+        raise UserError(
             f"{bin_path} must hold {expected} bytes by its index, got {actual}: it is cut off or not its own; {_REMEDY}"
         )
 
@@ -43,17 +43,17 @@ def _expected_bin_bytes(idx_path: Path) -> int:
     with idx_path.open("rb") as file:
         head = file.read(len(MAGIC) + HEADER.size)
         if not head.startswith(MAGIC) or len(head) < len(MAGIC) + HEADER.size:
-            raise UsageError(
+            raise UserError(
                 f"{idx_path} is not an index of Megatron's indexed format (it must start with MMIDIDX); {_REMEDY}"
             )
         version, code, sequences, bounds = HEADER.unpack_from(head, len(MAGIC))
         if version != 1 or code not in _ITEM_BYTES:
-            raise UsageError(
+            raise UserError(
                 f"{idx_path} must have version 1 and a known dtype, got version {version}, dtype code {code}; {_REMEDY}"
             )
         needed = len(head) + sequences * 12 + bounds * 8
         if size < needed or sequences == 0:
-            raise UsageError(
+            raise UserError(
                 f"{idx_path} must hold a sequence or more, and {needed} bytes for its {sequences}, got {size} bytes; "
                 f"{_REMEDY}"
             )
