@@ -1,7 +1,7 @@
 """Pipeline-parallel Megatron training without bubbles.
 
 The names below are the pure part: schedules as values, what they cost, and whether they are valid. None of it imports
-torch; what trains lives in ``runtime``, ``patching`` and ``training``. ``apply``, ``report`` and ``revert`` come from
+torch; what trains lives in ``runtime`` and above. ``apply``, ``report`` and ``revert`` come from
 ``patching`` at their first use:
 
     import megatron.zero_bubble

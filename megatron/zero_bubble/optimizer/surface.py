@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -79,20 +80,20 @@ class GroupOptions(MutableMapping[str, Any]):
             self._check()
 
 
-class OptimizerSurface:
+class OptimizerSurface(ABC):
     """Forwards to an optimizer what is safe; see the lists above."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
 
     @property
+    @abstractmethod
     def is_pending(self) -> bool:
         """Whether the last step is not final."""
-        raise NotImplementedError
 
+    @abstractmethod
     def settle(self) -> None:
         """Make the last step final; all ranks call it."""
-        raise NotImplementedError
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._optimizer, name)
