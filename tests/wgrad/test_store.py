@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 
 @dataclass
@@ -28,8 +28,9 @@ class Use:
     def prefetch(self) -> None:
         self.log.append(f"fetch {self.name}")
 
-    def run(self) -> None:
+    def run(self) -> tuple[Product, ...]:
         self.log.append(f"run {self.name}")
+        return (Product(self.weight, None, self.name, None),)  # type: ignore[arg-type]
 
     def tensors(self) -> Iterator[torch.Tensor]:
         return iter(())
@@ -37,25 +38,16 @@ class Use:
 
 @dataclass
 class Log:
-    """An accumulator that notes when it is told to."""
+    """An accumulator that notes what it is given: the uses, the products of one with a plus between them."""
 
     lines: list[str]
 
-    def hold(self, more: bool) -> None:
-        if more:
-            self.lines.append("hold")
-
-    def flush(self, ready: bool) -> None:
-        self.lines.append("flush ready" if ready else "flush")
+    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
+        names = " ".join("+".join(str(product.x) for product in use) for use in uses)
+        self.lines.append(f"add {names}{' ready' if ready else ''}")
 
     def join(self) -> None:
         self.lines.append("join")
-
-    def clear(self) -> None:
-        self.lines.append("clear")
-
-    def __len__(self) -> int:
-        return 0
 
 
 WEIGHTS = {name: torch.nn.Parameter(torch.zeros(1)) for name in "abc"}
@@ -75,7 +67,7 @@ def test_each_is_fetched_while_the_one_before_it_runs() -> None:
     log: list[str] = []
     store, (work,) = filled(["abc"], log)
     store.run(work)
-    assert log == ["fetch 0a", "fetch 0b", "run 0a", "fetch 0c", "run 0b", "run 0c", "flush"] and not len(store)
+    assert log == ["fetch 0a", "fetch 0b", "run 0a", "fetch 0c", "run 0b", "run 0c", "add 0a 0b 0c"] and not len(store)
 
 
 def test_grouped_by_weight_in_the_order_of_the_last() -> None:
@@ -102,17 +94,16 @@ def test_gathered_inputs_do_not_pile_up() -> None:
             store.put(Use(WEIGHTS[name], name, log, gathers))
     store.run(Pass(0, Kind.W, 0))
     ran = [line for line in log if not line.startswith("fetch")]
-    assert ran == ["hold", "run a", "flush", "run b", "run c", "flush", "run a", "flush"]
+    assert ran == ["run a", "run b", "run c", "add b c", "run a", "add a+a"]
 
 
-def test_the_last_use_of_a_weight_in_a_microbatch_is_told_apart() -> None:
+def test_the_uses_of_a_weight_in_a_microbatch_are_handed_over_together() -> None:
     log: list[str] = []
     store, works = filled(["aba", "aba"], log)
     store.group(works)
     for work in works:
         store.run(work)
-    ran = [line for line in log if line.startswith(("run", "hold"))]
-    assert ran == ["hold", "run 0a", "run 0a", "hold", "run 1a", "run 1a", "run 0b", "run 1b"]
+    assert [line for line in log if line.startswith("add")] == ["add 0a+0a 1a+1a", "add 0b 1b"]
 
 
 @given(microbatches=st.lists(st.text("abc", max_size=5), min_size=1, max_size=5))
@@ -146,8 +137,8 @@ def test_the_late_are_done_together_and_the_others_one_by_one() -> None:
     for work in works:
         store.run(work, lambda origin: origin.microbatch != 2, late)
     assert [line for line in log if not line.startswith("fetch")] == [
-        *("late", "run 0a", "run 1a", "flush", "in time", "run 2a", "flush ready"),
-        *("late", "run 0b", "flush", "in time", "late", "run 1b", "flush", "in time", "run 2b", "flush ready"),
+        *("late", "run 0a", "run 1a", "add 0a 1a", "in time", "run 2a", "add 2a ready"),
+        *("late", "run 0b", "add 0b", "in time", "late", "run 1b", "add 1b", "in time", "run 2b", "add 2b ready"),
     ]
 
 

@@ -7,6 +7,7 @@ A deferred gradient calls that same hook, from its W: same arithmetic, same book
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.wgrad.linear import Product
+from megatron.zero_bubble.wgrad.store import Product
 
 
 class GradAccumulator:
@@ -28,8 +29,6 @@ class GradAccumulator:
         self._hooks: dict[torch.nn.Parameter, Callable[[], None] | None] = {}
         self._embeddings: set[torch.nn.Parameter] = set()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._holding = False
-        self._sums: dict[torch.nn.Parameter, torch.Tensor] = {}
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Learn the hooks and the embeddings of the model chunks; cheap when they are known already.
@@ -58,44 +57,21 @@ class GradAccumulator:
         """
         return weight not in self._embeddings
 
-    def linear(self, product: Product, fused: bool) -> None:
-        """See ``linear.Accumulate``."""
-        weight, bias, x, grad_output = product
-        assert bias is None, "upstream reduces it at B"
-        if fused:
-            self._by_the_jobs_kernel(weight, x, grad_output)
-            return
-        grad = grad_output.t().matmul(x)
-        if weight in self._sums:
-            grad = self._sums.pop(weight).add_(grad)
-        if self._holding:
-            self._sums[weight] = grad
-        else:
-            self._add(weight, grad)
-
-    def hold(self, more: bool) -> None:
-        """Whether another use of the weight of the next gradient follows, in the same microbatch: autograd adds up such
-        gradients (of the output layer under multi-token prediction) before it accumulates their sum.
+    @torch.no_grad()
+    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
+        """See ``store.Accumulator``. Several products of a weight in a microbatch (of the output layer under
+        multi-token prediction) are summed in the weight's dtype first, as autograd does. Data parallelism knows by
+        itself what is ready.
         """
-        self._holding = more
-
-    def flush(self, ready: bool) -> None:
-        """Accumulate what was only collected; here nothing is.
-
-        Args:
-            ready: whether data parallelism is to be told that these gradients are.
-        """
+        for use in uses:
+            if use and use[0].by_kernel:
+                self._by_the_jobs_kernel(use)
+            elif use:
+                grads = (product.grad_output.t().matmul(product.x) for product in use)
+                self._add(use[0].weight, functools.reduce(torch.Tensor.add_, grads))
 
     def join(self) -> None:
-        """Order what comes after this behind all that was flushed."""
-
-    def clear(self) -> None:
-        """Forget what was collected."""
-        self._sums.clear()
-
-    def __len__(self) -> int:
-        """How many gradients are collected."""
-        return len(self._sums)
+        """Nothing is computed elsewhere."""
 
     def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``weight``)."""
@@ -107,14 +83,16 @@ class GradAccumulator:
         if hook is not None:
             hook()
 
-    def _by_the_jobs_kernel(self, weight: Any, x: torch.Tensor, grad_output: torch.Tensor) -> None:
-        """Accumulate ``grad_output^T x`` straight into ``main_grad`` with the kernel that the job's own
-        ``gradient_accumulation_fusion`` uses; ``x`` is (tokens, in), ``grad_output`` (tokens, out).
+    def _by_the_jobs_kernel(self, use: Sequence[Product]) -> None:
+        """Accumulate straight into ``main_grad`` with the kernel that the job's own ``gradient_accumulation_fusion``
+        uses.
         """
+        weight: Any = use[0].weight
         kernels = layers.fused_weight_gradient_mlp_cuda
         fp32 = weight.main_grad.dtype is torch.float32
         accumulate = kernels.wgrad_gemm_accum_fp32 if fp32 else kernels.wgrad_gemm_accum_fp16
-        accumulate(x, grad_output, weight.main_grad)
+        for product in use:
+            accumulate(product.x, product.grad_output, weight.main_grad)
         weight.grad_added_to_main_grad = True
         self._tell(weight)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch
 from megatron.zero_bubble.kernels import select
 from megatron.zero_bubble.platforms.streams import Beside, RightAway
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
-from megatron.zero_bubble.wgrad.linear import Product
+from megatron.zero_bubble.wgrad.store import Product
 
 
 class FusedAccumulator(GradAccumulator):
@@ -30,38 +30,25 @@ class FusedAccumulator(GradAccumulator):
         super().__init__()
         self._make_beside = functools.cache(beside)
         self._beside: Beside = RightAway()
-        self._products: list[Product] = []
-        self._complete: list[torch.Tensor] = []  # by their last product of a microbatch
 
-    def linear(self, product: Product, fused: bool) -> None:
-        """Collect it until ``flush``."""
-        self._products.append(product)
-        if not self._holding:
-            self._complete += [parameter for parameter in (product.weight, product.bias) if parameter is not None]
-
-    def flush(self, ready: bool) -> None:
-        products, self._products = self._products, []
-        complete, self._complete = self._complete, []
+    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
+        """In one call; what data parallelism waits for at once, the rest elsewhere if that was asked for."""
+        products = [product for use in uses for product in use]
         if ready:
             self.join()
             self._accumulate(products)
-            for parameter in complete:
-                self._tell(parameter)
+            for use in uses:
+                for parameter in (use[0].weight, use[0].bias) if use else ():
+                    if parameter is not None:
+                        self._tell(parameter)
         elif products:
             operands = [tensor for product in products for tensor in (product.x, product.grad_output)]
             self._beside = self._make_beside(operands[0].device.type)
             self._beside.run(lambda: self._accumulate(products), operands)
 
     def join(self) -> None:
+        """Wait for what is computed elsewhere."""
         self._beside.join()
-
-    def clear(self) -> None:
-        self._products.clear()
-        self._complete.clear()
-        self.join()
-
-    def __len__(self) -> int:
-        return len(self._products)
 
     @torch.no_grad()
     def _accumulate(self, products: list[Product]) -> None:

@@ -14,36 +14,20 @@ call, so one replaced name splits them all, and no autograd function is copied o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import torch
 from megatron.core.tensor_parallel import layers
 
-from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 
-class Product(NamedTuple):
-    """What the gradient of one use of a linear is made of.
-
-    Attributes:
-        weight: (out, in).
-        bias: (out,); None where it has none, or its gradient does not wait for W.
-        x: the input, (tokens, in).
-        grad_output: (tokens, out), of the same dtype.
-    """
-
-    weight: torch.nn.Parameter
-    bias: torch.Tensor | None
-    x: torch.Tensor
-    grad_output: torch.Tensor
-
-
-class Accumulate(Protocol):
-    """Adds the gradients of linears where the optimizer expects them.
+class Choice(Protocol):
+    """Which gradients can wait for W.
 
     Attributes:
-        with_bias: whether the gradient of a bias waits for W as well.
+        with_bias: whether the gradient of a bias waits as well.
     """
 
     with_bias: bool
@@ -52,16 +36,11 @@ class Accumulate(Protocol):
         """Whether the gradients of ``weight`` can wait for W."""
         ...
 
-    def linear(self, product: Product, fused: bool) -> None:
-        """Add those of one use; ``fused``: the job itself asks for fused accumulation."""
-        ...
-
 
 class DeferredLinear:
     """The weight gradient of one linear in one microbatch; ``append`` is the call that the upstream function makes."""
 
     __slots__ = (
-        "_accumulate",
         "_bias",
         "_fused",
         "_gathered",
@@ -76,7 +55,6 @@ class DeferredLinear:
     def __init__(
         self,
         store: WgradStore,
-        accumulate: Accumulate,
         x: torch.Tensor,
         weight: torch.nn.Parameter,
         bias: torch.Tensor | None,
@@ -84,7 +62,6 @@ class DeferredLinear:
         tp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self._store = store
-        self._accumulate = accumulate
         self._input = x
         self.weight = weight
         self._bias = bias
@@ -129,8 +106,8 @@ class DeferredLinear:
         )
 
     @torch.no_grad()
-    def run(self) -> None:
-        """One GEMM of (out, tokens) x (tokens, in), and where it goes."""
+    def run(self) -> Iterable[Product]:
+        """One GEMM of (out, tokens) x (tokens, in), its operands flattened."""
         assert self._grad_output is not None, "W runs after its B"
         x = self._input
         if self._handle is not None:
@@ -138,7 +115,7 @@ class DeferredLinear:
             assert self._gathered is not None
             x = self._gathered
         x, grad_output = (tensor.flatten(0, -2).contiguous() for tensor in (x, self._grad_output))
-        self._accumulate.linear(Product(self.weight, self._bias, x, grad_output), self._fused)
+        return (Product(self.weight, self._bias, x, grad_output, self._fused),)
 
 
 class _AddBias(torch.autograd.Function):
@@ -153,11 +130,11 @@ class _AddBias(torch.autograd.Function):
         return grad, grad.reshape(-1, grad.shape[-1]).sum(dim=0)
 
 
-def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accumulate: Accumulate) -> Callable:
+def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choice: Choice) -> Callable:
     """The replacement for ``linear_with_grad_accumulation_and_async_allreduce``.
 
     It defers only where a W will come (``store.deferring``), where the weight is a leaf that wants a gradient and the
-    input another, and where ``accumulate`` agrees; whatever else, upstream's own deferral of the embedding included,
+    input another, and where ``choice`` agrees; whatever else, upstream's own deferral of the embedding included,
     runs as it was.
     """
 
@@ -180,7 +157,7 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
             and input.requires_grad
             and weight.requires_grad
             and weight.is_leaf
-            and accumulate.defers(weight)
+            and choice.defers(weight)
         )
         if not split:
             return original(
@@ -195,10 +172,8 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, accum
                 **rest,
             )
         tp_group = layers.get_tensor_model_parallel_group_if_none(rest.get("tp_group")) if sequence_parallel else None
-        waits = accumulate.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
-        deferred = DeferredLinear(
-            store, accumulate, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group
-        )
+        waits = choice.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
+        deferred = DeferredLinear(store, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group)
         # "Fused accumulation" of a detached weight: upstream then returns no weight gradient and has no main_grad.
         y = original(
             input, weight.detach(), None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest

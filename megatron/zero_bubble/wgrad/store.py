@@ -10,7 +10,7 @@ Bubble paper, appendix A).
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import accumulate
@@ -19,6 +19,24 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
+
+
+class Product(NamedTuple):
+    """What the gradient of one use of a linear is made of.
+
+    Attributes:
+        weight: (out, in).
+        bias: (out,); None where it has none, or its gradient does not wait for W.
+        x: the input, (tokens, in).
+        grad_output: (tokens, out), of the same dtype.
+        by_kernel: whether the job itself asks for fused accumulation.
+    """
+
+    weight: torch.nn.Parameter
+    bias: torch.Tensor | None
+    x: torch.Tensor
+    grad_output: torch.Tensor
+    by_kernel: bool = False
 
 
 class Deferred(Protocol):
@@ -43,8 +61,8 @@ class Deferred(Protocol):
         """Start the communication that ``run`` needs, if any."""
         ...
 
-    def run(self) -> None:
-        """Compute the gradient and accumulate it, at the latest when the accumulator is flushed."""
+    def run(self) -> Iterable[Product]:
+        """What the gradient is made of, for the accumulator; nothing where this has accumulated it already."""
         ...
 
     def tensors(self) -> Iterable[torch.Tensor]:
@@ -55,24 +73,18 @@ class Deferred(Protocol):
 class Accumulator(Protocol):
     """Where deferred gradients go when they run."""
 
-    def hold(self, more: bool) -> None:
-        """Whether the microbatch of the gradient that runs next has another of the same weight after it."""
-        ...
+    def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
+        """Accumulate gradients.
 
-    def flush(self, ready: bool) -> None:
-        """Accumulate what gradients that have run have only handed in; ``ready`` says to tell data parallelism."""
+        Args:
+            uses: all products of one weight in one microbatch, for several weights or microbatches, these in order.
+            ready: whether these were the last for their weights in this iteration, so that data parallelism may reduce
+                them.
+        """
         ...
 
     def join(self) -> None:
-        """Order what comes after this behind all that was flushed."""
-        ...
-
-    def clear(self) -> None:
-        """Forget what was handed in."""
-        ...
-
-    def __len__(self) -> int:
-        """How many gradients were handed in and not flushed."""
+        """Order what comes after this behind all that was added."""
         ...
 
 
@@ -189,24 +201,26 @@ class WgradStore:
             late: entered around those.
         """
         entries = deque(self._stored.pop(work, ()))
-        uses = Counter(entry.use for entry in entries)
+        left = Counter(entry.use for entry in entries)
+        products: dict[tuple[Pass, int], list[Product]] = defaultdict(list)
         if entries:
             entries[0].deferred.prefetch()
         while entries:
             together = is_late(entries[0].origin)
             with late() if together else nullcontext():
-                more = True
+                more, complete = True, []
                 while more:
                     entry = entries.popleft()
-                    deferred = entry.deferred
                     if entries:
                         entries[0].deferred.prefetch()
-                    uses[entry.use] -= 1
-                    self._accumulator.hold(uses[entry.use] > 0)
-                    deferred.run()
+                    products[entry.use] += entry.deferred.run()
+                    left[entry.use] -= 1
+                    if not left[entry.use]:
+                        complete.append(products.pop(entry.use))
                     more = together and bool(entries) and is_late(entries[0].origin)
-                    if deferred.gathers or not more:
-                        self._accumulator.flush(not together)
+                    if complete and (entry.deferred.gathers or not more):
+                        self._accumulator.add(complete, ready=not together)
+                        complete = []
 
     def join(self) -> None:
         """Order what comes after this, an unsplit backward, say, behind all W's so far."""
@@ -220,9 +234,9 @@ class WgradStore:
     def clear(self) -> None:
         """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""
         self._stored.clear()
-        self._accumulator.clear()
+        self._accumulator.join()
         for source in self._sources:
             source.clear()
 
     def __len__(self) -> int:
-        return sum(map(len, self._stored.values())) + len(self._accumulator)
+        return sum(map(len, self._stored.values()))

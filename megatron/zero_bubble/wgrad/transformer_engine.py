@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
@@ -81,10 +81,11 @@ class DelayedGradient:
         yield from _flatten(own)
         yield from self.at_backward.values()
 
-    def run(self) -> None:
-        """Their GEMM, and, through the hooks of data parallelism, where its result goes."""
+    def run(self) -> Iterable[Product]:
+        """Their GEMM; its results go through the hooks of data parallelism here, so nothing is left to accumulate."""
         operands, self._operands = self._operands, []
         self._module.run(operands, self.at_backward)
+        return ()
 
 
 class _DelayedModule:
