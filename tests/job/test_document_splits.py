@@ -46,10 +46,10 @@ def test_splits_with_documents(tmp_path: Path, split: str) -> None:
 @pytest.mark.parametrize(
     ("lengths", "weighted", "split", "words"),
     [
-        ([50] * 317, True, "969,30,1", "train 307, valid 10 and test 0 of the 317 documents in {}, and those of test"),
-        ([50] * 317, False, "969,30,1", "give test a larger share, or 0 to leave it out"),
-        ([50] * 30 + [0] * 10, False, "3,1,0", "those of valid have 0 tokens; give valid a larger share"),
-        ([0] * 5000 + [50] * 5000, False, "1,1", "those of train have 0 tokens; give train a larger share"),
+        ([50] * 317, True, "969,30,1", "the test split of {} without documents .train 307, valid 10, test 0 of 317"),
+        ([50] * 317, False, "969,30,1", "give test a larger share, or 0 to skip it"),
+        ([50] * 30 + [0] * 10, False, "3,1,0", "valid split of {} without tokens .* give valid a larger share"),
+        ([0] * 5000 + [50] * 5000, False, "1,1", "train split of {} without tokens .* give train a larger share"),
     ],
 )
 def test_a_split_without(tmp_path: Path, lengths: list[int], weighted: bool, split: str, words: str) -> None:
@@ -62,15 +62,20 @@ def test_a_blend_without_weights_reads_a_sample_of_each(tmp_path: Path) -> None:
     blend = [write(tmp_path / "a", [50] * 4), write(tmp_path / "b", [8] * 4)]
     check_divided(blend, weighted=False, split="1,0,0", seq_length=31)
     check_divided(blend, weighted=True, split="3,1,0", seq_length=1000)
-    with pytest.raises(ValueError, match="needs 33 tokens, a sample, in each data set of a blend without weights, but"):
+    with pytest.raises(ValueError, match="at least one sample .33 tokens. .* of .*b 32 tokens; put a weight before"):
         check_divided(blend, weighted=False, split="1,0,0", seq_length=32)
-    with pytest.raises(ValueError, match="got 4 documents with 32 tokens in .*b; give another one or leave it out"):
+    with pytest.raises(ValueError, match="b has 4 documents with 32 tokens; give another one or leave it out"):
         check_whole("valid", blend, weighted=False, seq_length=32)
     check_whole("valid", blend[1:], weighted=False, seq_length=32)
-    with pytest.raises(ValueError, match="each data set of the test split needs tokens, got 2 documents with 0 tokens"):
+    with pytest.raises(
+        ValueError, match="of the test split needs at least one token; .*c has 2 documents with 0 tokens"
+    ):
         check_whole("test", [write(tmp_path / "c", [0, 0])], weighted=False, seq_length=32)
 
 
-def test_files_of_another_format_are_left_to_their_readers(tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_left_to_their_readers(tmp_path: Path) -> None:
+    whole = Path(f"{write(tmp_path / 'c', [50] * 40)}.idx")
+    whole.write_bytes(whole.read_bytes()[:60])
+    check_divided([str(tmp_path / "c")], weighted=True, split="9,1,0", seq_length=32)
     (tmp_path / "a.idx").write_bytes(b"MMIDIDX")
     check_divided([str(tmp_path / name) for name in "ab"], weighted=True, split="969,30,1", seq_length=32)

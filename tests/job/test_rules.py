@@ -37,10 +37,14 @@ def test_options_of_megatrons_own_iterations(option: str, sentence: str) -> None
 
 
 def test_a_group_size_that_is_not_megatrons_default() -> None:
-    for size in (None, 4):
-        check_options(SimpleNamespace(pipeline_model_parallel_size=4, microbatch_group_size_per_vp_stage=size))
+    job = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
+    for job.microbatch_group_size_per_vp_stage in (None, 4):
+        check_options(job)
+    job.microbatch_group_size_per_vp_stage = 3
     with pytest.raises(ValueError, match="--microbatch-group-size-per-virtual-pipeline-stage 3 and 4 ranks; drop"):
-        check_options(SimpleNamespace(pipeline_model_parallel_size=4, microbatch_group_size_per_vp_stage=3))
+        check_options(job)
+    job.virtual_pipeline_model_parallel_size = None  # Megatron, too, groups nothing then
+    check_options(job)
 
 
 def test_options_that_need_the_stages_in_place() -> None:

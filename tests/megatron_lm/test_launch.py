@@ -87,15 +87,15 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-schedule zb-h1 --zero-bubble-memory-limit 0.25p",
             (
-                "--zero-bubble-memory-limit 0.25p is for --zero-bubble-schedule zb-auto, any other schedule has its "
-                "own, got zb-h1; drop the flag or choose zb-auto"
+                "--zero-bubble-memory-limit 0.25p works only with --zero-bubble-schedule zb-auto, got zb-h1; drop the "
+                "flag or choose zb-auto"
             ),
         ),
         (
             "--zero-bubble-schedule zb-h1 --zero-bubble-rollback inverse",
             (
-                "--zero-bubble-rollback inverse says how --zero-bubble-post-validation undoes a wrong step, which is "
-                "not given; add it or drop the flag"
+                "--zero-bubble-rollback inverse has no effect without --zero-bubble-post-validation; add it or drop "
+                "the flag"
             ),
         ),
         (

@@ -42,8 +42,8 @@ def check_refused(checkout: Checkout, flags: str, schedule: str, sentence: str) 
             "in the order of the schedule; got True; drop --overlap-p2p-communication-warmup-flush",
         ),
         (
-            "--no-overlap-p2p-communication",
-            "zb-h1",
+            "--no-overlap-p2p-communication --num-virtual-stages-per-pipeline-rank 2",
+            "interleaved-1f1b",
             "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
         ),
     ],
@@ -82,7 +82,9 @@ class TestScheduleFile:
         else:
             flags = "--step-batch-size-schedule=0:4,640:5 --train-samples 60 --lr-decay-samples 50 --eval-iters 0"
             counts = "4 and 5"
-        self.refused(checkout, file, flags, f"this one for 4, got a job that runs {counts} as its batch grows")
+        self.refused(
+            checkout, file, flags, f"the schedule file is for 4 microbatches, but this job runs {counts} (batch ramp-up"
+        )
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
     def test_another_batch(self, checkout: Checkout, file: Path) -> None:
@@ -93,7 +95,7 @@ class TestScheduleFile:
         "checkout", [each for each in CHECKOUTS if int(each.minor.partition(".")[2]) >= 18], ids=str
     )
     def test_evaluations_of_another_size(self, checkout: Checkout, file: Path) -> None:
-        words = "got a job that runs 2 and 4 as its batch grows or is evaluated"
+        words = "but this job runs 2 and 4 (batch ramp-up or evaluation)"
         self.refused(checkout, file, "--global-batch-size 4 --eval-global-batch-size 2", words)
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
@@ -123,7 +125,7 @@ class TestData:
         if listed:
             Path(f"{prefix}.list").write_text(f"1.0 {prefix}\n")
             flags = f"--data-args-path {prefix}.list"
-        words = f"gives train 40, valid 0 and test 0 of the 40 documents in {prefix}, and those of valid have 0 tokens"
+        words = f"the valid split of {prefix} without documents (train 40, valid 0, test 0 of 40 documents)"
         check_refused(checkout, flags, "zb-h1", words)
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)

@@ -165,6 +165,22 @@ def save_and_look(rank: int) -> None:
     assert job.optimizer.param_groups[0]["params"] is job.plain.param_groups[0]["params"]
 
 
+def save_beside_a_stub(rank: int) -> bool:
+    """Whether a step is still pending after what Megatron does on every rank at a checkpoint; rank 1 has a stub."""
+    job = pending(rank)
+    if rank == 1:
+        job.plain.is_stub_optimizer = True
+    else:
+        job.plain.save_parameter_state = job.contents
+    if not job.optimizer.is_stub_optimizer:
+        job.optimizer.save_parameter_state()
+    return job.optimizer.is_pending
+
+
+def test_a_stub_settles_with_the_others(ranks: RankPool) -> None:
+    assert ranks.run(2, save_beside_a_stub) == [False, False]
+
+
 def test_no_unvalidated_step_is_saved(ranks: RankPool) -> None:
     ranks.run(2, save_and_look)
 

@@ -135,8 +135,10 @@ def test_a_schedule_file_that_one_rank_cannot_read(tmp_path: Path) -> None:
 def hide_from_rank_1(rank: int) -> None:
     patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
 
+    from megatron.zero_bubble.errors import UserError
+
     def unreadable(path: str) -> Any:
-        raise ValueError("the disk of rank 1 is gone")
+        raise UserError("the disk of rank 1 is gone")
 
     if rank == 1:
         patches.read_schedule_file = unreadable
@@ -150,7 +152,9 @@ def test_a_split_without_documents(tmp_path: Path, flags: list[str]) -> None:
     prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--input", str(articles)]
     subprocess.run([*prepare, "--output-prefix", str(tmp_path / "mine")], check=True)
     words = [*data(tmp_path / "mine"), *PAIR, *flags]
-    sentence = "gives train 39, valid 1 and test 0 of the 40 documents in .*mine, and those of test have 0 tokens; give"
+    sentence = (
+        "the test split of .*mine without documents .train 39, valid 1, test 0 of 40 documents.; give test a larger"
+    )
     check_all_refuse(words, tmp_path, None, sentence)
 
 
@@ -174,6 +178,17 @@ def another_version(_rank: int) -> None:
 
     megatron.core.__version__ = "0.99.0"
     model.build_model = too_late
+
+
+def test_a_megatron_core_that_is_too_old(tmp_path: Path) -> None:
+    sentence = "needs megatron-core 0.15 or newer, got 0.14.1; install 0.16.1, or run Megatron-LM's own script under"
+    check_all_refuse([*BASE, *PAIR], tmp_path, an_old_version, sentence)
+
+
+def an_old_version(_rank: int) -> None:
+    import megatron.core
+
+    megatron.core.__version__ = "0.14.1"
 
 
 def test_a_seam_that_changed(tmp_path: Path) -> None:

@@ -68,8 +68,8 @@ def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
     if p2p_communicator is not None or (several is not None and isinstance(pg_collection, several)):
         what = "a p2p_communicator" if p2p_communicator is not None else f"a {type(pg_collection).__name__}"
         raise UserError(
-            "zero-bubble schedules run one model on one pipeline and send its messages themselves; got "
-            f"{what}, which is for models on ranks of their own; leave it out, or train without a schedule"
+            "zero-bubble schedules run one model on one pipeline and do their own communication; got "
+            f"{what}, which is for models on separate ranks; leave it out, or train without a schedule"
         )
 
 

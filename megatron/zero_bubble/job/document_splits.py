@@ -51,13 +51,20 @@ def check_divided(prefixes: Sequence[str], weighted: bool, split: str, seq_lengt
             if num_documents is None or documents is None:
                 continue
             tokens = _tokens(prefix, documents, needed)
-            if tokens < needed:
-                train, valid, test = (0 if part is None else len(part) for part in parts)
+            if tokens is None or tokens >= needed:
+                continue
+            counts = ", ".join(f"{n} {len(part or ())}" for n, part in zip(NAMES, parts, strict=True))
+            if needed > 1:
                 raise UserError(
-                    f"every split needs {_words(needed)}, but --split {split} gives train {train}, valid {valid} and "
-                    f"test {test} of the {num_documents} documents in {prefix}, and those of {name} have {tokens} "
-                    f"tokens; give {name} a larger share, or 0 to leave it out"
+                    f"a blend without weights needs at least one sample ({needed} tokens) from each data set; --split "
+                    f"{split} gives the {name} split of {prefix} {tokens} tokens; put a weight before each path, or "
+                    "leave this data set out"
                 )
+            raise UserError(
+                f"--split {split} leaves the {name} split of {prefix} without "
+                f"{'tokens' if documents else 'documents'} ({counts} of {num_documents} documents); give {name} a "
+                "larger share, or 0 to skip it"
+            )
 
 
 def check_whole(name: str, prefixes: Sequence[str], weighted: bool, seq_length: int) -> None:
@@ -72,10 +79,11 @@ def check_whole(name: str, prefixes: Sequence[str], weighted: bool, seq_length: 
         if num_documents is None:
             continue
         tokens = _tokens(prefix, range(num_documents), needed)
-        if tokens < needed:
+        if tokens is not None and tokens < needed:
+            what = "one token" if needed == 1 else f"one sample ({needed} tokens), because the blend has no weights"
             raise UserError(
-                f"each data set of the {name} split needs {_words(needed)}, got {num_documents} documents with "
-                f"{tokens} tokens in {prefix}; give another one or leave it out"
+                f"each data set of the {name} split needs at least {what}; {prefix} has {num_documents} documents with "
+                f"{tokens} tokens; give another one or leave it out"
             )
 
 
@@ -84,30 +92,32 @@ def _tokens_needed(prefixes: Sequence[str], weighted: bool, seq_length: int) -> 
     return 1 if weighted or len(prefixes) == 1 else seq_length + 1
 
 
-def _words(tokens: int) -> str:
-    return "tokens" if tokens == 1 else f"{tokens} tokens, a sample, in each data set of a blend without weights"
-
-
 def _num_documents(prefix: str) -> int | None:
-    """None where the file is missing or of another format."""
+    """None where the file cannot be read or is of another format."""
     path = Path(f"{prefix}.idx")
-    if not path.is_file():
+    try:
+        with path.open("rb") as file:
+            head = file.read(len(MAGIC) + HEADER.size)
+    except OSError:
         return None
-    with path.open("rb") as file:
-        head = file.read(len(MAGIC) + HEADER.size)
     if not head.startswith(MAGIC) or len(head) < len(MAGIC) + HEADER.size:
         return None
     return int(HEADER.unpack_from(head, len(MAGIC))[2])
 
 
-def _tokens(prefix: str, documents: range, enough: int) -> int:
-    """Of these documents, counted until there are ``enough``."""
+def _tokens(prefix: str, documents: range, enough: int) -> int | None:
+    """Of these documents, counted until there are ``enough``; None where the file cannot be read, which is left to
+    Megatron.
+    """
     tokens = 0
-    with Path(f"{prefix}.idx").open("rb") as file:
-        for first in range(documents.start, documents.stop, _AT_ONCE):
-            tokens += sum(_lengths(file, first, min(_AT_ONCE, documents.stop - first)))
-            if tokens >= enough:
-                break
+    try:
+        with Path(f"{prefix}.idx").open("rb") as file:
+            for first in range(documents.start, documents.stop, _AT_ONCE):
+                tokens += sum(_lengths(file, first, min(_AT_ONCE, documents.stop - first)))
+                if tokens >= enough:
+                    break
+    except (OSError, struct.error):
+        return None
     return tokens
 
 

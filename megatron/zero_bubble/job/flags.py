@@ -17,29 +17,66 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group ``zero bubble``. What is not given is None, but for the device: ``config_of`` has the defaults."""
     add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
-    add("--zero-bubble-schedule", metavar="NAME", help="run this schedule (zero-bubble list); default: stock Megatron")
-    add("--zero-bubble-schedule-file", metavar="FILE", help="run the schedule that `zero-bubble plan` wrote here")
-    add("--zero-bubble-placement", choices=("linear", "vee"), help="stages of zb-auto; default: linear")
-    add("--zero-bubble-memory-limit", metavar="LIMIT", help="of zb-auto; default: 1p, the peak memory of 1F1B")
-    _add_switch(add, "--zero-bubble-post-validation", "step the optimizer first, validate it later")
+    add(
+        "--zero-bubble-schedule",
+        metavar="NAME",
+        help="schedule to run, one of `zero-bubble list`; default: stock Megatron",
+    )
+    add(
+        "--zero-bubble-schedule-file",
+        metavar="FILE",
+        help="file with the schedule to run, as `zero-bubble plan --format json` writes it",
+    )
+    add(
+        "--zero-bubble-placement",
+        choices=("linear", "vee"),
+        help="placement of the stages under zb-auto: one stage per rank, or two in a V; default: linear",
+    )
+    add(
+        "--zero-bubble-memory-limit",
+        metavar="LIMIT",
+        help="memory limit for zb-auto, 1p or 60GiB; default: 1p, 1F1B's peak",
+    )
+    _add_switch(
+        add,
+        "--zero-bubble-post-validation",
+        "step the optimizer before the norm of all gradients is known, validate it later",
+    )
     add(
         "--zero-bubble-rollback",
         choices=("exact", "inverse"),
         help="how --zero-bubble-post-validation undoes a wrong step; default: exact",
     )
-    _add_switch(add, "--zero-bubble-exact", "the bits of stock Megatron: no fused weight gradients")
-    add("--zero-bubble-fuse-wgrad", action=fuse, help="weight gradients in one call, in float32 (the default)")
-    _add_switch(add, "--zero-bubble-wgrad-stream", "compute them during the passes that follow (GPU)")
-    add("--zero-bubble-trace", metavar="DIR", help="write recorded iterations, planned above measured, here")
+    _add_switch(add, "--zero-bubble-exact", "compute the same bits as stock Megatron: no fused weight gradients")
+    add(
+        "--zero-bubble-fuse-wgrad",
+        action=fuse,
+        help="accumulate the weight gradients of a W in one call, in float32 (the default)",
+    )
+    _add_switch(
+        add,
+        "--zero-bubble-wgrad-stream",
+        "compute weight gradients on a CUDA stream of their own, during the passes that follow",
+    )
+    add("--zero-bubble-trace", metavar="DIR", help="folder for recorded iterations: timelines, planned above measured")
     add(
         "--zero-bubble-trace-iterations",
         metavar="LIST",
         type=iterations,
-        help="those to record, such as 10-12,50; default: the last ones",
+        help="iterations to record, such as 10-12,50; default: the last ones",
     )
-    add("--zero-bubble-record-costs", metavar="FILE", help="write the measured pass times and memory here")
-    _add_switch(add, "--zero-bubble-log-bubble", "the bubble, measured and planned, in the log")
-    add("--zero-bubble-device", default="auto", choices=("cpu", "cuda", "auto"), help="where to compute")
+    add(
+        "--zero-bubble-record-costs",
+        metavar="FILE",
+        help="file for the measured pass times and memory, for `zero-bubble plan --costs`",
+    )
+    _add_switch(add, "--zero-bubble-log-bubble", "log the bubble, measured and planned")
+    add(
+        "--zero-bubble-device",
+        default="auto",
+        choices=("cpu", "cuda", "auto"),
+        help="device to train on; default: auto",
+    )
 
 
 def _add_switch(add: Callable[..., argparse.Action], flag: str, text: str) -> None:

@@ -63,8 +63,8 @@ _RULES = (
     _Rule(
         ("post-validation",),
         lambda job: not job.under_launcher,
-        "needs a training loop that hears of steps that are undone, which Megatron-LM's is not; drop it here, or train "
-        "with scripts/pretrain_gpt.py of this package",
+        "is not supported in a Megatron-LM job, because its training loop cannot handle optimizer steps that are "
+        "undone; drop the flag, or train with scripts/pretrain_gpt.py of this package",
     ),
     _Rule(
         ("post-validation",),
@@ -74,19 +74,17 @@ _RULES = (
     _Rule(
         ("exact", "fuse-wgrad", "wgrad-stream"),
         lambda job: job.has_schedule,
-        "says how a zero-bubble schedule computes weight gradients, got no schedule; give --zero-bubble-schedule zb-h1 "
-        "or drop the flag",
+        "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
     ),
     _Rule(
         ("placement", "memory-limit"),
         lambda job: job.plans,
-        "is for --zero-bubble-schedule zb-auto, any other schedule has its own, got {schedule}; drop the flag or "
-        "choose zb-auto",
+        "works only with --zero-bubble-schedule zb-auto, got {schedule}; drop the flag or choose zb-auto",
     ),
     _Rule(
         ("rollback",),
         lambda job: bool(job.options.zero_bubble_post_validation),
-        "says how --zero-bubble-post-validation undoes a wrong step, which is not given; add it or drop the flag",
+        "has no effect without --zero-bubble-post-validation; add it or drop the flag",
     ),
     _Rule(
         ("trace", "record-costs", "log-bubble"),
@@ -108,7 +106,7 @@ _RULES = (
     _Rule(
         ("trace-iterations",),
         lambda job: records(job.options),
-        "says which iterations to record, got nowhere to write them; give --zero-bubble-trace DIR",
+        "has no effect without --zero-bubble-trace or --zero-bubble-record-costs; give --zero-bubble-trace DIR",
     ),
     _Rule(
         ("wgrad-stream",),
@@ -182,9 +180,10 @@ def _from_file(file: str, num_ranks: int, counts: list[int]) -> Schedule:
     schedule = read_schedule_file(file)
     if len(counts) > 1:
         raise UserError(
-            f"a schedule file is for one number of microbatches, this one for {schedule.num_microbatches}, got a job "
-            f"that runs {', '.join(map(str, counts[:-1]))} and {counts[-1]} as its batch grows or is evaluated; give "
-            "--zero-bubble-schedule NAME, which fits all of them, or one batch size"
+            f"the schedule file is for {schedule.num_microbatches} microbatches, but this job runs "
+            f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} (batch ramp-up or evaluation); give "
+            "--zero-bubble-schedule NAME, which fits all of them, or one batch size: a run that is resumed after its "
+            "ramp-up drops --rampup-batch-size"
         )
     check_runnable(schedule, num_ranks, counts[0])
     return schedule
@@ -268,7 +267,8 @@ def check_options(values: Any, in_place: bool = True) -> None:
                 + (option.remedy or f"drop --{option.name.replace('_', '-')}")
             )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
-    if group is not None and group != values.pipeline_model_parallel_size:  # by default Megatron makes them equal
+    grouped = getattr(values, "virtual_pipeline_model_parallel_size", None) is not None  # else Megatron ignores it
+    if grouped and group not in (None, values.pipeline_model_parallel_size):  # by default Megatron makes them equal
         raise UserError(
             "zero-bubble schedules run microbatches in groups of the pipeline's ranks or not in groups at all, got "
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
@@ -295,11 +295,6 @@ def place_stages(
             "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
             f"{ranks}; raise it or drop the schedule"
         )
-    if not getattr(job, "overlap_p2p_comm", True):  # Megatron clears it later where a rank has one stage
-        raise UserError(
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
-            "whose messages always overlap its passes; drop one of the two"
-        )
     config = config_of(options, measure_memory=records(options), peer_timeout_s=peer_timeout_s)
     if config.takes_chunks:
         config = replace(config, num_chunks=num_chunks)
@@ -311,6 +306,11 @@ def place_stages(
             f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "
             "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
             "--pipeline-model-parallel-layout"
+        )
+    if chunks > 1 and not getattr(job, "overlap_p2p_comm", True):  # else Megatron ignores it
+        raise UserError(
+            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
+            "whose messages always overlap its passes; drop one of the two"
         )
     return config, placement
 

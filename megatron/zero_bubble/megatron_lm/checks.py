@@ -15,7 +15,6 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import balanced_layout
 from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule, place_stages
 from megatron.zero_bubble.megatron_lm.batches import num_microbatches
-from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.patching.seams import installed_seams
 
 
@@ -48,7 +47,6 @@ def check(args: Any, options: argparse.Namespace, config: ZeroBubbleConfig, plac
     """
     own = is_megatrons_own(placement)
     check_options(args, in_place=own)
-    check_data(args)
     check_schedule(options, config, args.pipeline_model_parallel_size, num_microbatches(args))
     _check_weight_shards(args)
     ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]

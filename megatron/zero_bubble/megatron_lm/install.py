@@ -22,6 +22,8 @@ from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.megatron_lm import checks as job_checks
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
 from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
+from megatron.zero_bubble.megatron_lm.data import check_data
+from megatron.zero_bubble.megatron_lm.meeting import Meeting
 from megatron.zero_bubble.megatron_lm.trace import JobTrace
 from megatron.zero_bubble.patching import used
 from megatron.zero_bubble.patching.apply import apply as apply_schedule
@@ -31,7 +33,7 @@ from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 
 _job = Replaced()
-_placed = Replaced()  # what a placement or a recording needs beyond megatron-core's schedules
+_placed = Replaced()  # what a placement needs beyond megatron-core's schedules
 
 
 def install(
@@ -56,9 +58,12 @@ def install(
         # What comes later must be there as well: a job is refused before it starts, or not at all.
         for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
             seam.resolve()
-        replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined)))
+        meeting = Meeting()
+        replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined, meeting)))
         used.look_up((*used.DATA, *(used.BUBBLE if options.zero_bubble_log_bubble else ())))
-        replacements.append((seams.validated_flags, lambda validate: _validated(validate, options, seams, say)))
+        replacements.append(
+            (seams.validated_flags, lambda validate: _validated(validate, options, seams, say, meeting))
+        )
     _job.replace(replacements)
 
 
@@ -94,15 +99,24 @@ def _with_our_flags(add_megatron_arguments: Callable[..., Any]) -> Callable[...,
 
 
 def _validated(
-    validate_args: Callable[..., Any], options: argparse.Namespace, seams: Seams, say: Callable[[str], None]
+    validate_args: Callable[..., Any],
+    options: argparse.Namespace,
+    seams: Seams,
+    say: Callable[[str], None],
+    meeting: Meeting,
 ) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
         config, placement = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
         job_checks.check(args, options, config, placement)
+        with meeting.reporting():
+            check_data(args)
         bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
         trace = JobTrace(options, args, say) if records(options) else None
+        if trace is not None and args.rank == 0:
+            with meeting.reporting():
+                trace.make_folders()
         _put_in_force(config, placement, seams, say, bubble, trace)
         return validated
 
@@ -125,29 +139,25 @@ def _put_in_force(
     meter = None if bubble is None else bubble.meter
     apply_schedule(config, meter, say, None if trace is None else trace.recorder, measured)
     is_own = is_megatrons_own(placement)
-    replacements: list[Replacement] = []
-    if not is_own or trace is not None:
-
-        def process_groups(initialize: Callable[..., None]) -> Callable[..., None]:
-            grouping = initialize if is_own else grouping_ends(initialize, placement)
-            return grouping if trace is None else trace.meeting(grouping)
-
-        replacements.append((seams.process_groups, process_groups))
     if not is_own:
         builder = Builder(placement)
-        replacements += [(seam, builder.building) for seam in seams.models]
+        replacements: list[Replacement] = [
+            (seams.process_groups, lambda initialize: grouping_ends(initialize, placement)),
+            *((seam, builder.building) for seam in seams.models),
+        ]
         if seams.pipeline_group is not None:
             replacements.append((seams.pipeline_group, builder.asked_for_group))
-    _placed.replace(replacements)
+        _placed.replace(replacements)
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     name = config.schedule or config.schedule_file
     say(f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {taken}")
 
 
-def _once_joined(initialize: Callable[..., None], joined: Callable[[], None]) -> Callable[..., None]:
+def _once_joined(initialize: Callable[..., None], joined: Callable[[], None], meeting: Meeting) -> Callable[..., None]:
     @functools.wraps(initialize)
     def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
         joined()
+        meeting.hold()
         initialize(*args, **kwargs)
 
     return initialize_model_parallel

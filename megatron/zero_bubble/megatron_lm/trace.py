@@ -1,8 +1,7 @@
 """``--zero-bubble-trace`` and ``--zero-bubble-record-costs`` in a Megatron-LM job, whose loop and end are its own.
 
 Iterations are numbered as Megatron numbers them. The files are written right after the passes of the last one that is
-recorded, while all ranks are at the same place. Rank 0 writes them, so it alone knows whether it can; it tries before
-the job starts, and the others hear of it as soon as the ranks have met: no rank waits for one that is gone.
+recorded, while all ranks are at the same place. Rank 0 writes them, so it alone knows whether it can.
 """
 
 from __future__ import annotations
@@ -13,8 +12,6 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
@@ -42,36 +39,20 @@ class JobTrace:
             Path(path).resolve() if path else None
             for path in (options.zero_bubble_trace, options.zero_bubble_record_costs)
         )
-        self._problem = self._make_folders() if getattr(args, "rank", 0) == 0 else None
         self._is_written = False
 
-    def _make_folders(self) -> str | None:
-        """Now, and not after hours of training; what is wrong with them."""
-        try:
-            check_costs_file(self._options)
-        except UserError as error:
-            return str(error)
+    def make_folders(self) -> None:
+        """Now, and not after hours of training.
+
+        Raises:
+            UserError: it cannot be written there.
+        """
+        check_costs_file(self._options)
         for folder in filter(None, (self._directory, self._costs_file and self._costs_file.parent)):
             try:
                 make_writable(folder)
             except OSError as error:
-                return f"cannot write to the folder {folder}: {error.strerror}; give another path"
-        return None
-
-    def meeting(self, initialize: Callable[..., None]) -> Callable[..., None]:
-        """The function with which all ranks of the job make their process groups; it ends the job on every rank where
-        rank 0 cannot write, with a UserError.
-        """
-
-        @functools.wraps(initialize)
-        def initialize_model_parallel(*args: Any, **kwargs: Any) -> None:
-            initialize(*args, **kwargs)
-            problem = [self._problem]
-            dist.broadcast_object_list(problem, src=0)
-            if problem[0] is not None:
-                raise UserError(problem[0])
-
-        return initialize_model_parallel
+                raise UserError(f"cannot write to the folder {folder}: {error.strerror}; give another path") from None
 
     def around(self, pipeline: Pipeline) -> Callable[..., Any]:
         """The forward-backward function of ``pipeline``, recorded."""

@@ -97,6 +97,8 @@ class OptimizerSurface(ABC):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._optimizer, name)
+        if name == "is_stub_optimizer" and value and self.is_pending:
+            self.settle()  # the ranks with parameters settle in what Megatron does not call on a stub
         if name in ANY_TIME:
             return value
         if not callable(value):

@@ -89,8 +89,8 @@ def changed_bodies(version: str, watched: Iterable[tuple[str, str]]) -> Iterator
             versions = sorted((of_body for versions in read.values() for of_body in versions), key=_numbers)
             near = [other for other in versions if _numbers(other)[:2] == _numbers(version)[:2]]
             yield (
-                f"megatron-core {version} has another {name} than zero-bubble training was written for (that of "
-                f"{', '.join(near or versions) or 'no version'}); {remedy}, or install one of these versions"
+                f"{name} in megatron-core {version} differs from the versions that zero-bubble training was written "
+                f"for ({', '.join(near or versions) or 'none'}); {remedy}, or install one of these versions"
             )
 
 

@@ -84,6 +84,7 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
     check_backend(backend, platform, launch)
     device = platform.setup(launch.local_rank)
     with quiet():
+        _check_version()
         from megatron.zero_bubble.training import model
         from megatron.zero_bubble.training.failure import during
 
@@ -92,6 +93,17 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
             initialize(args, launch, backend, joined)
     with during(describe_rank()):
         _train_rank(args, launch, platform, device, backend, config)
+
+
+def _check_version() -> None:
+    import megatron.core
+
+    version = megatron.core.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < (0, 15):
+        raise UserError(
+            f"scripts/pretrain_gpt.py needs megatron-core 0.15 or newer, got {version}; install 0.16.1, or run "
+            "Megatron-LM's own script under the launcher"
+        )
 
 
 def _train_rank(

@@ -21,7 +21,6 @@ from urllib.parse import SplitResult, urlsplit
 
 from megatron.zero_bubble.cli.playground.page import build_page
 from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
-from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.figures import beyond_floats
 
 _HOME = "127.0.0.1"
@@ -79,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 self._serve(urlsplit(self.path))
-            except UserError as error:
+            except ValueError as error:  # also one of urllib, for a query that is none
                 self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             except OverflowError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, beyond_floats(error))
