@@ -54,6 +54,10 @@ def exit_on(rank: int, bad: int, status: int) -> None:
 
 
 def kill_on(rank: int, bad: int) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()  # on a busy machine some may still be connecting
+    time.sleep(0.2)
     if rank == bad:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(0.5)
