@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import errno
+import resource
 import socket
 from collections.abc import Iterator
+from contextlib import suppress
 
 import pytest
 
@@ -19,6 +20,10 @@ class Shelf(dict[str, str]):
 
     def get(self, key: str) -> bytes:  # type: ignore[override]
         return self[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self[key] = str(int(super().get(key, "0")) + amount)
+        return int(self[key])
 
 
 @pytest.fixture
@@ -75,7 +80,7 @@ def test_how_a_rank_ends_with_an_error(three: list[Links]) -> None:
 
 def test_a_death_comes_before_an_announcement(three: list[Links]) -> None:
     """A rank that announces its end may have been the first to notice."""
-    three[1].announce(Loss((1,), "waited in vain for another rank"))
+    three[1].announce(Loss((1,), "lost a connection (RuntimeError)"))
     three[2].close()
     ready = [key.data for key, _ in three[0].selector.select(1)]
     assert len(ready) == 2
@@ -105,14 +110,78 @@ def test_a_rank_that_connects_late_hears_of_it(store: Shelf) -> None:
     assert listen(third) == Loss((1,), "died")
 
 
-@pytest.mark.parametrize("line", [b"hello wrong 1\n", b"lost 1 died\n", b"\xff\n"])
-def test_a_stranger_is_no_rank(store: Shelf, three: list[Links], line: bytes) -> None:
-    with socket.create_connection(("127.0.0.1", three[0].port)) as stranger:
+@pytest.mark.parametrize("line", [b"hello wrong 1\n", b"hello\n", b"lost 1 died\n", b"\xff\n", b"x" * 5000])
+def test_a_stranger_is_dropped(store: Shelf, line: bytes) -> None:
+    first, second = Links.open(store, 0, 3), Links.open(store, 1, 3)
+    with socket.create_connection(("127.0.0.1", first.port), 5) as stranger:
         stranger.sendall(line)
-        assert listen(three[0]) is None
-    assert listen(three[0]) is None
-    three[0].announce(Loss((1,)))
-    assert listen(three[2]) == Loss((1,))
+        assert listen(first) is None
+        with suppress(ConnectionResetError):
+            assert stranger.recv(1) == b"", "its connection is closed"
+    first.announce(Loss((2,)))
+    assert listen(second) == Loss((2,))
+    for links in (first, second):
+        links.close()
+
+
+def test_rank_0_stops_listening_when_all_are_connected(store: Shelf) -> None:
+    first = Links.open(store, 0, 2)
+    port = first.port
+    second = Links.open(store, 1, 2)
+    listen(first)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+    for links in (first, second):
+        links.close()
+
+
+def test_connections_are_kept_alive(three: list[Links]) -> None:
+    for links in three:
+        for line in links._lines:
+            assert line.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert line.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
+            assert line.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 30
+
+
+def test_rank_0_is_found_by_its_own_name(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MASTER_ADDR may be an address that only the store is reached at."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    first = Links.open(store, 0, 2)
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    second = Links.open(store, 1, 2)
+    second.close()
+    assert listen(first) == Loss((1,))
+    first.close()
+
+
+def test_ranks_of_one_store_can_connect_again(store: Shelf, three: list[Links]) -> None:
+    for links in three:
+        links.close()
+    again = [Links.open(store, rank, 3) for rank in range(3)]
+    listen(again[0])
+    again[2].close()
+    assert listen(again[0]) == Loss((2,))
+    for links in again[:2]:
+        links.close()
+
+
+@pytest.mark.parametrize(("soft", "hard", "raised"), [(256, 4096, 1026), (4096, 4096, None), (-1, -1, None)])
+def test_rank_0_makes_room_for_its_connections(
+    store: Shelf, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+) -> None:
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: asked.append(limits))
+    Links.open(store, 0, 2).close()
+    assert asked == ([] if raised is None else [(raised, hard)])
+
+
+def test_rank_0_does_not_use_up_the_files_of_the_job(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
+    with pytest.raises(OSError, match="rank 0 needs 1026 open files and may have 1024 at most"):
+        Links.open(store, 0, 2)
+    with pytest.raises(OSError, match="rank 0 cannot listen"):
+        Links.open(store, 1, 2)
 
 
 def test_without_a_way_to_listen_no_rank_waits(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,17 +193,3 @@ def test_without_a_way_to_listen_no_rank_waits(store: Shelf, monkeypatch: pytest
         Links.open(store, 0, 2)
     with pytest.raises(OSError, match="rank 0 cannot listen"):
         Links.open(store, 1, 2)
-
-
-def test_more_ranks_than_open_files_do_not_keep_rank_0_busy(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = Links.open(store, 0, 2)
-
-    def refuse(_listener: socket.socket) -> tuple[socket.socket, object]:
-        raise OSError(errno.EMFILE, "too many open files")
-
-    monkeypatch.setattr(socket.socket, "accept", refuse)
-    second = Links.open(store, 1, 2)
-    first.hear([key.data for key, _ in first.selector.select(1)])
-    assert first.selector.select(0.1) == [], "the listener is not asked again"
-    for links in (first, second):
-        links.close()

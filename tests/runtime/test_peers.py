@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,13 @@ STOPPED = (
 )
 
 
+def wait_until(true: Callable[[], bool], limit_s: float = 20) -> None:
+    """Until it is true, or the time is up."""
+    deadline = time.monotonic() + limit_s
+    while not true() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 class Watching:
     """``Peers`` of a rank of the pool, which must not end: what it would have printed, and its exit code."""
 
@@ -31,15 +40,25 @@ class Watching:
         self.codes: list[int] = []
         self.peers = Peers(self.codes.append)
 
+    def is_connected(self) -> bool:
+        """Whether it knows who is at the other end of each connection."""
+        links = self.peers._links
+        assert links is not None
+        num_known = sum(line.rank is not None for line in links._lines)
+        return num_known == (dist.get_world_size() - 1 if self.rank == 0 else 1)
+
+    def hears(self) -> Any:
+        """The ranks that it has heard are lost."""
+        wait_until(lambda: self.peers._loss is not None)
+        return self.peers._loss and self.peers._loss.ranks
+
     def ends(self) -> tuple[list[str], list[int]]:
-        deadline = time.monotonic() + 10
-        while not self.codes and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: bool(self.codes))
         return self.printed, self.codes
 
 
 @contextmanager
-def watching(rank: int, grace_s: float = 0.2) -> Iterator[Watching]:
+def watching(rank: int, grace_s: float = 0.2, sigterm_s: float = 0.5) -> Iterator[Watching]:
     from megatron.zero_bubble.runtime import peers
 
     watch = Watching(rank)
@@ -47,16 +66,17 @@ def watching(rank: int, grace_s: float = 0.2) -> Iterator[Watching]:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
         patch.setattr(peers, "_print", watch.printed.append)
         patch.setattr(peers, "_GRACE_S", grace_s)
-        patch.setattr(peers, "_SIGTERM_S", 0.5)
+        patch.setattr(peers, "_SIGTERM_S", sigterm_s)
         patch.setattr(peers, "_NEWS_S", 2.0)
         try:
             watch.peers.watch_world()
             dist.barrier()
-            time.sleep(0.2)  # rank 0 hears who is who
+            wait_until(watch.is_connected)
+            dist.barrier()
             yield watch
             dist.barrier()
         finally:
-            watch.peers._forget()
+            watch.peers.close()
 
 
 def die(watch: Watching) -> None:
@@ -131,49 +151,231 @@ def test_without_a_lost_rank_nothing_is_explained(ranks: RankPool) -> None:
     assert ranks.run(2, no_news) == [(False, False)] * 2
 
 
-def terminated(rank: int, loses: bool) -> tuple[list[str], list[int]]:
-    with watching(rank, grace_s=30) as watch:
-        if rank == 2:
-            if loses:
-                time.sleep(0.2)
-                die(watch)
-                return [], []
-            return [], []
+def terminated_with_a_loss(rank: int) -> tuple[list[str], list[int]]:
+    with watching(rank, grace_s=30, sigterm_s=20) as watch:
         if rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
-        if rank == 1 or loses:
-            return watch.ends() if rank == 1 else ([], [])
-        time.sleep(1.0)
-        return watch.printed, [watch.peers._loss.ranks[0]] if watch.peers._loss else []
+            wait_until(lambda: watch.peers._terminated)
+        dist.barrier()
+        if rank == 2:
+            die(watch)
+        return watch.ends() if rank == 1 else ([], [])
 
 
 def test_sigterm_waits_for_news_of_a_lost_rank(ranks: RankPool) -> None:
     """An agent may see a rank die, and end the others, before they have heard of it."""
-    _, second, _ = ranks.run(3, terminated, True)
+    _, second, _ = ranks.run(3, terminated_with_a_loss)
     assert second == ([f"rank 1: {STOPPED.format(2, 'died')}"], [1])
 
 
-def test_sigterm_alone_ends_the_process(ranks: RankPool) -> None:
-    first, second, _ = ranks.run(3, terminated, False)
+def terminated(rank: int, hinder: Callable[[Watching], None] | None) -> tuple[list[str], Any]:
+    with watching(rank, grace_s=30) as watch:
+        if rank == 1:
+            if hinder is not None:
+                hinder(watch)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return watch.ends()
+        return watch.printed, watch.hears()
+
+
+def take_the_wakeup_descriptor(_watch: Watching) -> None:
+    """As asyncio does when its last signal handler is removed."""
+    signal.set_wakeup_fd(-1)
+
+
+@pytest.mark.parametrize("hinder", [None, take_the_wakeup_descriptor])
+def test_sigterm_alone_ends_the_process(ranks: RankPool, hinder: Callable[[Watching], None] | None) -> None:
+    first, second, third = ranks.run(3, terminated, hinder)
     assert second == ([], [128 + signal.SIGTERM])
-    assert first[1] == [1], "rank 0 has heard which rank has ended"
+    assert first[1] == third[1] == (1,), "they have heard which rank has ended"
 
 
-def forks(rank: int) -> Any:
+def terminated_without_links(rank: int) -> tuple[int, list[int]]:
     with watching(rank) as watch:
         links = watch.peers._links
         assert links is not None
+
+        def fail(_ready: object) -> None:
+            raise ValueError("on purpose")
+
+        links.hear = fail  # type: ignore[method-assign, assignment]
+        dist.barrier()
+        if rank == 1:
+            links.say("wake up")
+        if rank == 0:
+            wait_until(lambda: bool(watch.printed))
+            os.kill(os.getpid(), signal.SIGTERM)
+            watch.ends()
+        return len(watch.printed), watch.codes
+
+
+def test_sigterm_ends_a_process_whose_watch_has_failed(ranks: RankPool) -> None:
+    assert ranks.run(2, terminated_without_links) == [(1, [128 + signal.SIGTERM]), (0, [])]
+
+
+def sigterm_after_the_thread(rank: int) -> int:
+    with watching(rank) as watch:
+        handler = signal.getsignal(signal.SIGTERM)
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, handler)  # as code that keeps a handler and puts it back
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(1)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        watch.peers.leave()
+        dist.barrier()
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_a_handler_that_outlives_the_thread_ends_the_process(ranks: RankPool) -> None:
+    assert ranks.run(2, sigterm_after_the_thread) == [-signal.SIGTERM] * 2
+
+
+def forks(rank: int, of_the_job: bool) -> Any:
+    with watching(rank) as watch:
+        links = watch.peers._links
+        assert links is not None
+        if of_the_job:  # --exit-signal-handler
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         child = os.fork()
         if child == 0:
             closed = all(line.socket.fileno() == -1 for line in links._lines)
-            default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-            os._exit(0 if closed and default and watch.peers._links is None else 1)
+            handler = signal.getsignal(signal.SIGTERM) is (signal.SIG_IGN if of_the_job else signal.SIG_DFL)
+            woken = signal.set_wakeup_fd(-1) != -1
+            os._exit(0 if closed and handler and not woken and watch.peers._links is None else 1)
         status = os.waitpid(child, 0)[1]
         watch.peers.leave()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         dist.barrier()
         return status, watch.printed
 
 
-def test_a_forked_process_does_not_hold_the_connections(ranks: RankPool) -> None:
+@pytest.mark.parametrize("of_the_job", [False, True])
+def test_a_forked_process_does_not_hold_the_connections(ranks: RankPool, of_the_job: bool) -> None:
     """A data loader or a checkpoint writer outlives a rank that is killed, which must be noticed all the same."""
-    assert ranks.run(2, forks) == [(0, [])] * 2
+    assert ranks.run(2, forks, of_the_job) == [(0, [])] * 2
+
+
+def leaves(rank: int) -> tuple[list[str], list[int]]:
+    with watching(rank, grace_s=0.0) as watch:
+        if rank == 1:
+            watch.peers.leave()
+        dist.barrier()
+        if rank == 2:
+            die(watch)
+            return [], []
+        if rank == 0:
+            watch.ends()
+        else:
+            time.sleep(0.5)
+            watch.peers._at_exit()
+        return watch.printed, watch.codes
+
+
+def test_a_rank_that_has_ended_well_stays_so(ranks: RankPool) -> None:
+    first, second, _ = ranks.run(3, leaves)
+    assert first[1] == [1], "the loss is noticed"
+    assert second == ([], [])
+
+
+def exits(rank: int, code: object, together: bool) -> tuple[list[str], list[int]]:
+    with watching(rank, grace_s=0.5) as watch:
+        if rank == 1:
+            watch.peers.fail(SystemExit(code))
+            watch.peers._at_exit()
+        elif together:
+            watch.hears()
+            watch.peers.fail(SystemExit(code))
+            watch.peers._at_exit()
+        elif code:
+            watch.ends()
+        dist.barrier()
+        return watch.printed, watch.codes
+
+
+@pytest.mark.parametrize(("code", "named"), [(3, 3), ("a reason", 1)])
+def test_an_exit_code_is_named(ranks: RankPool, code: object, named: int) -> None:
+    first, second = ranks.run(2, exits, code, False)
+    assert first == ([f"rank 0: {STOPPED.format(1, f'exited with code {named}')}"], [1])
+    assert second == ([], [])
+
+
+def test_ranks_that_exit_together_keep_their_code(ranks: RankPool) -> None:
+    assert ranks.run(3, exits, 17, True) == [([], [])] * 3
+
+
+def test_an_exit_code_of_0_is_a_normal_end(ranks: RankPool) -> None:
+    assert ranks.run(2, exits, 0, False) == [([], [])] * 2
+
+
+def hangs_in_exit(rank: int) -> list[int]:
+    with watching(rank, grace_s=0.5) as watch:
+        if rank == 1:
+            watch.peers.fail(SystemExit(17))
+            return []
+        watch.hears()
+        watch.peers.fail(SystemExit(17))
+        return watch.ends()[1]
+
+
+def test_a_rank_that_hangs_while_it_exits_ends_with_its_code(ranks: RankPool) -> None:
+    assert ranks.run(2, hangs_in_exit)[0] == [17]
+
+
+def loses_a_connection(rank: int) -> list[str]:
+    with watching(rank) as watch:
+        if rank == 1:
+            error = ConnectionRefusedError("of the object storage")
+            assert not watch.peers.explain(error)
+            watch.peers.fail(error)
+            return []
+        return watch.ends()[0]
+
+
+def test_a_connection_that_is_lost_is_called_so(ranks: RankPool) -> None:
+    how = "lost a connection (ConnectionRefusedError)"
+    assert ranks.run(2, loses_a_connection)[0] == [f"rank 0: {STOPPED.format(1, how)}"]
+
+
+def watches_again(rank: int) -> tuple[bool, bool, bool, list[str]]:
+    def held() -> tuple[int, int]:
+        return threading.active_count(), len(list(Path("/proc/self/fd").iterdir()))
+
+    with watching(rank):
+        pass
+    before = held()
+    with watching(rank):
+        during = held()
+    after = held()
+    restored = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    return during > before, after == before, restored, one_dies(rank, 1)[0]
+
+
+def test_ranks_can_watch_again(ranks: RankPool) -> None:
+    """A process that trains twice."""
+    first, second = ranks.run(2, watches_again)
+    assert first == (True, True, True, [f"rank 0: {STOPPED.format(1, 'died')}"])
+    assert second == (True, True, True, [])
+
+
+class Silent:
+    """A store whose server is gone."""
+
+    def add(self, *_: object) -> int:
+        raise dist.DistNetworkError("connection reset")
+
+
+@pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("3", 0)])
+def test_without_a_connection_the_job_goes_on(monkeypatch: pytest.MonkeyPatch, local_rank: str, lines: int) -> None:
+    """One line per machine says so."""
+    from megatron.zero_bubble.runtime import peers
+
+    printed: list[str] = []
+    monkeypatch.setattr(peers, "_print", printed.append)
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    peers.Peers().watch(Silent(), 8, 16)  # type: ignore[arg-type]
+    assert (
+        printed
+        == ["rank 8: no connection to rank 0 (connection reset); a rank that is lost will not be named here"][:lines]
+    )

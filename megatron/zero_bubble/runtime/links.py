@@ -7,8 +7,8 @@ rank 0 announces. A connection that closes without one of the last two is a rank
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
 import secrets
 import selectors
 import socket
@@ -22,6 +22,11 @@ DIED = "died"
 _KEY = "zero-bubble/peers"
 _CONNECT_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 5.0
+# Firewalls forget a connection that is silent for some minutes, and reset it later.
+_KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30}
+# What rank 0's job may open, besides one connection to each rank.
+_OTHER_FILES = 1024
+_LONGEST_HELLO = 4096
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Store(Protocol):
 
     def get(self, key: str) -> bytes: ...
 
+    def add(self, key: str, amount: int) -> int: ...
+
 
 @dataclass
 class _Line:
@@ -77,6 +84,8 @@ class _Line:
         if not received:
             return None
         *lines, self._rest = (self._rest + received).split(b"\n")
+        if self.rank is None and len(self._rest) > _LONGEST_HELLO:
+            return None
         return [line.decode(errors="replace") for line in lines]
 
 
@@ -93,6 +102,7 @@ class Links:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _lines: list[_Line] = field(default_factory=list)
     _listener: socket.socket | None = None
+    _num_awaited: int = 0
     _announced: Loss | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -100,19 +110,22 @@ class Links:
     def open(cls, store: Store, rank: int, num_ranks: int) -> Links:
         """Rank 0 listens and leaves its address in ``store``, where the other ranks find it.
 
+        Every rank calls this equally often; each time they find one another again.
+
         Raises:
-            OSError: there is no way to connect.
+            OSError, RuntimeError: there is no way to connect, or the store does not answer.
         """
+        key = f"{_KEY}/{store.add(f'{_KEY}/opened by {rank}', 1)}"
         if rank > 0:
-            return cls._to_rank_0(rank, store.get(_KEY).decode())
+            return cls._to_rank_0(rank, store.get(key).decode())
         links = cls(rank, secrets.token_hex(8))
         try:
+            _allow_open_files(num_ranks + _OTHER_FILES)
             links._listen(num_ranks)
         except OSError:
-            store.set(_KEY, "")
+            store.set(key, "")
             raise
-        host = os.environ.get("MASTER_ADDR") or socket.gethostname()
-        store.set(_KEY, f"{host} {links.port} {links.token}")
+        store.set(key, f"{socket.gethostname()} {links.port} {links.token}")
         return links
 
     @classmethod
@@ -120,34 +133,42 @@ class Links:
         if not address:
             raise OSError("rank 0 cannot listen")
         host, port, token = address.split()
+        connected = _connect((os.environ.get("MASTER_ADDR") or host, host), int(port))
         links = cls(rank, token)
-        connected = socket.create_connection((os.environ.get("MASTER_ADDR") or host, int(port)), _CONNECT_TIMEOUT_S)
         links._add(connected, 0).say(f"hello {token} {rank}")
         return links
 
-    def _listen(self, backlog: int) -> None:
+    def _listen(self, num_ranks: int) -> None:
         if socket.has_dualstack_ipv6():
             address: dict[str, Any] = {"family": socket.AF_INET6, "dualstack_ipv6": True}
         else:
             address = {}
-        self._listener = socket.create_server(("", 0), backlog=backlog, **address)
+        self._listener = socket.create_server(("", 0), backlog=num_ranks, **address)
+        self._num_awaited = num_ranks - 1
         self.selector.register(self._listener, selectors.EVENT_READ)
 
     @property
     def port(self) -> int:
-        assert self._listener is not None, "of rank 0"
+        assert self._listener is not None, "of rank 0, until all ranks are connected"
         return int(self._listener.getsockname()[1])
 
     def _accept(self) -> None:
-        assert self._listener is not None, "of rank 0"
-        try:
-            self._add(self._listener.accept()[0])
-        except OSError as error:  # it may have closed again
-            if error.errno in (errno.EMFILE, errno.ENFILE):
-                self.selector.unregister(self._listener)  # it would stay ready for ever; who comes later hears nothing
+        if self._listener is not None:
+            with suppress(OSError):  # it may have closed again
+                self._add(self._listener.accept()[0])
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self.selector.unregister(self._listener)
+            self._listener.close()
+            self._listener = None
 
     def _add(self, connected: socket.socket, rank: int | None = None) -> _Line:
         connected.settimeout(_SEND_TIMEOUT_S)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, seconds in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), seconds)
         line = _Line(connected, rank)
         with self._lock:
             self._lines.append(line)
@@ -189,19 +210,31 @@ class Links:
                 died |= set() if line.rank is None else {line.rank}
                 self._drop(line)
                 continue
-            announced += [loss for text in heard if (loss := self._understand(line, text)) is not None]
+            for text in heard:
+                if line.rank is None and not self._welcome(line, text):
+                    self._drop(line)
+                    break
+                loss = self._understand(line, text)
+                announced += [] if loss is None else [loss]
         return Loss(tuple(sorted(died))) if died else next(iter(announced), None)
+
+    def _welcome(self, line: _Line, text: str) -> bool:
+        """Whether this is a rank that says hello. One that has left has no more to say."""
+        kind, token, rank = (*text.split(" "), "", "")[:3]
+        if kind != "hello" or not secrets.compare_digest(token.encode(), self.token.encode()):
+            return False
+        line.rank = int(rank)
+        if self._announced is not None:  # it comes late
+            line.say(self._announced.announcement())
+        self._num_awaited -= 1
+        if self._num_awaited == 0:
+            self._stop_listening()
+        return True
 
     def _understand(self, line: _Line, text: str) -> Loss | None:
         kind, _, rest = text.partition(" ")
-        first, _, second = rest.partition(" ")
-        if line.rank is None:  # a stranger, until it knows the token
-            if kind == "hello" and secrets.compare_digest(first.encode(), self.token.encode()):
-                line.rank = int(second)
-                if self._announced is not None:  # it comes late
-                    line.say(self._announced.announcement())
-            return None
-        loss = Loss(tuple(map(int, first.split(","))), second) if kind == "lost" else None
+        ranks, _, how = rest.partition(" ")
+        loss = Loss(tuple(map(int, ranks.split(","))), how) if kind == "lost" else None
         if kind == "left" or (loss is not None and line.rank in loss.ranks):
             line.rank = None  # its connection may close
         return loss
@@ -213,3 +246,20 @@ class Links:
         if self._listener is not None:
             self._listener.close()
         self.selector.close()
+
+
+def _connect(hosts: Sequence[str], port: int) -> socket.socket:
+    """A connection to the first of them that takes it; OSError of the last if none does."""
+    *first, last = dict.fromkeys(hosts)
+    for host in first:
+        with suppress(OSError):
+            return socket.create_connection((host, port), _CONNECT_TIMEOUT_S)
+    return socket.create_connection((last, port), _CONNECT_TIMEOUT_S)
+
+
+def _allow_open_files(number: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if resource.RLIM_INFINITY not in (soft, hard) and hard < number:
+        raise OSError(f"rank 0 needs {number} open files and may have {hard} at most, see ulimit -Hn")
+    if soft != resource.RLIM_INFINITY and soft < number:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
