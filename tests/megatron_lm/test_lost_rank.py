@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.helpers.megatron_lm import VARIABLE, Checkout, RunningJob, checkouts, environment, gpt_job, running_gpt
+from tests.helpers.megatron_lm import VARIABLE, Checkout, Job, RunningJob, checkouts, environment, gpt_job, running_gpt
 
 CHECKOUTS = checkouts()
 NEWEST = CHECKOUTS[-1:]
@@ -41,20 +41,29 @@ TIMES = {
 }
 
 BREAKING = """
-import os, runpy
+import os, runpy, sys
 from megatron.training import training
 
 train_step, calls = training.train_step, []
 
 def failing(*args, **kwargs):
     calls.append(1)
-    if len(calls) == 3 and os.environ["RANK"] == "{lost}":
-        raise FloatingPointError("on purpose")
+    if len(calls) == 3 and os.environ["RANK"] in "{lost}":
+        {does}
     return train_step(*args, **kwargs)
 
 training.train_step = failing
 runpy.run_path(os.path.join(os.path.dirname(__file__), "pretrain_gpt.py"), run_name="__main__")
 """
+
+
+def breaking(checkout: Checkout, folder: Path, ranks: str, does: str) -> Job:
+    """A job whose ``ranks``, their digits, do this in the third iteration."""
+    for path in (*checkout.path.glob("*.py"), checkout.path / "megatron"):
+        (folder / path.name).symlink_to(path)
+    script = folder / "breaking.py"
+    script.write_text(BREAKING.format(lost=ranks, does=does))
+    return replace(gpt_job(checkout, 4, FLAGS, "zb-h1"), script=script)
 
 
 def check_survivors(running: RunningJob, lost: int, how: str = "died") -> None:
@@ -82,14 +91,26 @@ def test_killed(checkout: Checkout, lost: int, when: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("lost", [0, 2])
 def test_an_error_of_its_own(checkout: Checkout, lost: int, tmp_path: Path) -> None:
     """It keeps its traceback; the others name it."""
-    for path in (*checkout.path.glob("*.py"), checkout.path / "megatron"):
-        (tmp_path / path.name).symlink_to(path)
-    breaking = tmp_path / "breaking.py"
-    breaking.write_text(BREAKING.format(lost=lost))
-    with replace(gpt_job(checkout, 4, FLAGS, "zb-h1"), script=breaking).running() as running:
+    job = breaking(checkout, tmp_path, str(lost), 'raise FloatingPointError("on purpose")')
+    with job.running() as running:
         check_survivors(running, lost, "ended with FloatingPointError")
     assert "Traceback" in running.outputs[lost] and "FloatingPointError: on purpose" in running.outputs[lost]
     assert "stopped because" not in running.outputs[lost]
+
+
+@pytest.mark.parametrize("checkout", NEWEST, ids=str)
+def test_a_rank_that_exits(checkout: Checkout, tmp_path: Path) -> None:
+    with breaking(checkout, tmp_path, "2", "sys.exit(3)").running() as running:
+        check_survivors(running, 2, "exited with code 3")
+        assert running.ranks[2].poll() == 3
+
+
+@pytest.mark.parametrize("checkout", NEWEST, ids=str)
+def test_ranks_that_exit_together_keep_their_code(checkout: Checkout, tmp_path: Path) -> None:
+    """As Megatron's rerun machine ends a job, with 16 or 17."""
+    with breaking(checkout, tmp_path, "0123", "sys.exit(17)").running() as running:
+        assert running.wait(200) == [17] * 4, running.text[-4000:]
+    assert "stopped because" not in running.text
 
 
 @pytest.mark.parametrize("checkout", NEWEST, ids=str)

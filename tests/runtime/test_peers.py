@@ -365,6 +365,8 @@ class Silent:
     def add(self, *_: object) -> int:
         raise dist.DistNetworkError("connection reset")
 
+    get = add
+
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("3", 0)])
 def test_without_a_connection_the_job_goes_on(monkeypatch: pytest.MonkeyPatch, local_rank: str, lines: int) -> None:

@@ -42,6 +42,13 @@ def flags(layout: Layout, num_microbatches: int, *more: str, schedule: str = "zb
     return [*words, "--log-interval", "1", *more]
 
 
+def exit_in_backward(rank: int) -> None:
+    if rank == 1:
+        from megatron.zero_bubble.adapter.stage import MegatronStage
+
+        MegatronStage.backward = lambda *_, **__: sys.exit(3)  # type: ignore[method-assign, assignment]
+
+
 def check_survivors(ended: list[Ended], victim: int) -> None:
     assert ended[victim].exit_code == -signal.SIGKILL
     for rank, survivor in enumerate(ended):
@@ -70,6 +77,12 @@ class TestKilledRank:
         """The pipeline that is whole ends too, and so do the ranks whose neighbour is a survivor that ended before."""
         ended = run_training(4, flags(Layout(2, data=2), 4), tmp_path, Death(3, BACKWARD, call=6))
         check_survivors(ended, 3)
+
+    def test_that_exits(self, tmp_path: Path) -> None:
+        """Python calls no ``sys.excepthook`` then."""
+        ended = run_training(2, flags(Layout(2), 4), tmp_path, exit_in_backward)
+        assert [rank.exit_code for rank in ended] == [1, 3]
+        assert SENTENCE.replace("died", "exited with code 3").format(0, 1) in ended[0].output
 
     def test_while_it_joins(self, tmp_path: Path) -> None:
         """The process groups are not made yet."""

@@ -41,8 +41,13 @@ def main(argv: Sequence[str]) -> int:
     # As `python script.py` has it: the script's folder comes first, and a checkout's megatron.core before any other.
     sys.path[0] = str(script.resolve().parent)
     sys.argv = list(argv)
-    join()
-    runpy.run_path(str(script), run_name="__main__")
+    ending = _Ending(sys.excepthook)
+    _join(ending)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as error:
+        ending.exits(error)
+        raise
     return 0
 
 
@@ -53,9 +58,11 @@ def join() -> None:
     or with the job, ends the process with a sentence, here or when Megatron has validated its flags. Processes that the
     job starts do not join it.
     """
-    if multiprocessing.parent_process() is not None:
-        return
-    ending = _Ending(sys.excepthook)
+    if multiprocessing.parent_process() is None:
+        _join(_Ending(sys.excepthook))
+
+
+def _join(ending: _Ending) -> None:
     sys.excepthook = ending.excepthook
     arguments, rewritten = modernize(sys.argv[1:])
     options, _ = parse_ours(arguments)
@@ -108,6 +115,11 @@ class _Ending:
             print(f"zero-bubble: {where}{error}", file=sys.stderr, flush=True)
         else:
             self._original(kind, error, traceback)
+        if self._peers is not None:
+            self._peers.fail(error)
+
+    def exits(self, error: SystemExit) -> None:
+        """The script ends by itself; Python calls no ``sys.excepthook`` then."""
         if self._peers is not None:
             self._peers.fail(error)
 

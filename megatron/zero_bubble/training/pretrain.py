@@ -54,6 +54,9 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
     try:
         train(args, launch, peers.watch_world)
         dist.destroy_process_group()
+    except (SystemExit, KeyboardInterrupt) as error:
+        peers.fail(error)
+        raise
     except Exception as error:
         if peers.explain(error):
             return 1
