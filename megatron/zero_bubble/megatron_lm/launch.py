@@ -112,7 +112,8 @@ class _Ending:
         if isinstance(error, (UserError, PeerError, PatchError, SeamError)):
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"rank {rank}: "
-            print(f"zero-bubble: {where}{error}", file=sys.stderr, flush=True)
+            # Not to sys.stderr: there torch.distributed writes a rank in front of what is printed in an error.
+            print(f"zero-bubble: {where}{error}", file=sys.__stderr__, flush=True)
         else:
             self._original(kind, error, traceback)
         if self._peers is not None:

@@ -45,9 +45,10 @@ class Tables(NamedTuple):
 class Problem:
     """What to schedule, under which limit, for which objective.
 
-    ``forward``, ``backward`` and ``wgrad`` are ms a stage; ``down[s]`` is the transfer into stage s of an activation
-    and ``up[s]`` of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from F to B and from B to W; ``limit`` is
-    memory a rank. The cost of a schedule is the largest over ranks of (its end - ``origin[rank]``).
+    ``forward``, ``backward`` and ``wgrad`` are ms per stage; ``activation_hop[s]`` is the transfer of an activation
+    into stage s, and ``gradient_hop[s]`` that of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from F to B and
+    from B to W; ``limit`` is memory per rank. The cost of a schedule is the largest over ranks of
+    (its end - ``origin[rank]``).
     """
 
     placement: Placement
@@ -55,8 +56,8 @@ class Problem:
     forward: tuple[float, ...]
     backward: tuple[float, ...]
     wgrad: tuple[float, ...]
-    down: tuple[float, ...]
-    up: tuple[float, ...]
+    activation_hop: tuple[float, ...]
+    gradient_hop: tuple[float, ...]
     kept: tuple[float, ...]
     kept_by_wgrad: tuple[float, ...]
     limit: tuple[float, ...]
@@ -76,11 +77,11 @@ class Problem:
         costs, memory = costs.fit(placement), memory.fit(placement)
         rank_of = placement.stage_to_rank
         last = placement.num_stages - 1
-        down = tuple(costs.comm(rank_of[s - 1], rank_of[s]) if s else 0.0 for s in range(last + 1))
-        up = tuple(costs.comm(rank_of[s + 1], rank_of[s]) if s < last else 0.0 for s in range(last + 1))
+        activation_hop = tuple(costs.comm(rank_of[s - 1], rank_of[s]) if s else 0.0 for s in range(last + 1))
+        gradient_hop = tuple(costs.comm(rank_of[s + 1], rank_of[s]) if s < last else 0.0 for s in range(last + 1))
         arrival = [0.0]
         for s in range(1, last + 1):
-            arrival.append(arrival[-1] + costs.forward_ms[s - 1] + down[s])
+            arrival.append(arrival[-1] + costs.forward_ms[s - 1] + activation_hop[s])
         starts = tuple(arrival[placement.stages_of(rank)[0]] for rank in range(placement.num_ranks))
         return cls(
             placement,
@@ -88,8 +89,8 @@ class Problem:
             costs.forward_ms,
             costs.backward_ms,
             costs.wgrad_ms,
-            down,
-            up,
+            activation_hop,
+            gradient_hop,
             memory.activation,
             memory.wgrad,
             tuple(amount * (1 + _ROUNDING) for amount in limit),
@@ -113,9 +114,9 @@ class Problem:
             a, g = self.kept[s], self.kept_by_wgrad[s]
             below = rank_of[s + 1] if s < last and rank_of[s + 1] != rank else NONE
             above = rank_of[s - 1] if s and rank_of[s - 1] != rank else NONE
-            before_b = (3 * (s + 1) + B if s < last else 3 * s + F, self.up[s])
+            before_b = (3 * (s + 1) + B if s < last else 3 * s + F, self.gradient_hop[s])
             for duration, (source, hop), target, delta in (
-                (self.forward[s], (3 * (s - 1) + F if s else NONE, self.down[s]), below, a),
+                (self.forward[s], (3 * (s - 1) + F if s else NONE, self.activation_hop[s]), below, a),
                 (self.backward[s], before_b, above, g - a),
                 (self.wgrad[s], (3 * s + B, 0.0), NONE, -g),
             ):
@@ -126,11 +127,11 @@ class Problem:
     @cached_property
     def mirrored(self) -> Problem:
         """The problem run backwards in time: B takes the part of F. W, which only fills, is taken as it is."""
-        up = (0.0, *self.up[:-1])
-        down = (*self.down[1:], 0.0)
+        activation_hop = (0.0, *self.gradient_hop[:-1])
+        gradient_hop = (*self.activation_hop[1:], 0.0)
         return Problem(
-            self.placement, self.num_microbatches, self.backward, self.forward, self.wgrad, up, down,
-            self.kept, self.kept_by_wgrad, self.limit, (0.0,) * self.num_ranks,
+            self.placement, self.num_microbatches, self.backward, self.forward, self.wgrad,
+            activation_hop, gradient_hop, self.kept, self.kept_by_wgrad, self.limit, (0.0,) * self.num_ranks,
         )  # fmt: skip
 
     @cached_property
@@ -172,7 +173,7 @@ class Problem:
         limit = tuple(self._part_of_limit(rank, part) for rank in chosen)
         return Problem(
             Placement(tuple(chosen.index(rank_of[s]) for s in stages)), m,
-            of(self.forward), of(self.backward), of(self.wgrad), of(self.down), of(self.up),
+            of(self.forward), of(self.backward), of(self.wgrad), of(self.activation_hop), of(self.gradient_hop),
             of(self.kept), of(self.kept_by_wgrad), limit, tuple(part * self.origin[rank] for rank in chosen),
         )  # fmt: skip
 

@@ -49,11 +49,11 @@ class Paths:
         edges: list[list[tuple[int, float]]] = []
         for j in range(s.m):
             for k in range(self.stages):
-                needs = [(self.f(k - 1, j), s.up[k - 1])] if k else []
+                needs = [(self.f(k - 1, j), s.activation_hop[k - 1])] if k else []
                 needs += [(first + j * 3 * self.stages, 0.0) for first, since in turns[k] if j >= since]
                 edges.append(needs)
             for k in reversed(range(self.stages)):
-                edges.append([(self.b(k + 1, j), s.down[k]) if k < last else (self.f(k, j), 0.0)])
+                edges.append([(self.b(k + 1, j), s.gradient_hop[k]) if k < last else (self.f(k, j), 0.0)])
             edges += ([(self.b(k, j), 0.0)] for k in range(self.stages))
             if j:
                 step = 3 * self.stages

@@ -26,7 +26,8 @@ _ROUNDING = 1e-9
 class Setting:
     """One instance: durations ``f``, ``b``, ``w`` (ms) and memory ``a`` (F to B), ``g`` (B to W) of every stage.
 
-    ``up[s]`` is the transfer from stage s to s+1 and ``down[s]`` the one back. ``limit[rank]`` is what a rank may keep.
+    ``activation_hop[s]`` is the transfer from stage s to s+1 and ``gradient_hop[s]`` the one back. ``limit[rank]`` is
+    the memory limit of a rank.
     """
 
     placement: Placement
@@ -36,8 +37,8 @@ class Setting:
     w: tuple[float, ...]
     a: tuple[float, ...]
     g: tuple[float, ...]
-    up: tuple[float, ...]
-    down: tuple[float, ...]
+    activation_hop: tuple[float, ...]
+    gradient_hop: tuple[float, ...]
     limit: tuple[float, ...]
 
     @classmethod
@@ -56,9 +57,9 @@ class Setting:
         b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
         if fused:
             b, w, g = tuple(map(sum, zip(b, w, strict=True))), (0.0,) * len(w), (0.0,) * len(g)
-        up = tuple(costs.comm(source, destination) for source, destination in hops)
-        down = tuple(costs.comm(destination, source) for source, destination in hops)
-        return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, up, down, limit)
+        activation_hop = tuple(costs.comm(source, destination) for source, destination in hops)
+        gradient_hop = tuple(costs.comm(destination, source) for source, destination in hops)
+        return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, activation_hop, gradient_hop, limit)
 
     @property
     def num_stages(self) -> int:
@@ -75,12 +76,13 @@ class Setting:
     @cached_property
     def forward_at(self) -> tuple[float, ...]:
         """When F of the first microbatch can start on every stage, counted from its start on stage 0."""
-        return (0.0, *accumulate(f + hop for f, hop in zip(self.f, self.up)))  # noqa: B905 - one hop less than stages
+        # There is one hop less than stages.
+        return (0.0, *accumulate(f + hop for f, hop in zip(self.f, self.activation_hop)))  # noqa: B905
 
     @cached_property
     def backward_left(self) -> tuple[float, ...]:
         """From the start of a B on every stage to the earliest start of the same microbatch's B on stage 0."""
-        return (0.0, *accumulate(b + hop for b, hop in zip(self.b[1:], self.down, strict=True)))
+        return (0.0, *accumulate(b + hop for b, hop in zip(self.b[1:], self.gradient_hop, strict=True)))
 
     def round_trip(self, start: int, end: int) -> float:
         """From the start of F on stage ``start`` to the earliest start of the same microbatch's B on stage ``end``."""

@@ -122,7 +122,7 @@ def by_head_chain(s: Setting, objective: str, floor: float) -> float:
         spare.append(s.work[rank] + late + (tail_idle(s, rank) if apart else 0.0))
     if _chain_holds(s, [floor - busy for busy in spare]):
         return floor
-    low, high = floor, 2 * floor + sum(s.f) + sum(s.b) + 2 * (sum(s.up) + sum(s.down))
+    low, high = floor, 2 * floor + sum(s.f) + sum(s.b) + 2 * (sum(s.activation_hop) + sum(s.gradient_hop))
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         if _chain_holds(s, [middle - busy for busy in spare]):
@@ -139,7 +139,7 @@ def _chain_holds(s: Setting, idle: Sequence[float]) -> bool:
         if rank == s.num_ranks - 1:
             needed = s.f[rank]
         else:
-            needed = wait + s.f[rank] + s.b[rank + 1] + s.up[rank] + s.down[rank]
+            needed = wait + s.f[rank] + s.b[rank + 1] + s.activation_hop[rank] + s.gradient_hop[rank]
         # Idle time within rounding of what is needed is enough: the answer must not exceed the true bound.
         spare = idle[rank] + 1e-12 * needed
         most = min(s.m, s.fits(s.a[rank], s.limit[rank]))
