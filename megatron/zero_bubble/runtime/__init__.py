@@ -1,1 +1,1 @@
-"""Execute a plan: the loop, the stages, the transport between ranks and the store of deferred weight gradients."""
+"""Execute a plan: the loop, the transport between ranks, and the watch for lost ranks. Nothing here knows Megatron."""
