@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -130,10 +130,10 @@ def train_with_engine(
 
     run, reported, ran = DelayedGradient.run, [], []
 
-    def counted(self: DelayedGradient) -> None:
+    def counted(self: DelayedGradient) -> Iterable[Any]:
         reported[:] = patching.report()
         ran.append(self)
-        run(self)
+        return run(self)
 
     with engine_layers(fused, fp8), pytest.MonkeyPatch.context() as patch:
         patch.setattr(DelayedGradient, "run", counted)
