@@ -124,14 +124,14 @@ def rank_of(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: rank_of(c)["passes"].reverse(), "iteration 7, rank 1 must have passes, one after the other; got 6"),
         (lambda c: rank_of(c)["passes"].pop(), "1W1"),
         (lambda c: rank_of(c)["passes"][-1].__setitem__(0, "9W1"), "9W1|stage"),
-        (lambda c: c.update(forward_ms=[1.0]), "every list must have one figure a stage"),
+        (lambda c: c.update(forward_ms=[1.0]), "every list must have one figure per stage"),
         (lambda c: c.update(comm_ms=10**400), "comm_ms must be a number; got 10000"),
         (lambda c: c.update(comm_ms=float("nan")), "comm_ms must be a number; got NaN"),
         (lambda c: c.update(comm_ms=True), "comm_ms must be a number; got true"),
         (lambda c: rank_of(c)["sends"][0].__setitem__(2, 10**400), "sends of .* must give sent as ms; got 10000"),
         (lambda c: c.update(comm_ms="1"), 'comm_ms must be a number; got "1"'),
         (lambda c: c.pop("wgrad"), "it must have the key wgrad, a list of numbers, one a stage; it is missing"),
-        (lambda c: c.update(activation=[1.0], wgrad=[1.0]), "memory must have one figure a stage"),
+        (lambda c: c.update(activation=[1.0], wgrad=[1.0]), "memory must have one figure per stage"),
     ],
 )
 def test_what_can_be_wrong(edit: Callable[[dict[str, Any]], object], message: str) -> None:

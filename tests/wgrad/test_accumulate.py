@@ -1,12 +1,16 @@
-"""Where weight gradients go: what is known of a model chunk belongs to that chunk."""
+"""Where weight gradients go, and when data parallelism may reduce them."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.wgrad import accumulate as gradients
+from megatron.zero_bubble.wgrad import accumulate
+from megatron.zero_bubble.wgrad.store import Product
 
 
 class Wrapped(torch.nn.Module):
@@ -17,8 +21,23 @@ class Wrapped(torch.nn.Module):
 
 
 def test_a_chunk_at_the_address_of_another_is_not_that_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gradients, "id", lambda _chunk: 0, raising=False)  # a freed address is used again
-    accumulator = gradients.GradAccumulator()
+    monkeypatch.setattr(accumulate, "id", lambda _chunk: 0, raising=False)  # a freed address is used again
+    accumulator = accumulate.GradAccumulator()
     accumulator.watch([torch.nn.Linear(2, 2)])
     with pytest.raises(UserError, match="DistributedDataParallel"):
         accumulator.watch([Wrapped()])
+
+
+def test_the_jobs_own_kernel_makes_a_weight_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the weight is used in a microbatch."""
+    weight: Any = torch.nn.Parameter(torch.zeros(1, 1))
+    weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(1, 1), False
+    kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, grad, main_grad: main_grad.addmm_(grad.t(), x))
+    monkeypatch.setattr(accumulate.layers, "fused_weight_gradient_mlp_cuda", kernel, raising=False)
+    ready: list[None] = []
+    accumulator = accumulate.GradAccumulator()
+    accumulator._hooks[weight] = lambda: ready.append(None)
+    product = Product(weight, None, torch.ones(1, 1), torch.ones(1, 1), by_kernel=True)
+    accumulator.add([[product, product]], ready=True)
+    assert weight.main_grad.item() == 2.0
+    assert len(ready) == 1

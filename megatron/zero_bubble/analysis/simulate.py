@@ -26,7 +26,7 @@ def simulate(schedule: Schedule, costs: PassCosts, memory: PassMemory | None = N
     for what, figures in (("costs", costs), ("memory", memory)):
         if figures.num_stages != schedule.num_stages:
             raise UserError(
-                f"{what} must have one figure a stage; {schedule.name} has {schedule.num_stages} stages and "
+                f"{what} must have one figure per stage; {schedule.name} has {schedule.num_stages} stages and "
                 f"{what} {figures.num_stages}; build both from the same placement"
             )
     stage_to_rank = schedule.placement.stage_to_rank

@@ -34,16 +34,16 @@ def check_same_length(owner: object, names: Sequence[str]) -> None:
     lengths = {name: len(getattr(owner, name)) for name in names}
     if len(set(lengths.values())) > 1:
         got = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-        raise UserError(f"every list must have one figure a stage; {got}; make them equally long")
+        raise UserError(f"every list must have one figure per stage; {got}; give them the same length")
 
 
 def spread(placement: Placement, whole: float) -> tuple[float, ...]:
-    """A rank's figure over its chunks, as one figure a stage."""
+    """Divide the figure of each rank among its chunks: one figure per stage."""
     return tuple(whole / len(placement.stages_of(rank)) for rank in placement.stage_to_rank)
 
 
 def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
-    """Figures a stage of one cut of the model as figures a stage of another."""
+    """Convert one figure per stage to another number of stages of the same model."""
     finer, coarser = max(num_stages, len(figures)), min(num_stages, len(figures))
     if finer % coarser:
         raise UserError(

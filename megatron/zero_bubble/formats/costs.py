@@ -2,8 +2,8 @@
 
 A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms``, ``comm_ms`` and, optionally, ``links``
 (a list of ``[source rank, destination rank, ms]``) and both of ``activation`` and ``wgrad`` (memory). Each figure of a
-pass is either one number, a rank's whole share, or a list with one number a stage; a list for another number of chunks
-a rank is cut anew, as ``fit`` does.
+pass is either one number, for a rank's whole share, or a list with one number per stage. A list for another number of
+chunks per rank is converted, as ``PassCosts.fit`` does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KEYS = frozenset((*TIMES, *MEMORY, "comm_ms", "links"))
 
 
 def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
-    """A costs file with one figure a stage; ``costs_from_json`` reads it back unchanged."""
+    """A costs file with one figure per stage; ``costs_from_json`` reads it back unchanged."""
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     content["comm_ms"] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]

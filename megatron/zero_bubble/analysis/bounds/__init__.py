@@ -133,7 +133,7 @@ def _check(costs: PassCosts, memory: PassMemory, placement: Placement, m: int, l
     for what, figures in (("costs", costs), ("memory", memory)):
         if figures.num_stages != placement.num_stages:
             raise UserError(
-                f"{what} must have one figure a stage; the placement has {placement.num_stages} stages and "
+                f"{what} must have one figure per stage; the placement has {placement.num_stages} stages and "
                 f"{what} {figures.num_stages}; build both from the same placement"
             )
     if m < 1:
