@@ -154,7 +154,7 @@ def _times(options: argparse.Namespace, model: Model) -> tuple[float, float, flo
     if options.costs is None:
         costs, _ = estimate(model, DEVICES[options.gpu], placement)
     else:
-        costs, _ = read_costs_file(options.costs, placement)
+        costs, _ = read_costs_file(options.costs).on(placement)
     return median(costs.forward_ms), median(costs.backward_ms), median(costs.wgrad_ms)
 
 

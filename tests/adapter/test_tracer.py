@@ -32,7 +32,7 @@ def test_chosen_iterations(ranks: RankPool, tmp_path: Path, schedule: str) -> No
             assert bool(row.validations) == ("post-validation" in schedule)
     assert recording.memory is not None
     assert min(recording.memory.activation) > 1000
-    written, memory = read_costs_file(tmp_path / "costs.json", placement)
+    written, memory = read_costs_file(tmp_path / "costs.json").on(placement)
     assert (written, memory) == (recording.costs, recording.memory)
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
 

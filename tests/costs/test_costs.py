@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Pass, PassCosts, PassMemory, Placement
-from megatron.zero_bubble.formats.costs import costs_from_json, costs_to_json, read_costs_file
+from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json, read_costs_file
 
 LINEAR = Placement.linear(2)
 VEE = Placement.vee(2)
@@ -55,10 +55,10 @@ def test_a_huge_figure_is_refused_where_it_is_given(huge: float) -> None:
         PassCosts.uniform(LINEAR, 1, 1, 1, huge)
     content = {"forward_ms": 1, "backward_ms": [1, huge], "wgrad_ms": 1}
     with pytest.raises(ValueError, match=r"backward_ms must be at most 1e\+15"):
-        costs_from_json(json.dumps(content), LINEAR)
+        CostsFile.parse(json.dumps(content))
     content |= {"backward_ms": 1, "links": [[0, 1, huge]]}
     with pytest.raises(ValueError, match=r"links must be at most 1e\+15"):
-        costs_from_json(json.dumps(content), LINEAR)
+        CostsFile.parse(json.dumps(content))
 
 
 def test_the_greatest_figures_serve_every_placement() -> None:
@@ -78,12 +78,12 @@ def test_files_round_trip(memory: PassMemory | None, tmp_path: Path) -> None:
     costs = PassCosts((1.5, 2.0), (3.0, 5.0), (0.1, 11.0), 0.25, {(1, 0): 0.5})
     path = tmp_path / "costs.json"
     path.write_text(costs_to_json(costs, memory))
-    assert read_costs_file(path, LINEAR) == (costs, memory)
+    assert read_costs_file(path).on(LINEAR) == (costs, memory)
 
 
 def test_one_number_in_a_file_is_a_ranks_whole_share() -> None:
     text = json.dumps({"forward_ms": 8, "backward_ms": 6, "wgrad_ms": [1, 2, 3, 4]})
-    costs, memory = costs_from_json(text, VEE)
+    costs, memory = CostsFile.parse(text).on(VEE)
     assert costs == PassCosts((4.0,) * 4, (3.0,) * 4, (1.0, 2.0, 3.0, 4.0))
     assert memory is None
 
@@ -107,12 +107,12 @@ def test_a_bad_file_says_what_is_wrong_and_where(text: str, message: str, tmp_pa
     path = tmp_path / "costs.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"costs.json: .*{message}"):
-        read_costs_file(path, LINEAR)
+        read_costs_file(path).on(LINEAR)
 
 
 def test_a_missing_or_binary_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the costs file .*No such file"):
-        read_costs_file(tmp_path / "none.json", LINEAR)
+        read_costs_file(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match="not text"):
-        read_costs_file(tmp_path / "binary", LINEAR)
+        read_costs_file(tmp_path / "binary")

@@ -50,4 +50,4 @@ def test_a_job_is_recorded_and_stays_what_it_is(checkout: Checkout, tmp_path: Pa
     for trace in recording.traces.values():
         assert trace.timeline.schedule.num_microbatches == 6
         assert all(row.receives for row in trace.ranks)
-    assert read_costs_file(tmp_path / "costs.json", Placement.linear(2)) == (recording.costs, recording.memory)
+    assert read_costs_file(tmp_path / "costs.json").on(Placement.linear(2)) == (recording.costs, recording.memory)

@@ -73,16 +73,17 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
 def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
     """Times from the file; memory from the flags, else the file, else the defaults."""
     _refuse(options, _TIMES, "--costs gives all times of the passes")
+    file = read_costs_file(options.costs)
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         # A file's halves of ranks cannot be cut into thirds; its whole ranks can be cut into anything.
         read_as = placement if placement.num_stages <= 2 * num_ranks else Placement.linear(num_ranks)
-        costs, memory = read_costs_file(options.costs, read_as)
+        costs, memory = file.on(read_as)
         if memory is None or _gives_memory(options):
             memory = _uniform_memory(options, read_as)
         return (costs, memory) if read_as == placement else (costs.fit(placement), memory.fit(placement))
 
-    given = _gives_memory(options) or read_costs_file(options.costs, Placement.linear(num_ranks))[1] is not None
+    given = _gives_memory(options) or file.on(Placement.linear(num_ranks))[1] is not None
     return Figures(num_ranks, num_microbatches, on, given)
 
 

@@ -53,7 +53,7 @@ def _vocabulary(args: argparse.Namespace) -> int | None:
 
 
 def _measured(sizes: tuple[int, int], file: str, placement: Placement) -> Figures:
-    costs, memory = read_costs_file(file, placement)
+    costs, memory = read_costs_file(file).on(placement)
     kept = PassMemory.uniform(placement) if memory is None else memory
     return Figures(*sizes, lambda on: (costs.fit(on), kept.fit(on)), memory is not None, notes=(f"Costs of {file}.",))
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,18 @@ from megatron.zero_bubble.costs.memory import MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import TIMES, PassCosts
 from megatron.zero_bubble.costs.units import checked_figure, checked_figures, recut, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.files import json_object, read_file
+from megatron.zero_bubble.formats.files import json_object, naming, read_file
 from megatron.zero_bubble.ir import Placement
 
+Figure = float | tuple[float, ...]
+"""As given: one number, for a rank's whole share, or one number per stage."""
+
 _KEYS = frozenset((*TIMES, *MEMORY, "comm_ms", "links"))
+_WHAT = "costs file"
 
 
 def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
-    """A costs file with one figure per stage; ``costs_from_json`` reads it back unchanged."""
+    """A costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged."""
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     content["comm_ms"] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
@@ -33,46 +39,82 @@ def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
 
 
-def costs_from_json(text: str, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
-    """Read a costs file's text for the stages of ``placement``; no memory when the file gives none.
+@dataclass(frozen=True)
+class CostsFile:
+    """The content of a costs file, read and checked; ``on(placement)`` are its figures for the stages of a placement.
 
-    Raises:
-        UserError: one sentence saying which key is wrong and how it is written.
+    Attributes:
+        times: by key.
+        memory: by key; None when the file gives none.
+        comm_ms: of a transfer between two ranks.
+        links: as in ``PassCosts``.
+        path: of the file, for messages.
     """
-    content = json_object(text)
-    if unknown := sorted(content.keys() - _KEYS):
-        raise UserError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
-    for name in content.keys() - {"links"}:
-        values = content[name] if isinstance(content[name], list) else [content[name]]
-        for value in values:
-            refuse_huge(**{name: value})
-    f, b, w = (_per_stage(content, name, placement) for name in TIMES)
-    costs = PassCosts(f, b, w, content.get("comm_ms", 0.0), _links(content.get("links", [])))
-    if not content.keys() & set(MEMORY):
-        return costs, None
-    activation, wgrad = (_per_stage(content, name, placement) for name in MEMORY)
-    return costs, PassMemory(activation, wgrad)
+
+    times: Mapping[str, Figure]
+    memory: Mapping[str, Figure] | None
+    comm_ms: float
+    links: Mapping[tuple[int, int], float]
+    path: str | Path | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> CostsFile:
+        """Read the text of a costs file.
+
+        Raises:
+            UserError: one sentence saying which key is wrong and how it is written.
+        """
+        content = json_object(text)
+        if unknown := sorted(content.keys() - _KEYS):
+            raise UserError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
+        for name in content.keys() - {"links"}:
+            values = content[name] if isinstance(content[name], list) else [content[name]]
+            for value in values:
+                refuse_huge(**{name: value})
+        times = {name: _figure(content, name) for name in TIMES}
+        comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
+        links = _links(content.get("links", []))
+        memory = {name: _figure(content, name) for name in MEMORY} if content.keys() & set(MEMORY) else None
+        return cls(times, memory, comm_ms, links)
+
+    def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
+        """The costs of the stages of ``placement``, and what they keep where the file says so.
+
+        Raises:
+            UserError: lists of figures for another number of stages, a link that is no time, or an activation of 0.
+        """
+        with nullcontext() if self.path is None else naming(_WHAT, self.path):
+            f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
+            costs = PassCosts(f, b, w, self.comm_ms, self.links)
+            if self.memory is None:
+                return costs, None
+            activation, wgrad = (_per_stage(name, self.memory[name], placement) for name in MEMORY)
+            return costs, PassMemory(activation, wgrad)
 
 
-def read_costs_file(path: str | Path, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
-    """``costs_from_json`` of a file; its ``UserError`` names the file."""
-    return read_file(path, "costs file", lambda text: costs_from_json(text, placement))
+def read_costs_file(path: str | Path) -> CostsFile:
+    """``CostsFile.parse`` of a file; its ``UserError`` names the file, as do those of ``on``."""
+    return replace(read_file(path, _WHAT, CostsFile.parse), path=path)
 
 
-def _per_stage(content: Mapping[str, Any], name: str, placement: Placement) -> tuple[float, ...]:
+def _figure(content: Mapping[str, Any], name: str) -> Figure:
     if name not in content:
         raise UserError(f"it must give {name}, one number a rank or a list with one a stage; it is missing")
     value = content[name]
-    if not isinstance(value, list):
-        return spread(placement, checked_figure(name, value))
-    if len(value) == placement.num_stages:
-        return checked_figures(name, value)
-    if not value or len(value) % placement.num_ranks:
+    return checked_figures(name, value) if isinstance(value, list) else checked_figure(name, value)
+
+
+def _per_stage(name: str, figure: Figure, placement: Placement) -> tuple[float, ...]:
+    if isinstance(figure, float):
+        return spread(placement, figure)
+    if len(figure) == placement.num_stages:
+        return figure
+    if not figure or len(figure) % placement.num_ranks:
         raise UserError(
-            f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(value)}; "
+            f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(figure)}; "
             "give a single number to mean every rank's whole share"
         )
-    return recut(checked_figures(name, value), placement.num_stages)
+    return recut(figure, placement.num_stages)
 
 
 def _links(rows: object) -> dict[tuple[int, int], float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,8 +37,15 @@ def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
         raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{what} {path}: it must be JSON in UTF-8; this is not text") from None
-    try:
+    with naming(what, path):
         return parse(text)
+
+
+@contextmanager
+def naming(what: str, path: str | Path) -> Iterator[None]:
+    """Whatever is wrong with the content of a file names the file."""
+    try:
+        yield
     except ValueError as error:
         raise UserError(f"{what} {path}: {error}") from error
 

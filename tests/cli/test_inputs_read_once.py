@@ -1,0 +1,60 @@
+"""A file that a command is given is read once, so that it may be a pipe: ``zero-bubble plan --costs <(...)``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.formats.trace import trace_to_json
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.schedules import build
+from tests.formats.test_trace import recording
+
+LINEAR = Placement.linear(2)
+COSTS = PassCosts.uniform(LINEAR, 9.0, 7.0, 4.0, 0.5)
+COSTS_FILE = costs_to_json(COSTS, PassMemory.uniform(LINEAR, 2.0**20))
+SCHEDULE_FILE = plan_to_json(simulate(build("zb-h1", num_ranks=2, num_microbatches=4), COSTS))
+TRACE_FILE = trace_to_json(recording())
+SIZES = "--num-ranks 2 --num-microbatches 4"
+TIMES = "--forward-ms 1 --backward-ms 1 --wgrad-ms 1"
+LAYOUT = "--nodes 1 --gpus-per-node 2"
+JOB = """-- --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --train-iters 1
+    --lr 1e-3 --mock-data --global-batch-size 4 --pipeline-model-parallel-size 2"""
+
+
+pytestmark = pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="no files for file descriptors")
+
+
+def run(arguments: str, content: str) -> int:
+    """The exit code of a command in which a pipe with ``content`` takes the place of ``FILE``."""
+    reader, writer = os.pipe()
+    os.write(writer, content.encode())
+    os.close(writer)
+    try:
+        return main(arguments.replace("FILE", f"/dev/fd/{reader}").split())
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [
+        (f"plan --schedule zb-h1 {SIZES} --costs FILE", COSTS_FILE),
+        (f"plan --schedule zb-auto {SIZES} --costs FILE --memory-limit 1p", COSTS_FILE),
+        (f"plan --schedule v-min {SIZES} --costs FILE --memory-limit 1GiB --step-ms 3", COSTS_FILE),
+        (f"compare {SIZES} --costs FILE", COSTS_FILE),
+        (f"compare {SIZES} --costs FILE --equal-passes", COSTS_FILE),
+        (f"dry-run {LAYOUT} --costs FILE {JOB} --zero-bubble-schedule zb-h1", COSTS_FILE),
+        (f"plan --schedule-file FILE {TIMES} --memory-limit 1p", SCHEDULE_FILE),
+        ("trace FILE", TRACE_FILE),
+    ],
+)
+def test_a_file_may_be_a_pipe(arguments: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(arguments, content) == 0, capsys.readouterr().err
