@@ -1,12 +1,16 @@
 """What the contracts in .importlinter cannot say: where a name may appear, and what makes a package."""
 
 import ast
+import configparser
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[1] / "megatron" / "zero_bubble"
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "megatron" / "zero_bubble"
+ROOT = "megatron.zero_bubble"
 
 
 @pytest.mark.parametrize(
@@ -33,6 +37,23 @@ def test_names_are_found_however_they_are_written() -> None:
     assert sorted(line for line, name in names_in(source) if name == "torch.cuda") == [1, 2, 3]
 
 
+def test_no_process_runs_a_module_of_a_higher_layer() -> None:
+    """A module name in a string, as ``[sys.executable, "-m", "..."]`` has it, points down as imports do."""
+    places = [
+        f"{path.relative_to(PACKAGE)}:{line}: {module}"
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line, module in modules_in_strings(path.read_text())
+        if height(module) > height(".".join([ROOT, *path.relative_to(PACKAGE).with_suffix("").parts]))
+    ]
+    assert not places, "a module of a higher layer is named:\n" + "\n".join(places)
+
+
+def test_a_module_is_found_in_a_command() -> None:
+    source = f"""'As in python -m {ROOT}.cli.'\nrun([python, "-m", "{ROOT}"])\nrun([python, "-m", "{ROOT}.cli.plan"])"""
+    found = [module for _, module in modules_in_strings(source)]
+    assert [height(module) for module in found] == [height(f"{ROOT}.launch")] * 2 > [height(f"{ROOT}.adapter.auto")] * 2
+
+
 def test_every_package_says_what_it_is() -> None:
     assert not (PACKAGE.parent / "__init__.py").exists(), "megatron is a namespace that megatron-core shares"
     for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
@@ -51,3 +72,20 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.id
         elif isinstance(node, ast.Attribute):
             yield node.lineno, ast.unparse(node)
+
+
+def modules_in_strings(source: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of our modules in strings that hold nothing else."""
+    name = re.compile(rf"{re.escape(ROOT)}(\.[a-z]\w*)*")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and name.fullmatch(node.value):
+            yield node.lineno, node.value
+
+
+def height(module: str) -> int:
+    """The layer of a module in .importlinter, counted from below; the package itself is run as its ``__main__``."""
+    contracts = configparser.ConfigParser()
+    contracts.read(REPOSITORY / ".importlinter")
+    layers = contracts["importlinter:contract:layers"]["layers"].split("\n")[::-1]
+    name = module.removeprefix(ROOT).lstrip(".").split(".")[0] or "__main__"
+    return next(number for number, layer in enumerate(layers) if name in layer.split(" : "))

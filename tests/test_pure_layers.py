@@ -21,6 +21,7 @@ PURE = (
     "plan",
     "render",
     "formats",
+    "planning",
     "job",
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.zero_bubble.adapter.auto import _Planner
+from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.schedules import build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
@@ -22,23 +24,23 @@ SCHEDULES = [None, "zb-auto"]
 
 def train_and_wait_for_the_plan(rank: int, flags: str) -> tuple[list[Outcome], list[str]]:
     """The outcomes and what came of planning; at the first look at the planner it is waited for, however slow."""
-    finished, result, said = _Planner.finished, _Planner.result, []
+    finished, result, said = Planner.finished, Planner.result, []
 
-    def waited_for(self: _Planner) -> bool:
+    def waited_for(self: Planner) -> bool:
         if self._process is not None:
             self._process.wait()
         return finished(self)
 
-    def heard(self: _Planner) -> object:
+    def heard(self: Planner) -> object:
         schedule, text = result(self)
         said.append(text if schedule is None else f"{text}: {schedule.name}")
         return schedule, text
 
-    _Planner.finished, _Planner.result = waited_for, heard
+    Planner.finished, Planner.result = waited_for, heard
     try:
         return train(rank, flags, SCHEDULES), said
     finally:
-        _Planner.finished, _Planner.result = finished, result
+        Planner.finished, Planner.result = finished, result
 
 
 ON_A_V = "--zero-bubble-placement vee"
@@ -62,14 +64,14 @@ def test_a_switch_changes_no_bit(ranks: RankPool, options: str) -> None:
 
 def train_without_a_planner(rank: int, flags: str, missing: str) -> tuple[list[Outcome], list[str]]:
     with pytest.MonkeyPatch.context() as patch:
-        if missing == "the command nice":
-            patch.setenv("PATH", "/nowhere")
+        if missing == "an interpreter":
+            patch.setattr(sys, "executable", "/nowhere/python")
         else:
             patch.setattr(tempfile, "tempdir", "/nowhere")
         return train_and_wait_for_the_plan(rank, flags)
 
 
-@pytest.mark.parametrize("missing", ["the command nice", "a folder for temporary files"])
+@pytest.mark.parametrize("missing", ["an interpreter", "a folder for temporary files"])
 def test_a_planner_that_cannot_start_leaves_the_schedule_as_it_is(ranks: RankPool, missing: str) -> None:
     flags = Layout(2).flags(4, f"--train-iters {STEPS}")
     results = ranks.run(2, train_without_a_planner, flags, missing, timeout=120)
@@ -86,9 +88,9 @@ def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[
     now, asked = sizes[0], []
 
     class Planner:
-        def __init__(self, costs: Any, memory: Any, num_ranks: int, num_microbatches: int, options: Any) -> None:
-            self.size = num_microbatches
-            asked.append(num_microbatches)
+        def __init__(self, request: Request) -> None:
+            self.size = request.num_microbatches
+            asked.append(self.size)
 
         def finished(self) -> bool:
             return True
@@ -103,7 +105,7 @@ def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[
         return SimpleNamespace(timeline=simulate(made(now), PassCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "_Planner", Planner)
+        patch.setattr(auto, "Planner", Planner)
         patch.setattr(auto, "gather_trace", trace)
         patch.setattr(auto, "process_groups", lambda _: SimpleNamespace(pp=torch.distributed.group.WORLD))
         patch.setattr(auto.Pipeline, "forward_backward", lambda self, **call: [])

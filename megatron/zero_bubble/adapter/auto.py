@@ -1,18 +1,14 @@
-"""``zb-auto`` in training: measure under a handcrafted schedule, plan beside the run, switch between iterations.
+"""``zb-auto`` in training: measure under a handcrafted schedule, plan in another process, switch between iterations.
 
-The planner is the ``zero-bubble`` command in a process of its own, started by one rank at the lowest priority, so that
-no rank waits for it. Every rank learns of its end in the same iteration, by a broadcast of one number, and takes the
-schedule from the rank that planned. What is computed does not change with the order, so the loss curve does not either.
+One rank starts the planner, a process at the lowest priority (``planner``), so that no rank waits for it. Every rank
+learns of its end in the same iteration, by a broadcast of one number, and takes the schedule from the rank that
+planned. What is computed does not change with the order, so the loss curve does not either.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
@@ -20,16 +16,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.adapter.versions import process_groups
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.executor import PassObserver, together
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -90,7 +86,7 @@ class AutoPipeline(Pipeline):
         self._timelines: list[Timeline] = []
         self._iteration = 0
         self._next_measurement = options.warm_up
-        self._planner: _Planner | None = None
+        self._planner: Planner | None = None
         self._planning_for = 0  # microbatches
         self._waiting = False
         observers = together(observer, passes)
@@ -158,7 +154,17 @@ class AutoPipeline(Pipeline):
             plan_anew = self._costs is None or not known or self._drifted(schedule, costs)
             if plan_anew:
                 self._costs = costs
-                self._planner = _Planner(costs, memory, group.size(), num_microbatches, self._options)
+                options = self._options
+                self._planner = Planner(
+                    Request(
+                        costs_to_json(costs, memory),
+                        group.size(),
+                        num_microbatches,
+                        options.memory_limit,
+                        options.placement,
+                        "span" if options.post_validation else "makespan",
+                    )
+                )
         self._waiting = bool(_from_first_rank(int(plan_anew)))
         self._planning_for = num_microbatches
         self._next_measurement = self._iteration + self._options.check_every
@@ -184,75 +190,6 @@ class AutoPipeline(Pipeline):
             self._planned[box[0].num_microbatches] = box[0]
             self.forget_plans()
             self._next_measurement = self._iteration + 1
-
-
-class _Planner:
-    """The planning process. What the operating system refuses it leaves the run without a plan, and is no error."""
-
-    def __init__(
-        self, costs: PassCosts, memory: PassMemory, num_ranks: int, num_microbatches: int, options: AutoOptions
-    ) -> None:
-        command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-auto"]
-        command += ["--num-ranks", str(num_ranks), "--num-microbatches", str(num_microbatches), "--format", "json"]
-        command += ["--memory-limit", options.memory_limit, "--placement", options.placement]
-        command += ["--objective", "span" if options.post_validation else "makespan"]
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._refused: OSError | None = None
-        try:
-            self._start(command, costs_to_json(costs, memory))
-        except OSError as error:
-            self._refused = error
-
-    def _start(self, command: list[str], costs: str) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-", ignore_cleanup_errors=True)
-        folder = Path(self._folder.name)
-        (folder / "costs.json").write_text(costs, encoding="utf-8")
-        command = ["nice", "-n", "19", *command, "--costs", str(folder / "costs.json")]
-        with _plan_in(folder).open("w") as plan, _errors_in(folder).open("w") as errors:
-            self._process = subprocess.Popen(command, stdout=plan, stderr=errors)
-
-    def finished(self) -> bool:
-        return self._process is None or self._process.poll() is not None
-
-    def kill(self) -> None:
-        """End the process and remove its files."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._remove_files()
-
-    def result(self) -> tuple[Schedule | None, str]:
-        """The schedule, and a sentence about it; None, and why, when there is none."""
-        try:
-            schedule, said = self._read()
-        except (OSError, UserError) as error:  # UserError: read_schedule_file's
-            schedule, said = None, str(error)
-        self._remove_files()
-        if schedule is None:
-            return None, f"no plan, the schedule stays as it is: {said}"
-        return schedule, "switched to the planned schedule"
-
-    def _read(self) -> tuple[Schedule | None, str]:
-        if self._refused is not None:
-            raise self._refused
-        assert self._process is not None and self._folder is not None, "it was started"
-        folder = Path(self._folder.name)
-        if self._process.wait():
-            return None, _errors_in(folder).read_text(encoding="utf-8").strip()
-        return read_schedule_file(_plan_in(folder)), ""
-
-    def _remove_files(self) -> None:
-        if self._folder is not None:
-            self._folder.cleanup()
-
-
-def _plan_in(folder: Path) -> Path:
-    return folder / "plan.json"
-
-
-def _errors_in(folder: Path) -> Path:
-    return folder / "errors.txt"
 
 
 def _from_first_rank(number: int) -> int:

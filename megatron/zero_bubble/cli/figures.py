@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from functools import partial
 
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -11,7 +12,7 @@ from megatron.zero_bubble.costs.estimate import DEVICES, estimate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.figures import Figures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")
@@ -73,18 +74,8 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
 def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
     """Times from the file; memory from the flags, else the file, else the defaults."""
     _refuse(options, _TIMES, "--costs gives all times of the passes")
-    file = read_costs_file(options.costs)
-
-    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        # A file's halves of ranks cannot be cut into thirds; its whole ranks can be cut into anything.
-        read_as = placement if placement.num_stages <= 2 * num_ranks else Placement.linear(num_ranks)
-        costs, memory = file.on(read_as)
-        if memory is None or _gives_memory(options):
-            memory = _uniform_memory(options, read_as)
-        return (costs, memory) if read_as == placement else (costs.fit(placement), memory.fit(placement))
-
-    given = _gives_memory(options) or file.on(Placement.linear(num_ranks))[1] is not None
-    return Figures(num_ranks, num_microbatches, on, given)
+    memory = partial(_uniform_memory, options) if _gives_memory(options) else None
+    return measured(read_costs_file(options.costs), num_ranks, num_microbatches, memory)
 
 
 def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
 
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -61,6 +62,35 @@ class Figures:
         """An amount of memory for people."""
         microbatches = f"{amount / self.microbatch:.4g} microbatches"
         return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
+
+
+def measured(
+    file: CostsFile,
+    num_ranks: int,
+    num_microbatches: int,
+    memory: Callable[[Placement], PassMemory] | None = None,
+) -> Figures:
+    """The figures of a costs file.
+
+    Args:
+        memory: of a microbatch, in place of the file's; without either it is counted in microbatches.
+
+    Raises:
+        UserError: figures for another number of ranks.
+    """
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        # A file's halves of ranks cannot be cut into thirds; its whole ranks can be cut into anything.
+        read_as = placement if placement.num_stages <= 2 * num_ranks else Placement.linear(num_ranks)
+        costs, kept = file.on(read_as)
+        if memory is not None:
+            kept = memory(read_as)
+        elif kept is None:
+            kept = PassMemory.uniform(read_as)
+        return (costs, kept) if read_as == placement else (costs.fit(placement), kept.fit(placement))
+
+    given = memory is not None or file.on(Placement.linear(num_ranks))[1] is not None
+    return Figures(num_ranks, num_microbatches, on, given)
 
 
 def beyond_floats(error: OverflowError) -> str:

@@ -1,0 +1,86 @@
+"""The process in which a training run plans: ``planning.worker``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.plan import read_schedule_file
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.planning import worker
+from megatron.zero_bubble.planning.worker import Request
+
+
+class Planner:
+    """A planning process. What the operating system refuses it leaves the run without a plan, and is no error."""
+
+    def __init__(self, request: Request) -> None:
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._refused: OSError | None = None
+        try:
+            self._start(request)
+        except OSError as error:
+            self._refused = error
+
+    def _start(self, request: Request) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-", ignore_cleanup_errors=True)
+        folder = Path(self._folder.name)
+        # Files, not pipes: no rank waits until the process reads its request, and it never waits for a reader.
+        _request_in(folder).write_text(request.to_json(), encoding="utf-8")
+        command = [sys.executable, "-m", worker.__name__]
+        with (
+            _request_in(folder).open() as asked,
+            _plan_in(folder).open("w") as plan,
+            _errors_in(folder).open("w") as errors,
+        ):
+            self._process = subprocess.Popen(command, stdin=asked, stdout=plan, stderr=errors)
+
+    def finished(self) -> bool:
+        return self._process is None or self._process.poll() is not None
+
+    def kill(self) -> None:
+        """End the process and remove its files."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._remove_files()
+
+    def result(self) -> tuple[Schedule | None, str]:
+        """The schedule, and a sentence about it; None, and why, when there is none."""
+        try:
+            schedule, said = self._read()
+        except (OSError, UserError) as error:  # UserError: read_schedule_file's
+            schedule, said = None, str(error)
+        self._remove_files()
+        if schedule is None:
+            return None, f"no plan, the schedule stays as it is: {said}"
+        return schedule, "switched to the planned schedule"
+
+    def _read(self) -> tuple[Schedule | None, str]:
+        if self._refused is not None:
+            raise self._refused
+        assert self._process is not None and self._folder is not None, "it was started"
+        folder = Path(self._folder.name)
+        if self._process.wait():
+            return None, _errors_in(folder).read_text(encoding="utf-8").strip()
+        return read_schedule_file(_plan_in(folder)), ""
+
+    def _remove_files(self) -> None:
+        if self._folder is not None:
+            self._folder.cleanup()
+
+
+def _request_in(folder: Path) -> Path:
+    return folder / "request.json"
+
+
+def _plan_in(folder: Path) -> Path:
+    return folder / "plan.json"
+
+
+def _errors_in(folder: Path) -> Path:
+    return folder / "errors.txt"

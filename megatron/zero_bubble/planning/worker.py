@@ -1,0 +1,101 @@
+"""Planning in a process of its own: ``python -m megatron.zero_bubble.planning.worker`` reads a request as JSON from its
+standard input and writes the plan, as ``zero-bubble plan --format json`` does, to its standard output.
+
+The process runs at the lowest priority. What is wrong with a request is one sentence on stderr, with exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import CostsFile
+from megatron.zero_bubble.formats.files import json_object, read_key
+from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.planning.figures import beyond_floats, measured
+from megatron.zero_bubble.planning.plans import auto
+
+_LOWEST_PRIORITY = 19
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and value > 0
+
+
+_KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "costs": ("the text of a costs file", _is_text),
+    "num_ranks": ("a whole number above 0", _is_count),
+    "num_microbatches": ("a whole number above 0", _is_count),
+    "memory_limit": ("a limit such as 1p or 60GiB", _is_text),
+    "placement": ("linear or vee", ("linear", "vee").__contains__),
+    "objective": ("span or makespan", ("span", "makespan").__contains__),
+}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to plan for, as ``zero-bubble plan --schedule zb-auto`` takes it.
+
+    Attributes:
+        costs: the text of a costs file.
+    """
+
+    costs: str
+    num_ranks: int
+    num_microbatches: int
+    memory_limit: str
+    placement: Literal["linear", "vee"]
+    objective: Metric
+
+    def to_json(self) -> str:
+        """``from_json`` reads it back unchanged."""
+        return json.dumps({key: getattr(self, key) for key in _KEYS})
+
+    @classmethod
+    def from_json(cls, text: str) -> Request:
+        """Read a request.
+
+        Raises:
+            UserError: a key is missing, or its value is none of those it takes.
+        """
+        content = json_object(text)
+        return cls(**{key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()})
+
+
+def plan(request: Request) -> Timeline:
+    """The shortest schedule found, on the clock.
+
+    Raises:
+        UserError: wrong costs, or a memory limit that admits no schedule.
+    """
+    figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
+    limit = figures.limit(request.memory_limit)
+    schedule = auto(figures, limit, request.placement, request.objective)
+    return simulate(schedule, *figures.on(schedule.placement))
+
+
+def main() -> int:
+    """Answer the request on standard input; returns the exit code."""
+    os.nice(_LOWEST_PRIORITY)
+    try:
+        answer = plan_to_json(plan(Request.from_json(sys.stdin.read())))
+    except (UserError, OverflowError) as error:
+        print(beyond_floats(error) if isinstance(error, OverflowError) else error, file=sys.stderr)
+        return 2
+    sys.stdout.write(answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Planning in a process of its own finds what the command finds, at the lowest priority."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import costs_to_json
+from megatron.zero_bubble.formats.plan import schedule_from_json
+from megatron.zero_bubble.planning import worker
+from megatron.zero_bubble.planning.worker import Request
+
+COSTS = PassCosts((3.0, 2.0, 2.0, 4.5), (3.5, 2.1, 2.0, 5.0), (1.0, 1.2, 1.1, 2.0), 0.3, {(0, 1): 0.7})
+MEMORY = PassMemory((2.0**30, 2.0**29, 2.0**29, 2.0**30), (2.0**28,) * 4)
+REQUEST = Request(costs_to_json(COSTS, MEMORY), 2, 6, "1p", "linear", "makespan")
+
+
+@pytest.mark.parametrize(
+    ("limit", "placement", "objective"),
+    [("1p", "linear", "makespan"), ("2p", "linear", "span"), ("1p", "vee", "span"), ("3GiB", "vee", "makespan")],
+)
+def test_the_plan_is_the_commands(
+    limit: str,
+    placement: Literal["linear", "vee"],
+    objective: Metric,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text(REQUEST.costs)
+    flags = f"--num-ranks 2 --num-microbatches 6 --memory-limit {limit} --placement {placement} --objective {objective}"
+    assert main(["plan", "--schedule", "zb-auto", *flags.split(), "--format", "json", "--costs", str(file)]) == 0
+    expected = capsys.readouterr().out
+    found = worker.plan(replace(REQUEST, memory_limit=limit, placement=placement, objective=objective))
+    assert found.schedule == schedule_from_json(expected)
+    assert found.makespan_ms == json.loads(expected)["makespan_ms"]
+
+
+def run_worker(request: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", worker.__name__]
+    return subprocess.run(command, input=request, capture_output=True, text=True, check=False)
+
+
+def test_a_process_of_its_own() -> None:
+    done = run_worker(REQUEST.to_json())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert schedule_from_json(done.stdout) == worker.plan(REQUEST).schedule
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"memory_limit": "0.1p"}, "the memory limit admits no schedule: "),
+        ({"costs": "{}"}, "it must give forward_ms, one number a rank or a list with one a stage; it is missing\n"),
+        ({"placement": "circle"}, 'placement must be linear or vee; got "circle"\n'),
+        ({"num_ranks": 0}, "num_ranks must be a whole number above 0; got 0\n"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_sentence(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError) as raised:
+        worker.plan(Request.from_json(json.dumps(json.loads(REQUEST.to_json()) | changed)))
+    assert f"{raised.value}\n".startswith(sentence)
+
+
+def test_a_sentence_of_the_process() -> None:
+    done = run_worker("[]")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "it must be a JSON object; got '[]'\n")
+
+
+def test_the_process_has_the_lowest_priority() -> None:
+    command = [sys.executable, "-m", worker.__name__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while os.getpriority(os.PRIO_PROCESS, process.pid) < 19:
+                assert time.monotonic() < deadline, "the process has kept its priority"
+                time.sleep(0.02)
+        finally:
+            process.kill()
