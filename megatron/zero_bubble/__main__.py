@@ -16,10 +16,11 @@ from typing import NoReturn
 from megatron.zero_bubble import __version__
 from megatron.zero_bubble.cli.compare import add_compare
 from megatron.zero_bubble.cli.dry_run import add_dry_run
-from megatron.zero_bubble.cli.plan import AUTO, add_plan
+from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.playground import add_playground
 from megatron.zero_bubble.cli.trace import add_trace
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import beyond_floats
 from megatron.zero_bubble.schedules import SCHEDULES
 

@@ -1,4 +1,4 @@
-"""A file that a command is given is read once, so that it may be a pipe: ``zero-bubble plan --costs <(...)``."""
+"""A file that a command is given is read once, so that a costs file may be a pipe: ``plan --costs <(...)``."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from megatron.zero_bubble.formats.trace import trace_to_json
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.schedules import build
 from tests.formats.test_trace import recording
+from tests.helpers.reads import log_reads
 
 LINEAR = Placement.linear(2)
 COSTS = PassCosts.uniform(LINEAR, 9.0, 7.0, 4.0, 0.5)
@@ -41,6 +42,18 @@ def run(arguments: str, content: str) -> int:
         return main(arguments.replace("FILE", f"/dev/fd/{reader}").split())
     finally:
         os.close(reader)
+
+
+def test_a_schedule_file_of_a_dry_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, log = tmp_path / "plan.json", tmp_path / "reads"
+    file.write_text(SCHEDULE_FILE)
+    monkeypatch.setattr(Path, "read_text", Path.read_text)  # back to itself at the end
+    log_reads(file, log, "read")
+    code = main(f"dry-run {LAYOUT} {JOB} --zero-bubble-schedule-file {file}".split())
+    assert code == 0, capsys.readouterr().err
+    assert log.read_text() == "read\n"
 
 
 @pytest.mark.parametrize(

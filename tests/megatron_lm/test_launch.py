@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble.formats.plan import plan_to_json
 from tests.helpers.megatron_lm import Job
 
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
@@ -51,6 +54,20 @@ def test_our_flags_are_among_the_jobs() -> None:
     assert "training.arguments.add_megatron_arguments, training.initialize.validate_args, core.pipeline" in taken[0]
     assert "zero_bubble_schedule = zb-h1" in lines
     assert "zero_bubble_exact = True" in lines
+
+
+def test_a_schedule_file_is_read_once(tmp_path: Path) -> None:
+    file, log, script = tmp_path / "plan.json", tmp_path / "reads", tmp_path / "stand_in" / "job.py"
+    schedule = build("zb-v", num_ranks=2, num_microbatches=6)
+    file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
+    shutil.copytree(STAND_IN, script.parent)
+    logged = f"log_reads(Path({str(file)!r}), Path({str(log)!r}), 'read')\n"
+    imports = "from pathlib import Path\nfrom tests.helpers.reads import log_reads\n"
+    script.write_text(imports + logged + script.read_text())
+    lines, code = launch(*PIPELINE, "--zero-bubble-schedule-file", str(file), script=script)
+    assert code == 0, lines
+    assert any(line.startswith(f"zero-bubble: schedule {file} in megatron-core") for line in lines), lines
+    assert log.read_text() == "read\n"
 
 
 def test_they_are_in_the_jobs_help() -> None:

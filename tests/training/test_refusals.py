@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.training.pretrain import main
 from tests.helpers.launch import run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
+from tests.helpers.reads import log_reads
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -125,23 +127,33 @@ def test_schedule_files(case: str, tmp_path: Path) -> None:
     check_all_refuse([*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)], tmp_path, None, sentence)
 
 
-def test_a_schedule_file_that_one_rank_cannot_read(tmp_path: Path) -> None:
-    file = tmp_path / "plan.json"
-    file.write_text(plan_for(2, 3)())
-    words = [*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)]
-    check_all_refuse(words, tmp_path, hide_from_rank_1, "the disk of rank 1 is gone")
+def test_a_schedule_that_one_rank_cannot_put_in_force(tmp_path: Path) -> None:
+    check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, refuse_on_rank_1, "rank 1 has another megatron-core")
 
 
-def hide_from_rank_1(rank: int) -> None:
+def refuse_on_rank_1(rank: int) -> None:
     patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
 
-    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.errors import SeamError
 
-    def unreadable(path: str) -> Any:
-        raise UserError("the disk of rank 1 is gone")
+    def another() -> Any:
+        raise SeamError("rank 1 has another megatron-core")
 
     if rank == 1:
-        patches.read_schedule_file = unreadable
+        patches.installed_seams = another
+
+
+def test_a_schedule_file_is_read_once_on_each_rank(tmp_path: Path) -> None:
+    file, log = tmp_path / "plan.json", tmp_path / "reads"
+    file.write_text(plan_for(2, 3)())
+    words = [*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)]
+    ended = run_training(2, words, tmp_path, partial(count_reads, file=file, log=log))
+    assert [rank.exit_code for rank in ended] == [0, 0], ended[0].output
+    assert sorted(log.read_text().split()) == ["rank-0", "rank-1"]
+
+
+def count_reads(rank: int, file: Path, log: Path) -> None:
+    log_reads(file, log, f"rank-{rank}")
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval-iters", "0"]])

@@ -23,6 +23,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.source import FIRST_SCHEDULE
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.planning.worker import Request
@@ -56,7 +57,7 @@ class AutoOptions:
     @property
     def first(self) -> str:
         """The schedule to measure under."""
-        return "zb-v" if self.placement == "vee" else "zb-h1"
+        return FIRST_SCHEDULE[self.placement]
 
 
 class AutoPipeline(Pipeline):

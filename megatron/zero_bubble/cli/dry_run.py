@@ -18,11 +18,10 @@ from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.job.config import AUTO
 from megatron.zero_bubble.job.layers import stage_layers
 from megatron.zero_bubble.job.rules import check_runnable
+from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
@@ -95,15 +94,14 @@ def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple
 
 def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
     """What a run would have in force for this number of microbatches."""
-    if args.zero_bubble_schedule_file:
-        return read_schedule_file(args.zero_bubble_schedule_file)
     if args.zero_bubble_schedule == AUTO:
         objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
         config = args.zero_bubble
         return auto(costs, costs.limit(config.memory_limit), config.placement, objective)
+    if args.source is not None:
+        source: ScheduleSource = args.source
+        return source.make(num_microbatches)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": num_microbatches}
-    if args.zero_bubble_schedule:
-        return build(args.zero_bubble_schedule, **sizes, num_chunks=args.zero_bubble.num_chunks)
     chunks = args.virtual_pipeline_model_parallel_size
     return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
 

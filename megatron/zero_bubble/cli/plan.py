@@ -14,6 +14,7 @@ from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import ADAPTING, Plan, auto, bound, fitted, limit_verdict, rank_memory
 from megatron.zero_bubble.render.svg import render_svg
@@ -22,7 +23,6 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.loops import library
 
 _TEXT_WIDTH = 160
-AUTO = "zb-auto"
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:

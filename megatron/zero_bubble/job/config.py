@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.schedules import recipe
-
-AUTO = "zb-auto"
 
 
 @dataclass(frozen=True)
@@ -93,10 +92,18 @@ class ZeroBubbleConfig:
         Raises:
             UserError: an unknown schedule, a number of chunks that it does not have, or a bad schedule file.
         """
+        return self.sources()(num_ranks).placement
+
+    def sources(self) -> SourceOnRanks:
+        """Where the schedules come from, by the number of pipeline ranks. A file is read in this call and not again.
+
+        Raises:
+            UserError: as ``placement_on``; the number of chunks only once the ranks are known.
+        """
         if self.schedule_file is not None:
-            return read_schedule_file(self.schedule_file).placement
+            source = ScheduleSource.from_file(self.schedule_file)
+            return lambda _: source
         if self.schedule == AUTO:
-            return Placement.vee(num_ranks) if self.placement == "vee" else Placement.linear(num_ranks)
+            return functools.partial(ScheduleSource.automatic, self.placement)
         assert self.schedule is not None, "one of the two is given"
-        known = recipe(self.schedule)
-        return known.placement(num_ranks, known.num_chunks(self.num_chunks))
+        return functools.partial(ScheduleSource.by_name, recipe(self.schedule).name, num_chunks=self.num_chunks)

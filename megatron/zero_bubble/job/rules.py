@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Placement, Schedule
-from megatron.zero_bubble.job.config import AUTO, ZeroBubbleConfig
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, has_schedule, records
-from megatron.zero_bubble.schedules import build
+from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ def check_costs_file(options: argparse.Namespace) -> None:
 
 
 def check_schedule(
-    options: argparse.Namespace, config: ZeroBubbleConfig, num_ranks: int, num_microbatches: Sequence[int]
+    options: argparse.Namespace, source: ScheduleSource, num_ranks: int, num_microbatches: Sequence[int]
 ) -> None:
     """Refuse a schedule that does not fit the iterations and evaluations of the job, or what is measured of it.
 
@@ -156,28 +155,20 @@ def check_schedule(
 
     Raises:
         UserError: the rule, the values and the remedy.
-        UserError: a schedule file that cannot run in this job.
     """
-    if config.schedule == AUTO:
+    if options.zero_bubble_schedule == AUTO:
         return  # made for each number of microbatches, with every backward split
     counts = sorted(set(num_microbatches))
-    if config.schedule_file is not None:
-        schedules = [_from_file(config.schedule_file, num_ranks, counts)]
-    elif options.zero_bubble_record_costs:
-        assert config.schedule is not None, "one of the two is given"
-        sizes = [{"num_ranks": num_ranks, "num_microbatches": count} for count in counts]
-        schedules = [build(config.schedule, **size, num_chunks=config.num_chunks) for size in sizes]
-    else:
-        return
-    if options.zero_bubble_record_costs and any(schedule.fused for schedule in schedules):
+    if options.zero_bubble_schedule_file:
+        _check_file(source.make(counts[0]), num_ranks, counts)
+    if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "
-            f"{config.schedule or config.schedule_file}; give --zero-bubble-schedule zb-h1"
+            f"{source.name}; give --zero-bubble-schedule zb-h1"
         )
 
 
-def _from_file(file: str, num_ranks: int, counts: list[int]) -> Schedule:
-    schedule = read_schedule_file(file)
+def _check_file(schedule: Schedule, num_ranks: int, counts: list[int]) -> None:
     if len(counts) > 1:
         raise UserError(
             f"the schedule file is for {schedule.num_microbatches} microbatches, but this job runs "
@@ -186,7 +177,6 @@ def _from_file(file: str, num_ranks: int, counts: list[int]) -> Schedule:
             "ramp-up drops --rampup-batch-size"
         )
     check_runnable(schedule, num_ranks, counts[0])
-    return schedule
 
 
 class _Option(NamedTuple):
@@ -278,8 +268,8 @@ def check_options(values: Any, in_place: bool = True) -> None:
 
 def place_stages(
     options: argparse.Namespace, job: Any, num_chunks: int | None, peer_timeout_s: float
-) -> tuple[ZeroBubbleConfig, Placement]:
-    """The configuration that our flags ask for, and where its schedule has the stages.
+) -> tuple[ZeroBubbleConfig, ScheduleSource]:
+    """The configuration that our flags ask for, and its schedules, with stages where Megatron can have them.
 
     Args:
         options: our flags.
@@ -287,7 +277,8 @@ def place_stages(
         num_chunks: stages per rank, where the job says how many.
 
     Raises:
-        UserError: no pipeline, flags that exclude each other, or stages that the schedule does not have.
+        UserError: no pipeline, flags that exclude each other, a bad schedule file, or stages that the schedule does
+            not have.
     """
     ranks = job.pipeline_model_parallel_size
     if ranks < 2:
@@ -298,7 +289,8 @@ def place_stages(
     config = config_of(options, measure_memory=records(options), peer_timeout_s=peer_timeout_s)
     if config.takes_chunks:
         config = replace(config, num_chunks=num_chunks)
-    placement = config.placement_on(ranks)
+    source = config.sources()(ranks)
+    placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
     if num_chunks not in (None, chunks):
@@ -312,7 +304,7 @@ def place_stages(
             "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
             "whose messages always overlap its passes; drop one of the two"
         )
-    return config, placement
+    return config, source
 
 
 def check_placement(placement: Placement, num_ranks: int) -> None:

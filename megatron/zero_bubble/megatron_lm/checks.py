@@ -14,11 +14,12 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import balanced_layout
 from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule, place_stages
+from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.megatron_lm.batches import num_microbatches
 from megatron.zero_bubble.patching.seams import installed_seams
 
 
-def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, Placement]:
+def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, ScheduleSource]:
     """What the job's flags, not validated yet, make of ours; the job learns how many stages a rank has.
 
     Raises:
@@ -27,7 +28,8 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     _check_hybrid(args)
     check_flags(Job(options, under_launcher=True))
     ranks, asked = args.pipeline_model_parallel_size, _chunks_of_job(args)
-    config, placement = place_stages(options, args, asked, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
+    config, source = place_stages(options, args, asked, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
+    placement = source.placement
     if placement.stage_to_rank[:ranks] != tuple(range(ranks)):
         raise UserError(
             f"Megatron-LM needs stages 0 to {ranks - 1} on ranks 0 to {ranks - 1}, in this order; the schedule has "
@@ -36,18 +38,19 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     chunks = placement.num_stages // ranks
     if chunks > 1 and asked is None:
         _ask_for(chunks, placement, args)
-    return config, placement
+    return config, source
 
 
-def check(args: Any, options: argparse.Namespace, config: ZeroBubbleConfig, placement: Placement) -> None:
+def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
     """Refuse what the job's validated flags ask for and the schedule cannot honour.
 
     Raises:
         UserError: the rule, the value and the remedy.
     """
+    placement = source.placement
     own = is_megatrons_own(placement)
     check_options(args, in_place=own)
-    check_schedule(options, config, args.pipeline_model_parallel_size, num_microbatches(args))
+    check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches(args))
     _check_weight_shards(args)
     ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]
     tied = not args.untie_embeddings_and_output_weights

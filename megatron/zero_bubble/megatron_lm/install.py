@@ -16,9 +16,9 @@ import megatron.core
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
+from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.megatron_lm import checks as job_checks
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
 from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
@@ -107,9 +107,9 @@ def _validated(
 ) -> Callable[..., Any]:
     @functools.wraps(validate_args)
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
-        config, placement = job_checks.configure(args, options)
+        config, source = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
-        job_checks.check(args, options, config, placement)
+        job_checks.check(args, options, source)
         with meeting.reporting():
             check_data(args)
         bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
@@ -117,7 +117,7 @@ def _validated(
         if trace is not None and args.rank == 0:
             with meeting.reporting():
                 trace.make_folders()
-        _put_in_force(config, placement, seams, say, bubble, trace)
+        _put_in_force(config, source, seams, say, bubble, trace)
         return validated
 
     return validate
@@ -125,7 +125,7 @@ def _validated(
 
 def _put_in_force(
     config: ZeroBubbleConfig,
-    placement: Placement,
+    source: ScheduleSource,
     seams: Seams,
     say: Callable[[str], None],
     bubble: JobBubble | None,
@@ -137,7 +137,8 @@ def _put_in_force(
 
     _withdraw()  # a job that restarts within its processes validates its flags anew
     meter = None if bubble is None else bubble.meter
-    apply_schedule(config, meter, say, None if trace is None else trace.recorder, measured)
+    apply_schedule(config, meter, say, None if trace is None else trace.recorder, measured, source)
+    placement = source.placement
     is_own = is_megatrons_own(placement)
     if not is_own:
         builder = Builder(placement)
@@ -149,8 +150,7 @@ def _put_in_force(
             replacements.append((seams.pipeline_group, builder.asked_for_group))
         _placed.replace(replacements)
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
-    name = config.schedule or config.schedule_file
-    say(f"schedule {name} in megatron-core {megatron.core.__version__}, in place of {taken}")
+    say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
 
 
 def _once_joined(initialize: Callable[..., None], joined: Callable[[], None], meeting: Meeting) -> Callable[..., None]:

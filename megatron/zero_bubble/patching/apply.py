@@ -15,16 +15,15 @@ from megatron.zero_bubble.adapter.auto import AutoOptions, AutoPipeline
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.job.config import AUTO, ZeroBubbleConfig
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.executor import PassObserver
-from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.linear import split_linear
@@ -38,6 +37,7 @@ def apply(
     say: Callable[[str], None] = print,
     recorder: Recorder | None = None,
     around: Callable[[Pipeline], Callable[..., Any]] = lambda pipeline: pipeline.forward_backward,
+    source: ScheduleSource | None = None,
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
@@ -50,6 +50,7 @@ def apply(
             are named; on rank 0.
         recorder: records passes, messages and waits of the training iterations in which it is on.
         around: the forward-backward function that megatron-core gets.
+        source: the schedules of ``config``, where a job has resolved them; default: resolved here, a file is read.
 
     Returns:
         what now runs the iterations.
@@ -62,14 +63,16 @@ def apply(
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     used.look_up((*seams.used, *(used.POST_VALIDATION if config.post_validation else ())))
-    pipeline = _pipeline(config, observer, say, recorder)
+    sources: SourceOnRanks = config.sources() if source is None else lambda _: source
+    pipeline = _pipeline(config, sources, observer, say, recorder)
     forward_backward = around(pipeline)
     replacements: list[Replacement] = [
         (seams.schedule, lambda _: forward_backward),
         (seams.schedule_of_chunks, lambda _: forward_backward),
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
-    placement_on = functools.cache(config.placement_on)
+    placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
+    # The number of ranks may be unknown yet; whether the stages are in place does not depend on it.
     if not is_megatrons_own(placement_on(2)):
         replacements += [
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
@@ -128,12 +131,20 @@ def _name_changed_bodies(config: ZeroBubbleConfig, say: Callable[[str], None]) -
 
 
 def _pipeline(
-    config: ZeroBubbleConfig, observer: PassObserver | None, say: Callable[[str], None], recorder: Recorder | None
+    config: ZeroBubbleConfig,
+    sources: SourceOnRanks,
+    observer: PassObserver | None,
+    say: Callable[[str], None],
+    recorder: Recorder | None,
 ) -> Pipeline:
     accumulate = _accumulator(config)
     if config.schedule != AUTO:
-        maker, timeout = _schedule_maker(config), config.peer_timeout_s
-        return Pipeline(maker, timeout, observer, config.measure_memory, config.post_validation, accumulate, recorder)
+        timeout = config.peer_timeout_s
+
+        def make(num_ranks: int, num_microbatches: int) -> Schedule:
+            return sources(num_ranks).make(num_microbatches)
+
+        return Pipeline(make, timeout, observer, config.measure_memory, config.post_validation, accumulate, recorder)
     passes = Recorder(select("auto"))
     options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
     return AutoPipeline(options, passes, say, config.peer_timeout_s, observer, accumulate, recorder)
@@ -145,19 +156,6 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
     if not config.wgrad_stream:
         return FusedAccumulator()
     return FusedAccumulator(lambda device_type: select(device_type).beside())
-
-
-def _schedule_maker(config: ZeroBubbleConfig) -> Callable[[int, int], Schedule]:
-    """From the configuration to a function of (ranks, microbatches); bad names and files are refused here."""
-    if config.schedule_file is not None:
-        from_file = read_schedule_file(config.schedule_file)
-        return lambda num_ranks, num_microbatches: from_file
-    assert config.schedule is not None, "one of the two is given"
-    return functools.partial(_build, recipe(config.schedule).name, config.num_chunks)
-
-
-def _build(name: str, num_chunks: int | None, num_ranks: int, num_microbatches: int) -> Schedule:
-    return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
 
 
 class _StockPasses:

@@ -173,7 +173,7 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations have the last
     if has_schedule(args):
-        check_schedule(args, args.zero_bubble, ranks, counts)
+        check_schedule(args, args.source, ranks, counts)
     elif chunks:
         for count in counts:
             if count % ranks:
@@ -338,10 +338,12 @@ def _check_schedule(args: argparse.Namespace, under_launcher: bool) -> None:
     if file and not Path(file).is_file():
         raise UserError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
     if not has_schedule(args):
+        args.source = None
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks or 1))
         return
     timeout_s = args.distributed_timeout_minutes * 60
-    args.zero_bubble, args.placement = place_stages(args, args, chunks, peer_timeout_s=timeout_s)
+    args.zero_bubble, args.source = place_stages(args, args, chunks, peer_timeout_s=timeout_s)
+    args.placement = args.source.placement
     own_chunks = args.placement.num_stages // args.pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = own_chunks if own_chunks > 1 else None
 

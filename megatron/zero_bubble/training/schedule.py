@@ -28,7 +28,7 @@ def apply_schedule(
     args: argparse.Namespace, recorder: Recorder | None = None, meter: BubbleMeter | None = None
 ) -> Applied:
     """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
-    collective call: a schedule file that one rank cannot read stops them all.
+    collective call: one rank that cannot stops them all.
 
     Args:
         recorder: records every pass, of Megatron's own schedule too, in the iterations in which it is on.
@@ -51,12 +51,11 @@ def apply_schedule(
     try:
         from megatron.zero_bubble.patching import apply
 
-        pipeline = apply(args.zero_bubble, meter, recorder=recorder)
+        pipeline = apply(args.zero_bubble, meter, recorder=recorder, source=args.source)
     except (UserError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)
-    name = args.zero_bubble_schedule or args.zero_bubble_schedule_file
-    return Applied(f"schedule {name}, W {_wgrad_words(args)}", pipeline)
+    return Applied(f"schedule {args.source.name}, W {_wgrad_words(args)}", pipeline)
 
 
 def _wgrad_words(args: argparse.Namespace) -> str:

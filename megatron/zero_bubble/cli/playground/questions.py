@@ -13,10 +13,11 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.cli.plan import AUTO, add_plan, make_plan, searches
+from megatron.zero_bubble.cli.plan import add_plan, make_plan, searches
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
+from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
 from megatron.zero_bubble.schedules import SCHEDULES
