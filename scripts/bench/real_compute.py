@@ -249,10 +249,10 @@ class _Variant:
 
         self._job.take_turn()
         if self._schedule.name == STOCK:
-            observe(self._recorder)
+            observe([self._recorder])
         elif self._schedule.name != STOCK_INTERLEAVED:
             fuse_wgrad = not self._schedule.name.endswith(EXACT)
-            apply(ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad), self._recorder)
+            apply(ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad), [self._recorder])
         try:
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
             timed = [self._timed() for _ in range(self._iterations)]

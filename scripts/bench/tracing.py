@@ -98,7 +98,7 @@ class _Variant:
         """The same iteration, recorded."""
         from megatron.zero_bubble.emulate.execute import execute
 
-        execute(self._plan, self._stage, self._transport, self._like, recorder=self._recorder)
+        execute(self._plan, self._stage, self._transport, self._like, observer=self._recorder)
         self._marks.append(self._recorder.stop())
 
     def gather(self, rounds: int) -> Any:

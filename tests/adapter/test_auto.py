@@ -14,6 +14,7 @@ from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.planning.worker import Request
+from megatron.zero_bubble.runtime.observer import IterationStart, observed
 from megatron.zero_bubble.schedules import build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
@@ -107,13 +108,13 @@ def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "Planner", Planner)
         patch.setattr(auto, "gather_trace", trace)
-        patch.setattr(auto, "process_groups", lambda _: SimpleNamespace(pp=torch.distributed.group.WORLD))
-        patch.setattr(auto.Pipeline, "forward_backward", lambda self, **call: [])
-        patch.setattr(auto.Pipeline, "gather_memory", lambda self, group: PassMemory((1.0, 1.0), (1.0, 1.0)))
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
-        pipeline = auto.AutoPipeline(auto.AutoOptions(warm_up=0, measured=1), passes, lambda line: None)
+        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        schedule = auto.AutoSchedule(auto.AutoOptions(warm_up=0, measured=1), passes, memory, lambda line: None)
+        assert torch.distributed.group.WORLD is not None
         for now in sizes:
-            pipeline.forward_backward(num_microbatches=now)
+            with observed(schedule, IterationStart(torch.distributed.group.WORLD, now)):
+                pass
     return asked
 
 

@@ -121,8 +121,8 @@ def peaks(_rank: int, flags: str) -> tuple[float, float]:
     try:
         run_once(args)
         group = parallel_state.get_pipeline_model_parallel_group()
-        memory = pipeline.gather_memory(group)
-        measured = pipeline.peak_bytes
+        memory = pipeline.memory.gather(group)
+        measured = pipeline.memory.peak
     finally:
         revert()
     placement, rank = args.placement, group.rank()

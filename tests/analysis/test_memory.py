@@ -6,21 +6,21 @@ import pytest
 from hypothesis import given
 
 from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
-from megatron.zero_bubble.analysis.memory import kept, most_kept
+from megatron.zero_bubble.analysis.memory import memory_curve, most_kept
 from tests.helpers.strategies import schedules
 
 
 def test_a_forward_counts_from_its_start_and_the_others_from_their_end() -> None:
     schedule = build("zb-h1", num_ranks=1, num_microbatches=1)
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 3, 4, 5))
-    assert kept(timeline, PassMemory.uniform(schedule.placement, 8, 2)) == (((0, 8), (7, 2), (12, 0)),)
+    assert memory_curve(timeline, PassMemory.uniform(schedule.placement, 8, 2)) == (((0, 8), (7, 2), (12, 0)),)
 
 
 @given(schedules())
 def test_the_peaks_are_those_of_the_simulation(schedule: Schedule) -> None:
     memory = PassMemory.uniform(schedule.placement, 4, 1)
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 10, 10, 10), memory)
-    curves = kept(timeline, memory)
+    curves = memory_curve(timeline, memory)
     assert [max(step.amount for step in curve) / 4 for curve in curves] == pytest.approx(timeline.peak_activation)
     assert most_kept(timeline, memory) == pytest.approx([max(step.amount for step in curve) for curve in curves])
     assert all(curve[-1].amount == pytest.approx(0) for curve in curves)

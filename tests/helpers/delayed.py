@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from megatron.zero_bubble import PassCosts, Schedule
-from megatron.zero_bubble.analysis.progress import progress
+from megatron.zero_bubble.analysis.steps import advance, steps_of
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Trace
 from megatron.zero_bubble.ir import Pass
@@ -23,9 +23,10 @@ def run(
     rows: list[list[Span]] = [[] for _ in schedule.order]
     sends: list[list[Sent]] = [[] for _ in schedule.order]
     receives: list[list[Received]] = [[] for _ in schedule.order]
-    for rank, p, dependencies in progress(schedule):
+    for rank, position, _ in advance(steps_of(schedule)):
+        p = schedule.order[rank][position]
         ready = rows[rank][-1].end_ms if rows[rank] else 0.0
-        for d in dependencies:
+        for d in schedule.dependencies(p):
             source = rank_of[d.stage]
             if source != rank:
                 arrived = max(ready, ends[d] + costs.comm(source, rank) + transfer.get(d, 0.0))

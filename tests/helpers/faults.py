@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.ir import Compute, Kind, Op
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from tests.helpers.parity import BASE_FLAGS, Outcome, _digest, _splits, _train_once, lay_out_anew
 
 
@@ -22,8 +23,8 @@ class Fault:
     factor: float
 
 
-class _Injector:
-    """A ``PassObserver`` that arms the fault of the backward that runs, whatever the schedule, and however often."""
+class _Injector(IterationObserver):
+    """Arms the fault of the backward that runs, whatever the schedule, and however often."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
@@ -42,12 +43,12 @@ class _Injector:
         for norm in norms[:1]:  # a stage may have none
             norm.register_hook(self._spoil)
 
-    def begin(self, work: Pass) -> None:
-        if work.kind in (Kind.B, Kind.BW):
-            now = self._seen.iteration, work.microbatch
+    def begin(self, op: Op) -> None:
+        if isinstance(op, Compute) and op.work.kind in (Kind.B, Kind.BW):
+            now = self._seen.iteration, op.work.microbatch
             self._factor = next((f.factor for f in self._faults if (f.iteration, f.microbatch) == now), 1.0)
 
-    def end(self, work: Pass) -> None:
+    def end(self, op: Op) -> None:
         self._factor = 1.0
 
     def counted(self) -> tuple[str, ...]:
@@ -96,7 +97,7 @@ def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
     lay_out_anew(args)
     own = parallel_state.get_pipeline_model_parallel_rank()
     injector = _Injector([fault for fault in faults if fault.rank == own])
-    pipeline = apply(args.zero_bubble, injector)
+    pipeline = apply(args.zero_bubble, [injector])
     try:
         for value in sums_for_the_log().values():
             value.zero_()

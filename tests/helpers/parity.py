@@ -253,9 +253,17 @@ def _train_once(
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
     seen = _Seen(args.train_iters)
     meddle(chunks, seen)
-    trainer = loop.Trainer(
-        args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen, seen.around_passes
-    )
+
+    class Trainer(loop.Trainer):
+        def _passes(self, batches: Any, num_microbatches: int, forward_only: bool = False) -> Any:
+            if forward_only:
+                return super()._passes(batches, num_microbatches, forward_only)
+            seen.iteration = self.state.iteration + 1
+            reports = super()._passes(batches, num_microbatches)
+            seen.losses += [value.hex() for report in reports for value in report["lm loss"].tolist()]
+            return reports
+
+    trainer = Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen)
     with stop.StopRequest(device, "a test") as request:
         trainer.run(request)
     if args.overlap_param_gather:  # the next forward would gather what the last step has changed
@@ -286,12 +294,6 @@ class _Seen(Progress):
         self.loss_scales: list[float] = []
         self.num_zeros: list[float | None] = []
         self.iteration = 0
-
-    def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
-        self.iteration = iteration
-        reports = passes()
-        self.losses += [value.hex() for report in reports for value in report["lm loss"].tolist()]
-        return reports
 
     def iterations(self, done: Sequence[Any], bubble: Any = None) -> None:
         norms = [metrics.grad_norm for metrics in done]

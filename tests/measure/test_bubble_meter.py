@@ -8,9 +8,10 @@ import torch.distributed as dist
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.analysis.bubble import Bubble
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir import Compute
 from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
 from megatron.zero_bubble.platforms.cpu import CpuPlatform
+from megatron.zero_bubble.runtime.observer import IterationStart, observed
 from tests.helpers.ranks import RankPool
 
 COSTS = (5.0, 9.0, 3.0, 1.0)
@@ -33,9 +34,9 @@ def timeline_of(name: str, num_microbatches: int) -> Timeline:
 def play(meter: BubbleMeter, clock: Clock, spans: list[Span]) -> None:
     for work, start, end in spans:
         clock.now_ms = start
-        meter.begin(work)
+        meter.begin(Compute(work))
         clock.now_ms = end
-        meter.end(work)
+        meter.end(Compute(work))
 
 
 def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bubble | None, Bubble | None]:
@@ -46,13 +47,14 @@ def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bub
     clock = Clock()
     meter = BubbleMeter(clock)
     clock_error_ms = 1000.0 * rank  # of no consequence
-    play(meter, clock, [Span(Pass.parse("0F0"), 0.0, 1e6)])  # an evaluation
     for timeline in timelines:
         spans = [Span(work, start + clock_error_ms, end + clock_error_ms) for work, start, end in timeline.spans[rank]]
         first = spans[0]
-        if again_ms:
-            spans.insert(0, Span(first.pass_, first.start_ms - again_ms, first.end_ms - again_ms))
-        assert meter.around_passes(lambda spans=spans: play(meter, clock, spans) or rank) == rank
+        with observed(meter, IterationStart(dist.group.WORLD, timeline.schedule.num_microbatches)):
+            if again_ms:
+                play(meter, clock, [Span(first.pass_, first.start_ms - again_ms, first.end_ms - again_ms)])
+                meter.restarted()
+            play(meter, clock, spans)
     return meter.read(dist.group.WORLD), meter.read(dist.group.WORLD)
 
 
@@ -85,7 +87,8 @@ def measured_one_by_one(rank: int, timelines: list[Timeline]) -> list[Bubble | N
     clock = Clock()
     meter, bubbles = BubbleMeter(clock), []
     for timeline in timelines:
-        meter.around_passes(lambda spans=list(timeline.spans[rank]): play(meter, clock, spans))
+        with observed(meter, IterationStart(dist.group.WORLD, timeline.schedule.num_microbatches)):
+            play(meter, clock, list(timeline.spans[rank]))
         bubbles.append(meter.read(dist.group.WORLD))
     return bubbles
 

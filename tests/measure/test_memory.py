@@ -43,10 +43,10 @@ def fail_and_train(rank: int) -> tuple[str, bool, float, int]:
             raised = str(error)
         left = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         run(forward_step)
-        memory = pipeline.gather_memory(parallel_state.get_pipeline_model_parallel_group())
+        memory = pipeline.memory.gather(parallel_state.get_pipeline_model_parallel_group())
     finally:
         megatron.zero_bubble.revert()
-    return raised, left, memory.activation[0], pipeline.peak_bytes
+    return raised, left, memory.activation[0], pipeline.memory.peak
 
 
 def test_a_forward_that_raises_leaves_no_hooks(ranks: RankPool) -> None:

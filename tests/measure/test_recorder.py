@@ -10,26 +10,29 @@ from megatron.zero_bubble import PassCosts, Schedule, build
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.emulate.execute import execute
 from megatron.zero_bubble.emulate.stages import SleepingStage
-from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.ir import Chain, Compute, Kind, Message, Pass, Recv, Send, Settle, Validate, Value
 from megatron.zero_bubble.measure.clocks import Offset
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.plan import Message, Recv, Send, Settle, lower, with_validation
+from megatron.zero_bubble.plan import communicate, lower, with_validation
 from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.executor import STOP, Awaited
+from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 
 PASS_MS = 4.0
+MARK = select("cpu").mark
 
 
 def recorded(_rank: int, schedule: Schedule) -> Trace:
     assert dist.group.WORLD is not None
-    plan = with_validation(lower(schedule))
+    plan = lower(schedule, (communicate, with_validation))
     transport = Transport(dist.group.WORLD, plan.channels)
     costs = PassCosts.uniform(schedule.placement, PASS_MS, PASS_MS, PASS_MS)
     recorder = Recorder(select("cpu"))
     recorder.start(dist.group.WORLD)
-    execute(plan, SleepingStage(schedule, costs, (8,)), transport, torch.zeros(8), recorder=recorder)
+    execute(plan, SleepingStage(schedule, costs, (8,)), transport, torch.zeros(8), observer=recorder)
     trace = gather_trace(schedule.name, recorder.stop(), dist.group.WORLD)
     assert not recorder.is_on
     return trace
@@ -77,11 +80,10 @@ def test_the_clock_is_one(ranks: RankPool) -> None:
                 assert span.end_ms <= awaited_ms or span.start_ms >= arrived_ms
 
 
-class _Peer:
+class _Peer(Awaited):
     """A transport whose peer takes and sends everything, with marks of when it was asked to."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self) -> None:
         self.posted: list[float] = []
         self.waited: list[float] = []
         self.settled: list[float] = []
@@ -90,14 +92,14 @@ class _Peer:
         pass
 
     def settle(self, message: Message) -> None:
-        self.settled.append(self._recorder.mark())
+        self.settled.append(MARK())
 
     def post(self, message: Message, buffer: torch.Tensor) -> _Peer:
-        self.posted.append(self._recorder.mark())
+        self.posted.append(MARK())
         return self
 
     def wait(self, needed_by: object) -> torch.Tensor:
-        self.waited.append(self._recorder.mark())
+        self.waited.append(MARK())
         return torch.zeros(1)
 
 
@@ -105,13 +107,13 @@ def test_waiting_is_between_its_marks() -> None:
     """However short it is."""
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
-    peer = _Peer(recorder)
-    transport, _ = recorder.watch(peer, lambda: True)
-    message = Message(Pass(0, Kind.F, 0), 0, 1)
-    receive = transport.post(message, torch.zeros(1))
-    meanwhile = recorder.mark()
+    peer = _Peer()
+    ops = handlers(Chain(2), {}, peer, lambda _: torch.zeros(1), recorder)
+    message = Message(Value(Pass(0, Kind.F, 0)), 0, 1)
+    receive = ops[Recv](Recv(message), [])[message.value]
+    meanwhile = MARK()
     receive.wait("1F0")
-    transport.settle(message)
+    ops[Settle](Settle(message), [])
     marks = recorder.stop()
     ((_, posted, awaited, arrived),) = marks.received
     assert posted <= peer.posted[0] <= meanwhile <= awaited <= peer.waited[0] <= arrived
@@ -124,14 +126,16 @@ def test_a_second_run_forgets_the_first() -> None:
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     for right in (False, True):
-        transport, validate = recorder.watch(_Peer(recorder), lambda right=right: right)  # type: ignore[misc]
+        ops = handlers(Chain(2), {}, _Peer(), lambda _: torch.zeros(1), recorder, lambda right=right: right)
         for microbatch in (0, 1):
             work = Pass(0, Kind.F, microbatch)
-            recorder.begin(work)
-            recorder.end(work)
-            transport.send(Message(work, 0, 1), torch.zeros(1))
-        assert validate() is right
-        transport.settle(Message(Pass(0, Kind.F, 0), 0, 1))
+            recorder.begin(Compute(work))
+            recorder.end(Compute(work))
+            ops[Send](Send(Message(Value(work), 0, 1)), [torch.zeros(1)])
+        assert (ops[Validate](Validate(), []) is STOP) is not right
+        ops[Settle](Settle(Message(Value(Pass(0, Kind.F, 0)), 0, 1)), [])
+        if not right:
+            recorder.restarted()
     row = recorder.stop().times()
     assert [str(span.pass_) for span in row.spans] == ["0F0", "0F1"]
     assert [str(sent.producer) for sent in row.sends] == ["0F0", "0F1"]
@@ -140,7 +144,15 @@ def test_a_second_run_forgets_the_first() -> None:
 
 def test_off_it_records_nothing() -> None:
     recorder = Recorder(select("cpu"))
-    recorder.begin(Pass.parse("0F0"))
-    recorder.end(Pass.parse("0F0"))
+    op, message = Compute(Pass.parse("0F0")), Message(Value(Pass.parse("0F0")), 0, 1)
+    recorder.begin(op)
+    recorder.end(op)
+    recorder.posted(message)
+    recorder.waiting()
+    recorder.received(message)
+    recorder.settled(message)
+    recorder.sent(message)
+    recorder.validated(True)
+    recorder.restarted()
     with pytest.raises(AssertionError, match="belongs to a start"):
         recorder.stop()

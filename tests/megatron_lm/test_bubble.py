@@ -48,7 +48,7 @@ def job(_rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tu
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
     bubble = JobBubble(Args())
-    apply("zb-h1", bubble.meter, around=lambda pipeline: bubble.around(pipeline.forward_backward))
+    apply("zb-h1", [bubble])
     try:
         train()
     finally:

@@ -61,7 +61,7 @@ def job(
         trace.make_folders()
     if in_the_way and rank == 0:
         Path(folder, in_the_way).mkdir()
-    apply(ZeroBubbleConfig("zb-h1", measure_memory=True), recorder=trace.recorder, around=trace.around)
+    trace.pipeline = apply(ZeroBubbleConfig("zb-h1", measure_memory=True), [trace, trace.recorder])
     try:
         train()
     finally:

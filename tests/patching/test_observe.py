@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir import Op
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
 
 
-class Watcher:
+class Watcher(IterationObserver):
     def __init__(self) -> None:
         self.begun: list[str] = []
         self.ended: list[str] = []
 
-    def begin(self, work: Pass) -> None:
-        self.begun.append(str(work))
+    def begin(self, op: Op) -> None:
+        self.begun.append(str(op))
 
-    def end(self, work: Pass) -> None:
-        self.ended.append(str(work))
+    def end(self, op: Op) -> None:
+        self.ended.append(str(op))
 
 
 def train_observed(rank: int, flags: str) -> tuple[Outcome, list[str]]:
@@ -26,7 +27,7 @@ def train_observed(rank: int, flags: str) -> tuple[Outcome, list[str]]:
     from megatron.zero_bubble.patching import observe, report
 
     watcher = Watcher()
-    observe(watcher)
+    observe([watcher])
     assert len(report()) == 3
     (outcome,) = train(rank, flags, [None])  # reverts
     assert watcher.begun == watcher.ended

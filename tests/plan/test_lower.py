@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Kind, Placement, Schedule, build
-from megatron.zero_bubble.plan import Compute, Plan, Recv, Send, Settle, lower, lower_forward_only, prove
+from megatron.zero_bubble.ir import Compute, Plan, Recv, Send, Settle
+from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.strategies import schedules
 
@@ -57,7 +59,7 @@ def test_handcrafted_plans_also_hold_with_a_single_hardware_queue(schedule: Sche
 @given(schedules(min_ranks=2), st.integers(1, 3))
 def test_an_evaluation_keeps_few_messages_in_flight(schedule: Schedule, limit: int) -> None:
     assume(schedule.num_stages == schedule.num_ranks)
-    for row in lower(schedule.forward_only(), max_in_flight=limit).ops:
+    for row in lower(schedule.forward_only(), (partial(communicate, max_in_flight=limit),)).ops:
         in_flight = 0
         for op in row:
             in_flight += isinstance(op, Send) - isinstance(op, Settle)

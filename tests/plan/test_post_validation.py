@@ -10,8 +10,13 @@ from hypothesis import assume, given
 from megatron.zero_bubble import Kind, Schedule, build
 from megatron.zero_bubble.analysis.period import repeatable
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.plan import Compute, Recv, Send, Settle, Validate, lower, prove, with_validation
+from megatron.zero_bubble.ir import Compute, Plan, Recv, Send, Settle, Validate
+from megatron.zero_bubble.plan import communicate, lower, prove, with_validation
 from tests.helpers.strategies import schedules
+
+
+def validated(schedule: Schedule) -> Plan:
+    return lower(schedule, (communicate, with_validation))
 
 
 @given(schedules(min_ranks=2))
@@ -25,7 +30,7 @@ def test_forwards_only_and_nothing_that_another_rank_has_not_begun(schedule: Sch
 
 @given(schedules(min_ranks=2))
 def test_what_is_begun_is_exchanged_when_the_ranks_stop(schedule: Schedule) -> None:
-    plan = with_validation(lower(schedule))
+    plan = validated(schedule)
     stopped = [(*ops[: ops.index(Validate())], *drain) for ops, drain in zip(plan.ops, plan.drain, strict=True)]
     for kinds in ((Send, Recv), (Send, Settle)):
         per_channel = [
@@ -42,16 +47,15 @@ def test_what_is_begun_is_exchanged_when_the_ranks_stop(schedule: Schedule) -> N
 
 @given(schedules(min_ranks=2))
 def test_everything_else_stays(schedule: Schedule) -> None:
-    plan = lower(schedule)
-    validated = with_validation(plan)
-    assert tuple(tuple(op for op in row if op != Validate()) for row in validated.ops) == plan.ops
-    assert all(row.count(Validate()) == 1 for row in validated.ops)
-    assert validated.digest != plan.digest
+    plan, with_stop = lower(schedule), validated(schedule)
+    assert tuple(tuple(op for op in row if op != Validate()) for row in with_stop.ops) == plan.ops
+    assert all(row.count(Validate()) == 1 for row in with_stop.ops)
+    assert with_stop.digest != plan.digest
 
 
 @given(schedules(min_ranks=2))
 def test_a_drain_that_forgets_a_message_is_refused(schedule: Schedule) -> None:
-    plan = with_validation(lower(schedule))
+    plan = validated(schedule)
     rank = next((rank for rank, ops in enumerate(plan.drain) if ops), None)
     assume(rank is not None)
     drain = tuple(ops[1:] if row == rank else ops for row, ops in enumerate(plan.drain))
@@ -60,7 +64,7 @@ def test_a_drain_that_forgets_a_message_is_refused(schedule: Schedule) -> None:
 
 
 def test_the_warm_up_of_zb_h2_may_be_done_again() -> None:
-    plan = with_validation(lower(build("zb-h2", num_ranks=2, num_microbatches=4)))
+    plan = validated(build("zb-h2", num_ranks=2, num_microbatches=4))
     computed = [[op for op in ops[: ops.index(Validate())] if isinstance(op, Compute)] for ops in plan.ops]
     assert [" ".join(map(str, row)) for row in computed] == ["0F0 0F1 0F2", "1F0"]
     assert " ".join(map(str, plan.drain[1])) == "0F2<0 1B0>0 1B0=0"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import Pass, Placement, Schedule, build
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.plan import Compute, Op, Plan, Recv, Send, lower, prove, prove_single_queue
+from megatron.zero_bubble.ir import Compute, Op, Plan, Recv, Send
+from megatron.zero_bubble.plan import lower, prove, prove_single_queue
 from tests.helpers.strategies import schedules
 
 

@@ -7,12 +7,11 @@ from datetime import timedelta
 import pytest
 import torch
 
-from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.plan import Message
+from megatron.zero_bubble.ir import Message, Pass, Value
 from tests.helpers.ranks import RankPool
 
-FORWARD = Message(Pass.parse("0F3"), 0, 1)
-BACKWARD = Message(Pass.parse("1B2"), 1, 0)
+FORWARD = Message(Value(Pass.parse("0F3")), 0, 1)
+BACKWARD = Message(Value(Pass.parse("1B2")), 1, 0)
 
 
 def wait_for_a_silent_peer(rank: int) -> str | None:

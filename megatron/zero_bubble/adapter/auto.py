@@ -15,9 +15,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.planner import Planner
-from megatron.zero_bubble.adapter.versions import process_groups
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
@@ -25,11 +23,11 @@ from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.source import FIRST_SCHEDULE
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.planning.worker import Request
-from megatron.zero_bubble.runtime.executor import PassObserver, together
+from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 from megatron.zero_bubble.schedules import build
-from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 
 
 @dataclass(frozen=True)
@@ -60,28 +58,22 @@ class AutoOptions:
         return FIRST_SCHEDULE[self.placement]
 
 
-class AutoPipeline(Pipeline):
-    """A pipeline that replaces its own schedule when it knows a better one.
+class AutoSchedule(IterationObserver):
+    """The schedule of ``zb-auto``: it watches training iterations, and changes between two of them.
 
     Args:
-        passes: times the passes.
+        passes: times the passes; an observer of the same pipeline.
+        memory: counts what microbatches keep; likewise.
         say: where the log lines go, on the rank that plans.
     """
 
-    def __init__(
-        self,
-        options: AutoOptions,
-        passes: Recorder,
-        say: Callable[[str], None],
-        peer_timeout_s: float | None = None,
-        observer: PassObserver | None = None,
-        accumulate: GradAccumulator | None = None,
-        recorder: Recorder | None = None,
-    ) -> None:
+    def __init__(self, options: AutoOptions, passes: Recorder, memory: MemoryMeter, say: Callable[[str], None]) -> None:
         self._options = options
         self._passes = passes
+        self._memory = memory
         self._say = say
         self._planned: dict[int, Schedule] = {}
+        self._first: dict[int, Schedule] = {}
         self._costs: PassCosts | None = None
         self._hopeless: set[int] = set()
         self._timelines: list[Timeline] = []
@@ -90,44 +82,42 @@ class AutoPipeline(Pipeline):
         self._planner: Planner | None = None
         self._planning_for = 0  # microbatches
         self._waiting = False
-        observers = together(observer, passes)
-        super().__init__(self._current, peer_timeout_s, observers, True, options.post_validation, accumulate, recorder)
+        self._start: IterationStart | None = None  # of the iteration under way, if it is measured
 
-    def stop_planning(self) -> None:
-        """End the planner, if one is at work: training is over."""
-        if self._planner is not None:
-            self._planner.kill()
-            self._planner = None
+    def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
+        """The schedule to run now."""
+        if num_microbatches in self._planned:
+            return self._planned[num_microbatches]
+        if num_microbatches not in self._first:
+            first = build(self._options.first, num_ranks=num_ranks, num_microbatches=num_microbatches)
+            self._first[num_microbatches] = first
+        return self._first[num_microbatches]
 
-    def close(self) -> None:
-        self.stop_planning()
-        super().close()
-
-    def _current(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        planned = self._planned.get(num_microbatches)
-        return planned or build(self._options.first, num_ranks=num_ranks, num_microbatches=num_microbatches)
-
-    def forward_backward(self, **call: Any) -> list[Any]:
-        """As ``Pipeline.forward_backward``; a training iteration may be measured, or be the first of a new plan."""
-        if call.get("forward_only"):
-            return super().forward_backward(**call)
-        num_microbatches = call["num_microbatches"]
+    def begin_iteration(self, start: IterationStart) -> None:
+        """It may be the first of a new plan, or be measured."""
+        num_microbatches = start.num_microbatches
         if self._waiting:
             self._switch_if_planned()
         if self._timelines and self._timelines[-1].schedule.num_microbatches != num_microbatches:
             self._timelines.clear()  # the batch has grown: a measurement is of one size
         self._plan_for(num_microbatches)
-        if not self._measuring():
-            result = super().forward_backward(**call)
-        else:
-            group = process_groups(call.get("pg_collection") or call.get("grad_finalize_pgs")).pp
-            self._passes.start(group)
-            result = super().forward_backward(**call)
-            self._timelines.append(gather_trace("zb-auto", self._passes.stop(), group).timeline)
+        self._start = start if self._measuring() else None
+        if self._start is not None:
+            self._passes.start(start.group)
+
+    def end_iteration(self, completed: bool) -> None:
+        start, self._start = self._start, None
+        if completed and start is not None:
+            self._timelines.append(gather_trace("zb-auto", self._passes.stop(), start.group).timeline)
             if len(self._timelines) == self._options.measured:
-                self._evaluate(group, num_microbatches)
-        self._iteration += 1
-        return result
+                self._evaluate(start.group, start.num_microbatches)
+        self._iteration += completed
+
+    def close(self) -> None:
+        """End the planner, if one is at work: training is over."""
+        if self._planner is not None:
+            self._planner.kill()
+            self._planner = None
 
     def _measuring(self) -> bool:
         return not self._waiting and self._iteration >= self._next_measurement
@@ -141,10 +131,10 @@ class AutoPipeline(Pipeline):
         """After a measurement: say how the plan did, and decide, on one rank for all, whether to make a new one."""
         timelines, self._timelines = self._timelines, []
         costs = median_costs(timelines)
-        memory = self.gather_memory(group)
+        memory = self._memory.gather(group)
         plan_anew = False
         if dist.get_rank() == 0:
-            schedule = self._current(group.size(), num_microbatches)
+            schedule = self.make(group.size(), num_microbatches)
             predicted = simulate(schedule, costs).makespan_ms
             measured = median(timeline.makespan_ms for timeline in timelines)
             self._say(
@@ -189,7 +179,6 @@ class AutoPipeline(Pipeline):
             self._hopeless.add(self._planning_for)
         else:
             self._planned[box[0].num_microbatches] = box[0]
-            self.forget_plans()
             self._next_measurement = self._iteration + 1
 
 

@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.versions import known
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.plan import Message
+from megatron.zero_bubble.ir import Message
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,12 @@ import torch
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StepArguments, StepResults
-from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.replay import Replay
-from megatron.zero_bubble.plan import Plan
-from megatron.zero_bubble.runtime.executor import Channels, Executor, PassObserver, together
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.handlers import handlers
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
@@ -27,7 +28,7 @@ class Iteration:
     Attributes:
         stages: what the schedule says of this rank's stages, one for each chunk.
         results: gathered while it runs.
-        recorder: records this iteration, messages and waits included; None where it is not recorded.
+        observer: sees every op, message and wait; None where the iteration is not observed.
     """
 
     plan: Plan
@@ -39,8 +40,7 @@ class Iteration:
     boundary: Boundary
     transport: Transport
     store: WgradStore
-    observer: PassObserver | None
-    recorder: Recorder | None = None
+    observer: IterationObserver | None
 
     def evaluate(self) -> None:
         """Forwards only."""
@@ -85,9 +85,6 @@ class Iteration:
             facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
             for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)
         }
-        transport: Channels = self.transport
-        if self.recorder is not None:
-            transport, validate = self.recorder.watch(transport, validate)
-        observer = together(self.observer, self.recorder)
-        rank, new_buffer = self.transport.rank, self.boundary.new_buffer
-        return Executor(self.plan, rank, stages, transport, new_buffer, observer, validate).run()
+        flow, rank = self.plan.schedule.flow, self.transport.rank
+        by_op = handlers(flow, stages, self.transport, self.boundary.new_buffer, self.observer, validate)
+        return Executor(self.plan, rank, by_op, self.observer).run()

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,16 +24,14 @@ from megatron.zero_bubble.adapter.loss_reports import LossReports
 from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, known, process_groups
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.rules import check_options, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
-from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.plan import Plan, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.platforms.device import device_of
-from megatron.zero_bubble.runtime.executor import PassObserver, together
+from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduces_early
@@ -44,32 +42,30 @@ class Pipeline:
     """Runs schedules on the pipeline-parallel group of this process.
 
     Args:
-        make_schedule: from (number of ranks, number of microbatches) to a valid schedule; equal on all ranks.
+        make_schedule: from (number of ranks, number of microbatches) to a valid schedule; equal on all ranks. It is
+            called in every iteration; another schedule than before is checked and lowered.
         peer_timeout_s: see ``ZeroBubbleConfig``.
-        observer: told of every pass.
-        measure_memory: count, in the first microbatch, what it keeps on each stage.
+        observers: see training iterations; the last measures the least of the others' work.
+        memory: counts, in the first training iteration, what microbatches keep.
         post_validation: whether the passes validate the steps of an optimizer; ``validate_steps_of`` says of which.
         accumulate: how weight gradients reach their parameters; default: as upstream's, to the bit.
-        recorder: records the training iterations in which it is on.
     """
 
     def __init__(
         self,
         make_schedule: Callable[[int, int], Schedule],
         peer_timeout_s: float | None = None,
-        observer: PassObserver | None = None,
-        measure_memory: bool = False,
+        observers: Sequence[IterationObserver] = (),
+        memory: MemoryMeter | None = None,
         post_validation: bool = False,
         accumulate: GradAccumulator | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
-        self._meter = MemoryMeter(self.store) if measure_memory else None
-        self._observer = together(observer, self._meter)
-        self._recorder = recorder
+        self._memory = memory
+        self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._validates = post_validation
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
@@ -125,8 +121,6 @@ class Pipeline:
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])
         groups = process_groups(pg_collection or grad_finalize_pgs)
-        prepared = self._prepare(groups.pp, config, num_microbatches, forward_only)
-        prepared.check_chunks(chunks)
         step = StepArguments(
             forward_step_func,
             num_microbatches,
@@ -136,16 +130,31 @@ class Pipeline:
             collect_non_loss_data,
             first_val_step,
         )
-        boundary = Boundary.of(
-            config,
-            groups,
-            seq_length,
-            micro_batch_size,
-            decoder_seq_length,
-            adjust_tensor_shapes_fn,
-            chunks[0],
-            device_of(chunks),
-        )
+
+        def boundary() -> Boundary:
+            return Boundary.of(
+                config,
+                groups,
+                seq_length,
+                micro_batch_size,
+                decoder_seq_length,
+                adjust_tensor_shapes_fn,
+                chunks[0],
+                device_of(chunks),
+            )
+
+        call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
+        if forward_only:
+            return self._run(call, None)
+        start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors)
+        with observed(self._observers, start):
+            return self._run(call, self._observers or None)
+
+    def _run(self, call: _Call, observer: IterationObserver | None) -> list[Any]:
+        step, config, chunks = call.step, call.step.config, call.chunks
+        prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
+        prepared.check_chunks(chunks)
+        boundary = call.boundary()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
         self.store.clear()
         if config.timers is not None:
@@ -155,58 +164,49 @@ class Pipeline:
             prepared.plan,
             prepared.stages,
             chunks,
-            iterators,
+            call.iterators,
             step,
             results,
             boundary,
             self._transport,
             self.store,
-            self._observer,
-            self._recorder if self._recorder is not None and self._recorder.is_on else None,
+            observer,
         )
-        if forward_only:
+        if step.forward_only:
             if self._optimizer is not None:
                 self._optimizer.settle()
             iteration.evaluate()
         else:
-            measured = contextlib.nullcontext() if self._meter is None else self._meter.around_iteration(chunks)
-            with _finalized(config, groups, prepared, chunks, results, force_all_reduce), measured:
-                self.accumulate.watch(chunks)
-                self.store.watch(chunks)
-                syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
-                listens = config.no_sync_func is not None or any(map(reduces_early, chunks))
-                # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
-                tells = listens and (config.grad_sync_func is None or prepared.rank == 0)
-                iteration.train(syncs, tells, self._optimizer)
-                self.store.join()
-                _finish_grad_sync(config, chunks, syncs)
+            with _finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce):
+                self._train(iteration, prepared)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._reports is None:
             return results.forward_data
         return self._reports.deliver(results.forward_data, prepared.last_stage_rank, boundary.device)
 
-    def gather_memory(self, group: dist.ProcessGroup) -> PassMemory:
-        """What a microbatch keeps on each stage, in bytes; every rank of the pipeline calls this after an iteration."""
-        assert self._meter is not None, "asked for with measure_memory"
-        figures: list[Any] = [None] * group.size()
-        dist.all_gather_object(figures, (self._meter.activation, self._meter.wgrad), group=group)
-        activation, wgrad = ({s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True))
-        stages = sorted(activation)
-        return PassMemory(tuple(float(activation[s]) for s in stages), tuple(float(wgrad.get(s, 0)) for s in stages))
+    def _train(self, iteration: Iteration, prepared: _Prepared) -> None:
+        """All passes of a training step, and the reductions of gradients that the passes have not started."""
+        chunks, config = iteration.chunks, iteration.step.config
+        self.accumulate.watch(chunks)
+        self.store.watch(chunks)
+        syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
+        listens = config.no_sync_func is not None or any(map(reduces_early, chunks))
+        # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
+        tells = listens and (config.grad_sync_func is None or prepared.rank == 0)
+        iteration.train(syncs, tells, self._optimizer)
+        self.store.join()
+        _finish_grad_sync(config, chunks, syncs)
 
     @property
-    def peak_bytes(self) -> int:
-        """The most that microbatches kept on this rank at any time of the first iteration."""
-        assert self._meter is not None, "asked for with measure_memory"
-        return self._meter.peak
+    def memory(self) -> MemoryMeter:
+        """What microbatches keep, counted in the first training iteration."""
+        assert self._memory is not None, "asked for with measure_memory"
+        return self._memory
 
-    def forget_plans(self) -> None:
-        """Ask for the schedule again at the next iteration; every rank calls this between the same two."""
-        self._prepared.clear()
-
-    def stop_planning(self) -> None:
-        """End what works beside the training; here nothing does."""
+    def finish(self) -> None:
+        """Training is over: stop what works in the background."""
+        self._observers.close()
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
@@ -223,28 +223,28 @@ class Pipeline:
         if self._group is not None and group is not self._group:
             self.close()  # the job has laid out its ranks anew
         key = (num_microbatches, forward_only)
+        schedule = self._make_schedule(group.size(), num_microbatches)
         if self._validates and self._optimizer is None and not forward_only:
             raise UserError(
                 "post-validation needs the optimizer whose steps the passes validate, got none; wrap it in "
                 "PostValidatedOptimizer and hand it to Pipeline.validate_steps_of, or leave post_validation out"
             )
-        if key not in self._prepared:
+        prepared = self._prepared.get(key)
+        if prepared is None or prepared.schedule != schedule:
             check_options(config)
-            plan = self._plan(group, num_microbatches, forward_only)
+            check_runnable(schedule, group.size(), num_microbatches)
+            plan = self._plan(schedule, forward_only)
+            _check_queues(group, plan)
             self._connect(group, plan)
-            self._prepared[key] = _Prepared.of(plan, group.rank())
-        return self._prepared[key]
+            prepared = self._prepared[key] = _Prepared.of(schedule, plan, group.rank())
+        return prepared
 
-    def _plan(self, group: dist.ProcessGroup, num_microbatches: int, forward_only: bool) -> Plan:
-        """The schedule for this many microbatches, checked and lowered."""
-        schedule = self._make_schedule(group.size(), num_microbatches)
-        check_runnable(schedule, group.size(), num_microbatches)
+    def _plan(self, schedule: Schedule, forward_only: bool) -> Plan:
+        """The schedule checked and lowered."""
         validate(schedule)
-        plan = lower_forward_only(schedule) if forward_only else lower(schedule)
-        if self._validates and not forward_only:
-            plan = with_validation(plan)
-        _check_queues(group, plan)
-        return plan
+        if forward_only:
+            return lower_forward_only(schedule)
+        return lower(schedule, (communicate, with_validation) if self._validates else (communicate,))
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Agree on the plan with the other ranks and open its channels."""
@@ -264,22 +264,35 @@ class Pipeline:
             self._reports = LossReports(group, wait=not self._validates, timeout=self._timeout)
 
 
+class _Call(NamedTuple):
+    """One call of the forward-backward function."""
+
+    step: StepArguments
+    groups: Any
+    chunks: list[torch.nn.Module]
+    iterators: list[Any]
+    boundary: Callable[[], Boundary]
+    force_all_reduce: bool | None
+
+
 @dataclass(frozen=True)
 class _Prepared:
     """A plan and what one rank needs to know of it at every iteration."""
 
+    schedule: Schedule
     plan: Plan
     rank: int
     stages: tuple[StageFacts, ...]
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> _Prepared:
-        own = plan.schedule.placement.stages_of(rank)
-        return cls(plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own))
+    def of(cls, schedule: Schedule, plan: Plan, rank: int) -> _Prepared:
+        own = schedule.placement.stages_of(rank)
+        return cls(schedule, plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own))
 
     @property
     def last_stage_rank(self) -> int:
-        return self.plan.schedule.placement.stage_to_rank[-1]
+        (last,) = self.schedule.flow.sinks
+        return self.schedule.placement.stage_to_rank[last]
 
     @property
     def has_last_stage(self) -> bool:
@@ -292,10 +305,9 @@ class _Prepared:
                 f"schedule {self.plan.schedule.name!r} places {len(self.stages)} stages on this rank, so the model "
                 f"must come in as many chunks; got {len(chunks)}; check the virtual pipeline options"
             )
-        last = self.plan.schedule.num_stages - 1
         for facts, chunk in zip(self.stages, chunks, strict=True):
             model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-            if (model.pre_process, model.post_process) != (facts.stage == 0, facts.stage == last):
+            if (model.pre_process, model.post_process) != (facts.stage == 0, facts.is_last):
                 raise UserError(
                     f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
                     f"{model.pre_process}, output layer {model.post_process}; build the chunks where the schedule has "
@@ -340,7 +352,7 @@ def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
     return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks
 
 
-def _finish_grad_sync(config: Any, chunks: list[torch.nn.Module], syncs: list[GradSync]) -> None:
+def _finish_grad_sync(config: Any, chunks: Sequence[torch.nn.Module], syncs: list[GradSync]) -> None:
     """Start the reductions that no backward has started."""
     grad_syncs = _per_chunk(config.grad_sync_func, len(chunks))
     for chunk, sync, grad_sync in zip(chunks, syncs, grad_syncs, strict=True):

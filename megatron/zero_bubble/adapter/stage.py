@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -16,7 +16,9 @@ from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.placement import believed_rank, believing
 from megatron.zero_bubble.adapter.versions import known
-from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
+from megatron.zero_bubble.ir.flow import OPERANDS, OUT, SAVED
+from megatron.zero_bubble.runtime.handlers import received
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
 
@@ -74,6 +76,7 @@ class StageFacts:
         believed_rank: the pipeline rank that Megatron must take this process for; None where it is the true one.
         last_backward: the microbatch whose backward comes last, -1 where there is none.
         max_in_flight: the most microbatches whose F ran and whose backward did not.
+        fused: the (microbatch, slice) whose backward is one BW.
         tail: its W's behind the rank's last F and backward.
     """
 
@@ -83,6 +86,7 @@ class StageFacts:
     believed_rank: int | None
     last_backward: int
     max_in_flight: int
+    fused: frozenset[tuple[int, int]]
     tail: tuple[Pass, ...]
 
     @classmethod
@@ -103,7 +107,8 @@ class StageFacts:
         row = schedule.order[rank]
         tail = takewhile(lambda p: p.kind is Kind.W, reversed(row))
         own = tuple(reversed([p for p in tail if p.stage == stage]))
-        return cls(stage, stage == schedule.num_stages - 1, vp_stage, elsewhere, last_backward, most, own)
+        fused = frozenset((microbatch, slice_) for at, microbatch, slice_ in schedule.fused if at == stage)
+        return cls(stage, stage in schedule.flow.sinks, vp_stage, elsewhere, last_backward, most, fused, own)
 
 
 class MegatronStage:
@@ -136,10 +141,22 @@ class MegatronStage:
         self._data_iterator = data_iterator
         self._store = store
         self._sync = sync
-        self._saved: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor, bool]] = {}
+        self._run = {
+            Kind.F: self._forward,
+            Kind.B: self._backward,
+            Kind.BW: self._backward,
+            Kind.W: self._backward_weight,
+        }
 
-    def forward(self, work: Pass, x: torch.Tensor | None, split: bool) -> torch.Tensor | None:
+    def run(self, work: Pass, inputs: Mapping[Value, Any]) -> dict[str, Any]:
+        """Run one pass; tensors are of the shape that crosses the stage's boundary."""
+        return self._run[work.kind](work, inputs)
+
+    def _forward(self, work: Pass, inputs: Mapping[Value, Any]) -> dict[str, Any]:
+        """The stage's output, detached, unless it is the loss, and what its backward starts from."""
         step = self._step
+        split = (work.microbatch, work.slice) not in self._facts.fused
+        x = received(inputs)
         if x is not None:
             x = x.detach().requires_grad_(not step.forward_only)
         with self._believing(), self._store.defer(work) if split and not step.forward_only else nullcontext():
@@ -162,29 +179,33 @@ class MegatronStage:
             )
         self._results.num_tokens += num_tokens
         output = None if self._facts.is_last else y.detach()
-        if not step.forward_only:
-            self._saved[work.microbatch, work.slice] = (x, y, split)
-            schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
-        return output
+        if step.forward_only:
+            return {OUT: output}
+        schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
+        return {OUT: output, SAVED: (x, y)}
 
-    def backward(self, work: Pass, grad: torch.Tensor | None) -> torch.Tensor | None:
-        x, y, split = self._saved.pop((work.microbatch, work.slice))
+    def _backward(self, work: Pass, inputs: Mapping[Value, Any]) -> dict[str, Any]:
+        """The gradient of the stage's input. What W needs stays in the store."""
+        x, y = received(inputs, SAVED)
+        split = work.kind is Kind.B
         if self._sync is not None and work.microbatch == self._facts.last_backward:
             self._sync.enable()
         if not split:
             self._store.join()
         with self._believing(), self._store.defer(work, split):
             of_type = known(schedules.backward_step, model_type=self._model_type)
-            return schedules.backward_step(x, y, grad, config=self._step.config, **of_type)
+            grad = schedules.backward_step(x, y, received(inputs), config=self._step.config, **of_type)
+        return {OUT: grad, OPERANDS: None}
 
-    def backward_weight(self, work: Pass) -> None:
+    def _backward_weight(self, work: Pass, _inputs: Mapping[Value, Any]) -> dict[str, Any]:
         if self._sync is None or not self._sync.enabled:
             self._store.run(work)
-            return
+            return {}
         if len(self._facts.tail) > 1 and work == self._facts.tail[0]:
             self._store.group(self._facts.tail)
         last = self._facts.last_backward
         self._store.run(work, lambda origin: origin.microbatch != last, self._sync.paused)
+        return {}
 
     def _believing(self) -> AbstractContextManager[None]:
         believed = self._facts.believed_rank

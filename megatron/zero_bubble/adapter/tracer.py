@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron.core import parallel_state
 
@@ -20,6 +19,7 @@ from megatron.zero_bubble.measure.recorder import Marks, Recorder
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import draw_comparison
+from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
 # Enough for a median, few enough to keep in memory; the end of a run is warm.
 LAST_ITERATIONS = 8
@@ -31,38 +31,60 @@ def end_of_run(iteration: int, train_iters: int, exit_interval: int | None) -> i
     return min(train_iters, -(-iteration // interval) * interval)
 
 
-class Tracer:
+class Tracer(IterationObserver):
     """Records iterations of a run and writes what they were like.
 
     Args:
-        recorder: what runs the passes has it too.
+        recorder: an observer of the same pipeline.
         name: of the schedule, for titles.
-        end: the last iteration of the run.
+        number: the number of the iteration that begins.
+        end: from the number of a run's first iteration to that of its last.
         iterations: those to record; None for the last ``LAST_ITERATIONS``.
+
+    Attributes:
+        iteration: the number of the one under way, or of the last.
     """
 
-    def __init__(self, recorder: Recorder, name: str, end: int, iterations: Sequence[range] | None = None) -> None:
-        self.recorder = recorder
-        self._name, self._end = name, end
-        self._chosen = (range(end - LAST_ITERATIONS + 1, end + 1),) if iterations is None else iterations
+    def __init__(
+        self,
+        recorder: Recorder,
+        name: str,
+        number: Callable[[], int],
+        end: Callable[[int], int],
+        iterations: Sequence[range] | None = None,
+    ) -> None:
+        self._recorder = recorder
+        self._name, self._number, self._end_after = name, number, end
+        self._chosen = iterations
+        self._end: int | None = None
+        self._recording = False
         self._recorded: dict[int, Marks] = {}
+        self.iteration = 0
 
     @property
     def last(self) -> int:
         """The last iteration to record, of those that the run has; where it has none, its last."""
-        within = (min(some[-1], self._end) for some in self._chosen if some[0] <= self._end)
-        return max(within, default=self._end)
+        assert self._end is not None, "known from the first iteration on"
+        end = self._end
+        within = (min(some[-1], end) for some in self._ranges(end) if some[0] <= end)
+        return max(within, default=end)
 
-    def around_passes(self, iteration: int, passes: Callable[[], Any]) -> Any:
-        """Run the passes of an iteration, recorded if it is a chosen one. One that is run again, as Megatron does where
-        it doubts a loss, is recorded anew.
-        """
-        if not any(iteration in some for some in self._chosen):
-            return passes()
-        self.recorder.start(parallel_state.get_pipeline_model_parallel_group())
-        result = passes()
-        self._recorded[iteration] = self.recorder.stop()
-        return result
+    def _ranges(self, end: int) -> Sequence[range]:
+        return (range(end - LAST_ITERATIONS + 1, end + 1),) if self._chosen is None else self._chosen
+
+    def begin_iteration(self, start: IterationStart) -> None:
+        self.iteration = self._number()
+        if self._end is None:
+            self._end = self._end_after(self.iteration)
+        self._recording = any(self.iteration in some for some in self._ranges(self._end))
+        if self._recording:
+            self._recorder.start(start.group)
+
+    def end_iteration(self, completed: bool) -> None:
+        """One that is run again, as Megatron does where it doubts a loss, replaces what was recorded of it."""
+        if self._recording and completed:
+            self._recorded[self.iteration] = self._recorder.stop()
+        self._recording = False
 
     def write(self, directory: Path | None, costs_file: Path | None, pipeline: Pipeline | None) -> list[str]:
         """Write the trace, and the costs as ``zero-bubble plan --costs`` reads them, from the first rank of the first
@@ -79,7 +101,7 @@ class Tracer:
         recorded = [(iteration, marks) for iteration, marks in self._recorded.items() if marks.passes]
         self._recorded.clear()
         traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
-        memory = pipeline.gather_memory(group) if pipeline is not None and traces else None
+        memory = pipeline.memory.gather(group) if pipeline is not None and traces else None
         if not _first_of_all():
             return []
         targets = [target for target in (directory, costs_file) if target]

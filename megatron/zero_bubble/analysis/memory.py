@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from heapq import merge
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir import Kind, Op
 
 
 class Kept(NamedTuple):
@@ -16,20 +18,52 @@ class Kept(NamedTuple):
     amount: float
 
 
-def kept(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ...], ...]:
-    """One curve a rank, a step a pass: F's part is due at its start, the others' at their end."""
-    curves = []
-    for row in timeline.spans:
-        amount, curve = 0.0, []
-        for p, start_ms, end_ms in row:
-            amount += memory.delta(p, timeline.schedule.num_slices)
-            curve.append(Kept(start_ms if p.kind is Kind.F else end_ms, amount))
-        curves.append(tuple(curve))
-    return tuple(curves)
+def memory_curve(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ...], ...]:
+    """One curve per rank, with one step for each change."""
+    return tuple(tuple(_curve(timeline, rank, memory)) for rank in range(len(timeline.spans)))
+
+
+def peaks(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
+    """The most that every rank keeps, in units of one microbatch on it."""
+    most = (max((kept.amount for kept in curve), default=0.0) for curve in memory_curve(timeline, memory))
+    return tuple(peak / one for peak, one in zip(most, _microbatch(timeline, memory), strict=True))
 
 
 def most_kept(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
     """The most that every rank keeps, in the unit of the memory's figures."""
+    return tuple(peak * one for peak, one in zip(timeline.peak_activation, _microbatch(timeline, memory), strict=True))
+
+
+def _microbatch(timeline: Timeline, memory: PassMemory) -> Iterator[float]:
+    """What one microbatch keeps on every rank, once all chunks of the rank ran F."""
     on = timeline.schedule.placement
-    whole = (sum(memory.activation[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
-    return tuple(peak * one for peak, one in zip(timeline.peak_activation, whole, strict=True))
+    return (sum(memory.activation[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
+
+
+def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Kept]:
+    amount = 0.0
+    for at_ms, change in _changes(timeline, rank, memory):
+        amount += change
+        yield Kept(at_ms, amount)
+
+
+def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:
+    """When what the rank keeps changes, and by how much. At equal times memory is freed before more is added."""
+    num_slices = timeline.schedule.num_slices
+    spans = timeline.spans[rank]
+    changes = ((start if p.kind is Kind.F else end, memory.delta(p, num_slices)) for p, start, end in spans)
+    if not timeline.lanes:
+        return changes
+    aside = sorted(_of_ops(timeline.lanes[rank], memory, num_slices))
+    return merge(changes, aside, key=lambda change: (change[0], change[1] > 0))
+
+
+def _of_ops(
+    ops: Iterable[tuple[Op, float, float]], memory: PassMemory, num_slices: int
+) -> Iterator[tuple[float, float]]:
+    for op, start_ms, end_ms in ops:
+        at_start, at_end = op.memory(memory, num_slices)
+        if at_start:
+            yield start_ms, at_start
+        if at_end or not at_start:
+            yield end_ms, at_end

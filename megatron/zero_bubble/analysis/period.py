@@ -8,10 +8,13 @@ ended its own passes and heard of those before it, and validates later: an itera
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megatron.zero_bubble.analysis.progress import progress
+from megatron.zero_bubble.analysis.simulate import Run
+from megatron.zero_bubble.analysis.steps import steps
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.ir import Compute, Kind, Pass, Plan, Schedule, Validate
+from megatron.zero_bubble.ir.ops import STEPPED
 
 _SETTLED = 6
 """Iterations after which one repeats the other; the first differs, as it waits for nothing."""
@@ -32,25 +35,22 @@ def iterations(
     schedule: Schedule, costs: PassCosts, step_ms: float, post_validation: bool, count: int
 ) -> Iterator[list[float]]:
     """When every rank has ended its optimizer step, in ms, for ``count`` iterations in a row."""
-    stage_to_rank = schedule.placement.stage_to_rank
-    guarded = _guarded(schedule) if post_validation else frozenset()
-    free = [0.0] * schedule.num_ranks
+    plan = Plan.bare(schedule)
+    if post_validation:
+        rows = zip(plan.ops, validation_positions(plan), strict=True)
+        plan = replace(plan, ops=tuple((*row[:at], Validate(), *row[at:]) for row, at in rows))
+    run = Run(steps(plan), schedule, costs)
     all_known = 0.0
     for _ in range(count):
-        end: dict[Pass, float] = {}
-        for rank, p, dependencies in progress(schedule):
-            start = max(free[rank], all_known) if p in guarded else free[rank]
-            for d in dependencies:
-                start = max(start, end[d] + costs.comm(stage_to_rank[d.stage], rank))
-            free[rank] = end[p] = start + costs.duration(p, schedule.num_slices)
-        all_known = max(free)
+        run.iteration({STEPPED: all_known})
+        ends = run.free
+        all_known = max(ends)
         if post_validation:
-            for rank in range(1, schedule.num_ranks):  # what the ranks before know comes along with them
-                free[rank] = max(free[rank], *free[:rank])
-            free = [ms + step_ms for ms in free]
+            # What the ranks before know comes along with them.
+            run.free = [max(ends[: rank + 1]) + step_ms for rank in range(schedule.num_ranks)]
         else:
-            free = [all_known + step_ms] * schedule.num_ranks
-        yield list(free)
+            run.free = [all_known + step_ms] * schedule.num_ranks
+        yield list(run.free)
 
 
 def repeatable(schedule: Schedule) -> list[set[Pass]]:
@@ -78,7 +78,10 @@ def _leading_forwards(row: tuple[Pass, ...]) -> tuple[Pass, ...]:
     return row[:first]
 
 
-def _guarded(schedule: Schedule) -> frozenset[Pass]:
-    """Of every rank the first pass that cannot be done again."""
-    kept = repeatable(schedule)
-    return frozenset(next(p for p in row if p not in before) for row, before in zip(schedule.order, kept, strict=True))
+def validation_positions(plan: Plan) -> list[int]:
+    """Where every rank has to know that the last step was right: at its first pass that cannot be done again."""
+    rows = zip(plan.ops, repeatable(plan.schedule), strict=True)
+    return [
+        next(position for position, op in enumerate(row) if isinstance(op, Compute) and op.work not in kept)
+        for row, kept in rows
+    ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.ir import Op, Pass, Schedule
 
 Metric = Literal["makespan", "span"]
 
@@ -19,16 +19,26 @@ class Span(NamedTuple):
     end_ms: float
 
 
+class LaneSpan(NamedTuple):
+    """One op that is not a pass, on the clock."""
+
+    op: Op
+    start_ms: float
+    end_ms: float
+
+
 @dataclass(frozen=True)
 class Timeline:
     """``spans[rank]`` are that rank's passes in the order they ran.
 
-    ``peak_activation[rank]`` is in units of what one microbatch keeps on that rank; it is empty where nobody knows.
+    ``peak_activation[rank]`` is in units of what one microbatch keeps on that rank; it is empty where it is unknown.
+    ``lanes[rank]`` are the rank's ops that are no passes and take time; it is empty where no rank has any.
     """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
     peak_activation: tuple[float, ...] = ()
+    lanes: tuple[tuple[LaneSpan, ...], ...] = ()
 
     @cached_property
     def start_ms(self) -> float:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.ir import Pass, Placement, Schedule
 
 
 class Sent(NamedTuple):
-    """The output of ``producer`` was handed to the transport, which takes it to ``target`` while the rank goes on."""
+    """A value of ``producer`` was handed to the transport, which takes it to ``target`` while the rank goes on."""
 
     producer: Pass
     target: int
@@ -22,7 +22,7 @@ class Sent(NamedTuple):
 
 
 class Received(NamedTuple):
-    """The output of ``producer`` was expected from ``posted_ms`` on, and the rank stood still for it from
+    """A value of ``producer`` was expected from ``posted_ms`` on, and the rank stood still for it from
     ``awaited_ms`` to ``arrived_ms``: no time at all where it was there already.
     """
 
@@ -34,7 +34,7 @@ class Received(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The rank waited until ``target`` had the output of ``producer``, to release its buffer."""
+    """The rank waited until ``target`` had a value of ``producer``, to release its buffer."""
 
     producer: Pass
     target: int
@@ -54,6 +54,7 @@ class RankTrace:
     """One rank's part, each kind of event in the order it happened.
 
     Attributes:
+        lanes: ops that are no passes and occupy the rank, or a lane of it beside the passes.
         clock_error_ms: this rank's clock is off the first rank's by at most that much.
     """
 
@@ -63,6 +64,7 @@ class RankTrace:
     settles: tuple[Settled, ...] = ()
     validations: tuple[Validated, ...] = ()
     clock_error_ms: float = 0.0
+    lanes: tuple[LaneSpan, ...] = ()
 
     def shifted(self, ms: float) -> RankTrace:
         """The same, everything ``ms`` earlier."""
@@ -73,6 +75,7 @@ class RankTrace:
             tuple(Settled(p, target, start - ms, end - ms) for p, target, start, end in self.settles),
             tuple(Validated(start - ms, end - ms) for start, end in self.validations),
             self.clock_error_ms,
+            tuple(LaneSpan(op, start - ms, end - ms) for op, start, end in self.lanes),
         )
 
 
@@ -94,4 +97,6 @@ class Trace:
         order = tuple(tuple(span.pass_ for span in row) for row in spans)
         num_microbatches = 1 + max(p.microbatch for row in order for p in row)
         num_slices = 1 + max(p.slice for row in order for p in row)
-        return cls(Timeline(Schedule(name, placement, num_microbatches, order, num_slices), spans), ranks)
+        lanes = tuple(row.lanes for row in ranks) if any(row.lanes for row in ranks) else ()
+        schedule = Schedule(name, placement, num_microbatches, order, num_slices)
+        return cls(Timeline(schedule, spans, lanes=lanes), ranks)

@@ -1,16 +1,18 @@
 """Is a schedule one that a pipeline can run? One function a rule; the first fault found is raised.
 
-Later rules lean on earlier ones: once every pass is there exactly once and on its rank, ``progress`` decides the rest.
+Later rules lean on earlier ones: once every pass is there exactly once and on its rank, running the order decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.errors import ScheduleError
-from megatron.zero_bubble.analysis.progress import progress
+from megatron.zero_bubble.analysis.steps import Blocked, advance, steps_of
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
+from megatron.zero_bubble.ir.flow import SAVED
 
 __all__ = ["ScheduleError", "validate"]
 
@@ -79,7 +81,7 @@ def split_or_fused(schedule: Schedule) -> Faults:
     """A backward is one BW, or a B and a W, never both."""
     for rank, column, p in _cells(schedule):
         if p.kind in (Kind.B, Kind.W) and (p.stage, p.microbatch, p.slice) in schedule.fused:
-            fused = schedule.backward_of(p.stage, p.microbatch, p.slice)
+            fused = Pass(p.stage, Kind.BW, p.microbatch, p.slice)
             yield f"a backward is either fused or split; rank {rank} has both {fused} and {p}", (rank, column, p)
 
 
@@ -95,7 +97,7 @@ def every_backward(schedule: Schedule) -> Faults:
     """Every F has its backward, and a B has its W."""
     present = set(schedule.passes())
     for p in _forwards(schedule):
-        backward = schedule.backward_of(p.stage, p.microbatch, p.slice)
+        (backward,) = schedule.flow.consumers(Value(p, SAVED))
         if backward not in present:
             yield _missing(schedule, backward)
         wgrad = Pass(p.stage, Kind.W, p.microbatch, p.slice)
@@ -122,8 +124,11 @@ def wgrad_after_backward(schedule: Schedule) -> Faults:
 
 def no_deadlock(schedule: Schedule) -> None:
     """Ranks that run their lists in order never wait for each other in a circle; raises by itself."""
-    for _ in progress(schedule):
-        pass
+    try:
+        for _ in advance(steps_of(schedule)):
+            pass
+    except Blocked as blocked:
+        raise deadlock(schedule, blocked) from None
 
 
 def _cells(schedule: Schedule) -> Iterator[Cell]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.costs.units import check_same_length, checked_figures, recut, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Kind, Pass, Placement
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Value
+from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
 
 MEMORY = ("activation", "wgrad")
 
@@ -51,7 +52,16 @@ class PassMemory:
         """The same model cut into the stages of ``placement``, as ``PassCosts.fit`` does."""
         return PassMemory(*(recut(getattr(self, name), placement.num_stages) for name in MEMORY))
 
+    def size(self, value: Value, num_slices: int = 1) -> float:
+        """What ``value`` occupies on the rank that has it; activations and gradients under way are not counted."""
+        figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
+        return 0.0 if figures is None else figures[value.producer.stage] / num_slices
+
     def delta(self, p: Pass, num_slices: int = 1) -> float:
         """By how much ``p`` changes what its stage keeps; F's part is due at its start, the others' at their end."""
         activation, wgrad = self.activation[p.stage] / num_slices, self.wgrad[p.stage] / num_slices
-        return {Kind.F: activation, Kind.B: wgrad - activation, Kind.W: -wgrad, Kind.BW: -activation}[p.kind]
+        if p.kind is Kind.F:
+            return activation
+        if p.kind is Kind.B:
+            return wgrad - activation
+        return -wgrad if p.kind is Kind.W else -activation

@@ -5,22 +5,34 @@ from __future__ import annotations
 import os
 import time
 
-from megatron.zero_bubble.analysis.timeline import Span
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
+from megatron.zero_bubble.ir import Op, Pass
 
 
 class VirtualClock:
-    """The logical time of one rank, and the passes it saw."""
+    """The logical time of one rank, and the passes and other ops that it saw."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
         self.spans: list[Span] = []
+        self.lanes: list[LaneSpan] = []
+        self._lane_free: dict[str, float] = {}
 
     def advance(self, work: Pass, ready_ms: float, duration_ms: float) -> None:
         """Run ``work`` as soon as the rank is free and its input is there."""
         start = max(self.now_ms, ready_ms)
         self.now_ms = start + duration_ms
         self.spans.append(Span(work, start, self.now_ms))
+
+    def occupy(self, op: Op, ready_ms: float, duration_ms: float) -> float:
+        """Run ``op`` on its lane, as soon as that is free and its input is there, while the rank goes on; returns when
+        it ends.
+        """
+        assert op.lane is not None, "an op without a lane takes no time"
+        start = max(self.now_ms, ready_ms, self._lane_free.get(op.lane, 0.0))
+        end = self._lane_free[op.lane] = start + duration_ms
+        self.lanes.append(LaneSpan(op, start, end))
+        return end
 
 
 # time.sleep oversleeps by 0.05 to 0.3 ms, so the rest of a pass is spun. Ranks share cores and often wake together: who

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -13,10 +13,11 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
 from megatron.zero_bubble.emulate.stages import VirtualStage
-from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.plan import Plan, lower, with_validation
-from megatron.zero_bubble.runtime.executor import Channels, Executor, Stage
+from megatron.zero_bubble.ir import Op, Plan, Schedule
+from megatron.zero_bubble.plan import communicate, lower, with_validation
+from megatron.zero_bubble.runtime.executor import Executor, Handler
+from megatron.zero_bubble.runtime.handlers import Stage, handlers
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
@@ -30,27 +31,30 @@ def execute(
     transport: Transport,
     like: torch.Tensor,
     validate: Callable[[], bool] = lambda: True,
-    recorder: Recorder | None = None,
+    observer: IterationObserver | None = None,
+    more: Mapping[type[Op], Handler] | None = None,
 ) -> None:
-    """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``."""
-    rank = transport.rank
+    """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``.
+
+    Args:
+        more: handlers of other ops than passes and messages.
+    """
+    rank, flow = transport.rank, plan.schedule.flow
     stages = dict.fromkeys(plan.schedule.placement.stages_of(rank), stage)
-    channels: Channels = transport
-    if recorder is not None:
-        channels, validate = recorder.watch(channels, validate)
-    Executor(plan, rank, stages, channels, lambda _message: torch.empty_like(like), recorder, validate).run()
+    own = handlers(flow, stages, transport, lambda _message: torch.empty_like(like), observer, validate)
+    Executor(plan, rank, {**own, **(more or {})}, observer).run()
 
 
 def virtual_iterations(
     schedule: Schedule, costs: PassCosts, step_ms: float, ahead: bool, count: int, transport: Transport
 ) -> list[float]:
     """When this rank ends the optimizer step of each of ``count`` iterations in a row, in ms of its virtual clock."""
-    plan = with_validation(lower(schedule))
+    plan = lower(schedule, (communicate, with_validation))
     transport.open(plan.channels)
     clock = VirtualClock()
     assert dist.group.WORLD is not None
     optimizer = VirtualOptimizer(clock, step_ms, ahead, dist.group.WORLD)
-    stage, like = VirtualStage(schedule, costs, clock), torch.empty(1, dtype=torch.float64)
+    stage, like = VirtualStage(schedule, transport.rank, costs, clock), torch.empty(1, dtype=torch.float64)
     ends = []
     for _ in range(count):
         execute(plan, stage, transport, like, optimizer.validate)
@@ -84,7 +88,7 @@ def virtual_deviation_ms(
     transport.open(plan.channels)
     clock = VirtualClock()
     like = torch.empty(num_elements, dtype=torch.float64)
-    execute(plan, VirtualStage(schedule, costs, clock, num_elements), transport, like)
+    execute(plan, VirtualStage(schedule, transport.rank, costs, clock, num_elements), transport, like)
     planned = simulate(schedule, costs).spans[transport.rank]
     if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
         return math.inf, "order"

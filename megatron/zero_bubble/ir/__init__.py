@@ -5,11 +5,35 @@ microbatch 0 on stage 2; a slice of a sequence other than the first appends ``.<
 Zero Bubble paper (arXiv 2401.10241, section 2): F, B (gradient of the input), W (gradient of the weights) and BW, the
 fused backward that stock 1F1B runs.
 
-Everything here is frozen and hashable. Nothing learnt at run time is ever written into it.
+A ``Flow`` says which values a pass makes and which it takes; a ``Plan`` has each rank's ops: its passes, and what moves
+their values between ranks.
+
+Everything here is frozen and hashable. Nothing learned at run time is ever written into it.
 """
 
+from megatron.zero_bubble.ir.flow import Chain, Flow, Value
+from megatron.zero_bubble.ir.ops import Compute, Effects, Message, Op, Recv, Send, Settle, Token, Validate
 from megatron.zero_bubble.ir.passes import Kind, Pass
 from megatron.zero_bubble.ir.placement import Placement
+from megatron.zero_bubble.ir.plan import Plan
 from megatron.zero_bubble.ir.schedule import Schedule
 
-__all__ = ["Kind", "Pass", "Placement", "Schedule"]
+__all__ = [
+    "Chain",
+    "Compute",
+    "Effects",
+    "Flow",
+    "Kind",
+    "Message",
+    "Op",
+    "Pass",
+    "Placement",
+    "Plan",
+    "Recv",
+    "Schedule",
+    "Send",
+    "Settle",
+    "Token",
+    "Validate",
+    "Value",
+]

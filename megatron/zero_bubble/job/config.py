@@ -31,7 +31,7 @@ class ZeroBubbleConfig:
             keeps upstream's arithmetic, which rounds each to the weight's dtype first: the bits of stock Megatron.
         wgrad_stream: on a GPU, compute fused weight gradients on a stream of their own, beside the passes that follow;
             they may then keep their inputs longer than planned.
-        measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.gather_memory``).
+        measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.memory``).
         peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
             torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
     """

@@ -1,23 +1,22 @@
-"""The bubble of every iteration, cheaply: two marks a pass, and one exchange between the ranks when somebody looks."""
+"""The bubble of every iteration, cheaply: two marks per pass, and one exchange between the ranks when it is read."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.bubble import Bubble, RankIteration, RankIterations, bubble_of
-from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.ir import Compute, Kind, Op, Pass
 from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
-T = TypeVar("T")
 _Marks = list[tuple[Pass, Any, Any]]
 
 
-class BubbleMeter:
-    """Measures the bubble by the span of the iterations that it is put around; a ``PassObserver``.
+class BubbleMeter(IterationObserver):
+    """Measures the bubble of training iterations by their span.
 
     Each rank measures by its own clock, so nobody has to meet before an iteration. A mark is an event of the device on
     CUDA; it is read one iteration later, when it is long past, so that the host does not wait.
@@ -28,31 +27,30 @@ class BubbleMeter:
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
-        self._running: _Marks | None = None
+        self._running: _Marks = []
+        self._started: Any = None  # when the first pass began, also if it ran in vain
         self._begun: Any = None
-        self._unread: deque[_Marks] = deque()
+        self._unread: deque[tuple[Any, _Marks]] = deque()
         self._iterations: list[RankIteration] = []
         self._order: tuple[Pass, ...] = ()
         self._times: dict[tuple[int, Kind], tuple[float, int]] = {}
 
-    def around_passes(self, passes: Callable[[], T]) -> T:
-        """Run the passes of one iteration, measured."""
+    def begin_iteration(self, start: IterationStart) -> None:
         while len(self._unread) > 1:
-            self._take(self._unread.popleft())
+            self._take(*self._unread.popleft())
+        self._running, self._started = [], None
+
+    def end_iteration(self, completed: bool) -> None:
+        if completed and self._running:
+            self._unread.append((self._started, self._running))
         self._running = []
-        try:
-            result = passes()
-            self._unread.append(self._running)
-        finally:
-            self._running = None
-        return result
 
     def read(self, group: dist.ProcessGroup) -> Bubble | None:
         """The bubble since the last ``read``, or None if there was no iteration; a collective call of the pipeline's
         ``group``. Waits for the device.
         """
         while self._unread:
-            self._take(self._unread.popleft())
+            self._take(*self._unread.popleft())
         if not self._iterations:
             return None
         pass_ms = {key: total / count for key, (total, count) in self._times.items()}
@@ -62,23 +60,24 @@ class BubbleMeter:
         self._times.clear()
         return bubble_of(rows)
 
-    # What a PassObserver is told.
-
-    def begin(self, work: Pass) -> None:
-        if self._running is not None:
+    def begin(self, op: Op) -> None:
+        if isinstance(op, Compute):
             self._begun = self._platform.mark()
+            if self._started is None:
+                self._started = self._begun
 
-    def end(self, work: Pass) -> None:
-        if self._running is not None:
-            self._running.append((work, self._begun, self._platform.mark()))
+    def end(self, op: Op) -> None:
+        if isinstance(op, Compute):
+            self._running.append((op.work, self._begun, self._platform.mark()))
 
-    def _take(self, marks: _Marks) -> None:
-        """Count an iteration. What ran twice, after an optimizer step that was wrong, was work the second time."""
-        if not marks:
-            return
+    def restarted(self) -> None:
+        self._running.clear()
+
+    def _take(self, started: Any, marks: _Marks) -> None:
+        """Count an iteration; what ran in vain is bubble."""
         elapsed_ms = self._platform.elapsed_ms
         times = {work: elapsed_ms(start, end) for work, start, end in marks}
-        self._iterations.append(RankIteration(elapsed_ms(marks[0][1], marks[-1][2]), sum(times.values())))
+        self._iterations.append(RankIteration(elapsed_ms(started, marks[-1][2]), sum(times.values())))
         self._order = tuple(times)
         for work, ms in times.items():
             total, count = self._times.get((work.stage, work.kind), (0.0, 0))

@@ -7,22 +7,20 @@ the most bytes of such storages that were alive after any pass.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from megatron.zero_bubble.ir import Kind, Pass
-from megatron.zero_bubble.wgrad.store import WgradStore
+from megatron.zero_bubble.costs import PassMemory
+from megatron.zero_bubble.ir import Compute, Kind, Op, Pass
+from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
 
-class MemoryMeter:
-    """A ``PassObserver`` that watches the passes of one iteration, the first that ends well, then no more.
-
-    Args:
-        store: where B leaves what W needs.
+class MemoryMeter(IterationObserver):
+    """Watches the passes of one iteration, the first that ends well, then no more.
 
     Attributes:
         activation: M_B by stage.
@@ -30,9 +28,9 @@ class MemoryMeter:
         peak: of the rank.
     """
 
-    def __init__(self, store: WgradStore) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._parameters: frozenset[int] = frozenset()
+        self._operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._watches = False
         self._done = False
@@ -46,42 +44,56 @@ class MemoryMeter:
         self._saved: set[int] = set()
         self._deferred: dict[Pass, list[_Kept]] = {}
 
-    @contextlib.contextmanager
-    def around_iteration(self, chunks: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Watch the passes within. The parameters of ``chunks`` do not count: they stay anyway. An exception of a pass
-        leaves nothing behind.
-        """
+    def begin_iteration(self, start: IterationStart) -> None:
+        """The parameters of the chunks do not count: they stay anyway."""
         self._watches = not self._done
         if self._watches:
             self._start()
-            self._parameters = frozenset(p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters())
-        try:
-            yield
-            self._done = True
-        finally:
-            self._watches = False
-            self._unhook()
+            self._operands = start.operands
+            self._parameters = frozenset(
+                p.untyped_storage().data_ptr() for chunk in start.chunks for p in chunk.parameters()
+            )
 
-    def begin(self, work: Pass) -> None:
-        if self._watches and work.kind is Kind.F:
+    def end_iteration(self, completed: bool) -> None:
+        """An exception of a pass leaves nothing behind."""
+        self._done = self._done or (completed and self._watches)
+        self._watches = False
+        self._unhook()
+
+    def restarted(self) -> None:
+        self._unhook()
+        if self._watches:
+            self._start()
+
+    def begin(self, op: Op) -> None:
+        if self._watches and isinstance(op, Compute) and op.work.kind is Kind.F:
             self._saved.clear()
             self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
             self._hooks.__enter__()
 
-    def end(self, work: Pass) -> None:
-        if not self._watches:
+    def end(self, op: Op) -> None:
+        if not self._watches or not isinstance(op, Compute):
             return
+        work = op.work
         if work.kind is Kind.F:
             self._unhook()
             self.activation.setdefault(work.stage, sum(self._alive.size.get(pointer, 0) for pointer in self._saved))
         elif work.kind is Kind.B:
             w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
-            tensors = list(self._store.tensors(w))
+            tensors = list(self._operands(w))
             self.wgrad.setdefault(work.stage, storage_bytes(tensors))
             self._deferred[w] = [_Kept(self._alive, tensor) for tensor in tensors]
         elif work.kind is Kind.W:
             self._deferred.pop(work, None)
         self.peak = max(self.peak, self._alive.num_bytes)
+
+    def gather(self, group: dist.ProcessGroup) -> PassMemory:
+        """What a microbatch keeps on each stage, in bytes; a collective call of the pipeline's ``group``."""
+        figures: list[Any] = [None] * group.size()
+        dist.all_gather_object(figures, (self.activation, self.wgrad), group=group)
+        activation, wgrad = ({s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True))
+        stages = sorted(activation)
+        return PassMemory(tuple(float(activation[s]) for s in stages), tuple(float(wgrad.get(s, 0)) for s in stages))
 
     def _unhook(self) -> None:
         if self._hooks is not None:

@@ -4,7 +4,7 @@ A mark is a device event on CUDA and the monotonic clock on the CPU. All marks a
 device is idle between two readings of the host's clock; that clock is aligned with the other ranks' (``clocks``). Half
 the time between the two readings adds to the alignment's error.
 
-While nothing is recorded, a pass costs one check; the transport is watched only in iterations that are.
+While nothing is recorded, an op costs one check.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.analysis.timeline import Span
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir import Compute, Message, Op, Pass
 from megatron.zero_bubble.measure.clocks import GroupClock, Offset
-from megatron.zero_bubble.plan import Message
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.executor import Awaited, Channels
+from megatron.zero_bubble.runtime.observer import IterationObserver
 
 
 class _Origin(NamedTuple):
@@ -33,8 +31,8 @@ class _Origin(NamedTuple):
     error_ms: float
 
 
-class Recorder:
-    """Records this rank's part of an iteration while it is on; a ``PassObserver``.
+class Recorder(IterationObserver):
+    """Records this rank's part of an iteration, from ``start`` to ``stop``.
 
     Args:
         platform: whose marks to take.
@@ -71,90 +69,72 @@ class Recorder:
         """End the recording; the marks are read, and waited for, by ``Marks.times``."""
         origin, self._origin = self._origin, None
         assert origin is not None, "stop() belongs to a start()"
-        taken = Marks(
-            origin, self._platform.elapsed_ms, self._passes, self._sent, self._received, self._settled, self._validated
-        )
+        taken = self._events(origin, self._platform.elapsed_ms)
         self._clear()
         return taken
 
     def _clear(self) -> None:
-        """Forget what was recorded: the iteration begins, or begins anew, after an optimizer step that was wrong."""
         self._passes: list[tuple[Pass, Any, Any]] = []
         self._sent: list[tuple[Message, Any]] = []
         self._received: list[tuple[Message, Any, Any, Any]] = []
         self._settled: list[tuple[Message, Any, Any]] = []
         self._validated: list[tuple[Any, Any]] = []
+        self._lanes: list[tuple[Op, Any, Any]] = []
+        self._posted: dict[Message, Any] = {}
         self._begun: Any = None
+        self._waiting: Any = None
 
-    # What a PassObserver is told.
+    def _events(self, origin: _Origin, elapsed_ms: Callable[[Any, Any], float]) -> Marks:
+        return Marks(
+            origin,
+            elapsed_ms,
+            self._passes,
+            self._sent,
+            self._received,
+            self._settled,
+            self._validated,
+            self._lanes,
+        )
 
-    def begin(self, work: Pass) -> None:
+    def begin(self, op: Op) -> None:
         if self._origin is not None:
-            if self._passes and work == self._passes[0][0]:
-                self._clear()
             self._begun = self._mark()
 
-    def end(self, work: Pass) -> None:
-        if self._origin is not None:
-            self._passes.append((work, self._begun, self._mark()))
-
-    # What happens between the passes.
-
-    def watch(self, transport: Channels, validate: Callable[[], bool]) -> tuple[Channels, Callable[[], bool]]:
-        """The same two, recorded, for one run of a plan."""
-        self._clear()
-
-        def recorded() -> bool:
-            start = self._mark()
-            right = validate()
-            self._validated.append((start, self._mark()))
-            return right
-
-        return _Watched(self, transport), recorded
+    def end(self, op: Op) -> None:
+        if self._origin is None:
+            return
+        if isinstance(op, Compute):
+            self._passes.append((op.work, self._begun, self._mark()))
+        else:
+            self._lanes.append((op, self._begun, self._mark()))
 
     def sent(self, message: Message) -> None:
-        self._sent.append((message, self._mark()))
+        if self._origin is not None:
+            self._sent.append((message, self._mark()))
 
-    def received(self, message: Message, posted: Any, awaited: Any) -> None:
-        self._received.append((message, posted, awaited, self._mark()))
+    def posted(self, message: Message) -> None:
+        if self._origin is not None:
+            self._posted[message] = self._mark()
 
-    def settled(self, message: Message, start: Any) -> None:
-        self._settled.append((message, start, self._mark()))
+    def waiting(self) -> None:
+        if self._origin is not None:
+            self._waiting = self._mark()
 
-    def mark(self) -> Any:
-        return self._mark()
+    def received(self, message: Message) -> None:
+        if self._origin is not None:
+            self._received.append((message, self._posted.pop(message), self._waiting, self._mark()))
 
+    def settled(self, message: Message) -> None:
+        if self._origin is not None:
+            self._settled.append((message, self._waiting, self._mark()))
 
-class _Watched:
-    """``Channels`` that tell the recorder."""
+    def validated(self, right: bool) -> None:
+        if self._origin is not None:
+            self._validated.append((self._waiting, self._mark()))
 
-    def __init__(self, recorder: Recorder, transport: Channels) -> None:
-        self._recorder = recorder
-        self._transport = transport
-
-    def send(self, message: Message, tensor: torch.Tensor) -> None:
-        self._transport.send(message, tensor)
-        self._recorder.sent(message)
-
-    def post(self, message: Message, buffer: torch.Tensor) -> Awaited:
-        posted = self._recorder.mark()
-        return _WatchedReceive(self._recorder, self._transport.post(message, buffer), message, posted)
-
-    def settle(self, message: Message) -> None:
-        start = self._recorder.mark()
-        self._transport.settle(message)
-        self._recorder.settled(message, start)
-
-
-class _WatchedReceive:
-    def __init__(self, recorder: Recorder, receive: Awaited, message: Message, posted: Any) -> None:
-        self._recorder, self._receive, self._message, self._posted = recorder, receive, message, posted
-
-    def wait(self, needed_by: object) -> torch.Tensor:
-        awaited = self._recorder.mark()
-        tensor = self._receive.wait(needed_by)
-        self._recorder.received(self._message, self._posted, awaited)
-        return tensor
+    def restarted(self) -> None:
+        if self._origin is not None:
+            self._clear()
 
 
 class Marks(NamedTuple):
@@ -167,6 +147,7 @@ class Marks(NamedTuple):
     received: list[tuple[Message, Any, Any, Any]]
     settled: list[tuple[Message, Any, Any]]
     validated: list[tuple[Any, Any]]
+    lanes: list[tuple[Op, Any, Any]]
 
     def times(self) -> RankTrace:
         """Everything in ms of the first rank's clock, whose zero means nothing; waits for the device."""
@@ -182,4 +163,5 @@ class Marks(NamedTuple):
             tuple(Settled(m.producer, m.target, *ms(*marks)) for m, *marks in self.settled),
             tuple(Validated(*ms(*marks)) for marks in self.validated),
             origin.error_ms,
+            tuple(LaneSpan(op, *ms(*marks)) for op, *marks in self.lanes),
         )

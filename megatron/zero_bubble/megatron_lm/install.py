@@ -13,7 +13,6 @@ from typing import Any
 
 import megatron.core
 
-from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
@@ -131,13 +130,11 @@ def _put_in_force(
     bubble: JobBubble | None,
     trace: JobTrace | None,
 ) -> None:
-    def measured(pipeline: Pipeline) -> Callable[..., Any]:
-        forward_backward = pipeline.forward_backward if trace is None else trace.around(pipeline)
-        return forward_backward if bubble is None else bubble.around(forward_backward)
-
-    _withdraw()  # a job that restarts within its processes validates its flags anew
-    meter = None if bubble is None else bubble.meter
-    apply_schedule(config, meter, say, None if trace is None else trace.recorder, measured, source)
+    _withdraw()  # a job that restarts within its processes validates its flags again
+    observers = (bubble, trace, None if trace is None else trace.recorder)
+    pipeline = apply_schedule(config, [observer for observer in observers if observer is not None], say, source)
+    if trace is not None:
+        trace.pipeline = pipeline
     placement = source.placement
     is_own = is_megatrons_own(placement)
     if not is_own:

@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.zero_bubble.adapter.auto import AutoOptions, AutoPipeline
+from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.ir import Compute, Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.executor import PassObserver
+from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.linear import split_linear
@@ -33,10 +34,8 @@ _active = Replaced()
 
 def apply(
     config: ZeroBubbleConfig | str,
-    observer: PassObserver | None = None,
+    observers: Sequence[IterationObserver] = (),
     say: Callable[[str], None] = print,
-    recorder: Recorder | None = None,
-    around: Callable[[Pipeline], Callable[..., Any]] = lambda pipeline: pipeline.forward_backward,
     source: ScheduleSource | None = None,
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
@@ -45,11 +44,9 @@ def apply(
 
     Args:
         config: or the name of a schedule, with everything else as it is by default.
-        observer: told of every pass.
+        observers: see training iterations.
         say: where ``zb-auto`` reports what it measured and planned, and where upstream's functions that changed inside
             are named; on rank 0.
-        recorder: records passes, messages and waits of the training iterations in which it is on.
-        around: the forward-backward function that megatron-core gets.
         source: the schedules of ``config``, where a job has resolved them; default: resolved here, a file is read.
 
     Returns:
@@ -64,8 +61,8 @@ def apply(
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     used.look_up((*seams.used, *(used.POST_VALIDATION if config.post_validation else ())))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source
-    pipeline = _pipeline(config, sources, observer, say, recorder)
-    forward_backward = around(pipeline)
+    pipeline = _pipeline(config, sources, observers, say)
+    forward_backward = pipeline.forward_backward
     replacements: list[Replacement] = [
         (seams.schedule, lambda _: forward_backward),
         (seams.schedule_of_chunks, lambda _: forward_backward),
@@ -82,6 +79,7 @@ def apply(
 
     def close() -> None:
         engine.close()
+        pipeline.finish()
         pipeline.close()
 
     _replace([*replacements, *engine.replacements], close)
@@ -89,14 +87,14 @@ def apply(
     return pipeline
 
 
-def observe(observer: PassObserver) -> None:
-    """Leave megatron-core's own schedules in place, and tell ``observer`` of the passes of its 1F1B.
+def observe(observers: Sequence[IterationObserver]) -> None:
+    """Leave megatron-core's own schedules in place, and show ``observers`` the passes of its 1F1B.
 
     Raises:
         PatchError, SeamError: as ``apply``.
     """
     seams = installed_seams()
-    stock = _StockPasses(observer)
+    stock = _StockPasses(Observers(observers))
     _replace(
         [
             (seams.schedule, stock.counted),
@@ -133,21 +131,20 @@ def _name_changed_bodies(config: ZeroBubbleConfig, say: Callable[[str], None]) -
 def _pipeline(
     config: ZeroBubbleConfig,
     sources: SourceOnRanks,
-    observer: PassObserver | None,
+    observers: Sequence[IterationObserver],
     say: Callable[[str], None],
-    recorder: Recorder | None,
 ) -> Pipeline:
-    accumulate = _accumulator(config)
-    if config.schedule != AUTO:
-        timeout = config.peer_timeout_s
-
-        def make(num_ranks: int, num_microbatches: int) -> Schedule:
-            return sources(num_ranks).make(num_microbatches)
-
-        return Pipeline(make, timeout, observer, config.measure_memory, config.post_validation, accumulate, recorder)
-    passes = Recorder(select("auto"))
-    options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
-    return AutoPipeline(options, passes, say, config.peer_timeout_s, observer, accumulate, recorder)
+    memory = MemoryMeter() if config.measure_memory or config.schedule == AUTO else None
+    if config.schedule == AUTO:
+        passes = Recorder(select("auto"))
+        options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
+        assert memory is not None
+        auto = AutoSchedule(options, passes, memory, say)
+        make, observers = auto.make, (auto, *observers, passes)
+    else:
+        make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
+    timeout, accumulate = config.peer_timeout_s, _accumulator(config)
+    return Pipeline(make, timeout, observers, memory, config.post_validation, accumulate)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
@@ -160,19 +157,23 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
 
 class _StockPasses:
     """Numbers the passes of the stock 1F1B, which runs F and BW each in the order of the microbatches. megatron-core's
-    other schedules use the same two functions in orders of their own; of these nothing is told.
+    other schedules use the same two functions in orders of their own; their passes are not seen.
     """
 
-    def __init__(self, observer: PassObserver) -> None:
-        self._observer = observer
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
         self._next: dict[Kind, int] | None = None
 
     def counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def forward_backward(**kwargs: Any) -> Any:
-            self._next = {Kind.F: 0, Kind.BW: 0}
-            try:
+            if kwargs.get("forward_only"):
                 return original(**kwargs)
+            self._next = {Kind.F: 0, Kind.BW: 0}
+            group = parallel_state.get_pipeline_model_parallel_group()
+            try:
+                with observed(self._observers, IterationStart(group, kwargs["num_microbatches"])):
+                    return original(**kwargs)
             finally:
                 self._next = None
 
@@ -183,11 +184,12 @@ class _StockPasses:
         def step(*args: Any, **kwargs: Any) -> Any:
             if self._next is None:
                 return original(*args, **kwargs)
-            work = Pass(parallel_state.get_pipeline_model_parallel_rank(), kind, self._next[kind])
+            rank = parallel_state.get_pipeline_model_parallel_rank()
+            op = Compute(Pass(rank, kind, self._next[kind]))
             self._next[kind] += 1
-            self._observer.begin(work)
+            self._observers.begin(op)
             result = original(*args, **kwargs)
-            self._observer.end(work)
+            self._observers.end(op)
             return result
 
         return step

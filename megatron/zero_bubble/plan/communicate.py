@@ -1,8 +1,8 @@
-"""Lower a schedule to ops: where to send, when to post a receive, when a send buffer is free again.
+"""Values that travel between ranks: where to send, when to post a receive, when a send buffer is free again.
 
 Three rules, each linear in the number of passes:
 
-* A pass whose consumer lives on another rank is followed by its ``Send``.
+* A pass that makes a value for another rank is followed by its ``Send``.
 * A ``Recv`` is posted one pass ahead of the pass that needs it, so that the transfer runs under that pass. Messages of
   a channel arrive in the order they were sent, so what was sent earlier on the channel is posted first, whatever the
   order of use.
@@ -13,44 +13,22 @@ Three rules, each linear in the number of passes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Kind, Pass, Schedule
-from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle
-from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.ir import Effects, Message, Op, Plan, Recv, Send, Settle, Value
 
 
-def lower(schedule: Schedule, max_in_flight: int | None = None) -> Plan:
-    """Turn a valid schedule into the ops of every rank, and prove that they cannot deadlock.
+def communicate(plan: Plan, max_in_flight: int | None = None) -> Plan:
+    """A lowering pass: ``plan`` with the ops that move its values between ranks, where no other op does so already.
 
     Args:
-        schedule: any schedule that ``analysis.validate`` accepts.
-        max_in_flight: at most this many unsettled sends a channel; None where returning messages bound them.
-
-    Raises:
-        PlanError: when the ranks would wait for each other, with each rank's position.
+        max_in_flight: at most this many unsettled sends per channel; None where returning messages bound them.
     """
-    routes = _Routes(schedule)
-    ops = tuple(tuple(_RankOps(routes, rank, max_in_flight).write()) for rank in range(schedule.num_ranks))
-    plan = Plan(schedule, ops)
-    prove(plan)
-    return plan
-
-
-def lower_forward_only(schedule: Schedule) -> Plan:
-    """The plan of an evaluation, which may send one way only: nothing comes back to tell when a buffer is free, so a
-    channel gets as few of them as the proof allows.
-    """
-    forwards = schedule.forward_only()
-    for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
-        try:
-            return lower(forwards, most)
-        except PlanError:
-            continue
-    return lower(forwards)
+    routes = _Routes(plan)
+    ops = tuple(tuple(_RankOps(routes, rank, max_in_flight).write()) for rank in range(len(plan.ops)))
+    return replace(plan, ops=ops, has_messages=True)
 
 
 @dataclass(slots=True)
@@ -63,47 +41,53 @@ class _Leg:
 
 
 class _Step(NamedTuple):
-    """A pass, the messages it waits for, and the one it sends."""
+    """An op, the messages it waits for, and those that it sends."""
 
-    work: Pass
+    op: Op
     inputs: tuple[_Leg, ...]
-    output: _Leg | None
+    outputs: tuple[_Leg, ...]
 
 
 class _Routes:
     """Who sends what to whom: every rank's steps, and every channel in the order of its sender."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.channels: dict[tuple[int, int], list[Message]] = {}
-        legs: dict[Pass, _Leg] = {}
-        for message in _messages(schedule):
-            channel = self.channels.setdefault(message.channel, [])
-            legs[message.producer] = _Leg(message, len(channel))
-            channel.append(message)
-        self.steps = [list(_steps(schedule, row, legs)) for row in schedule.order]
-        for row in self.steps:
-            _acknowledge(row)
+        sent: list[list[tuple[_Leg, ...]]] = []
+        arriving: list[dict[Value, _Leg]] = [{} for _ in plan.ops]
+        own = [{value for effects in row for value in effects.gives} for row in plan.effects]
+        for rank, row in enumerate(plan.effects):
+            sent.append([])
+            for effects in row:
+                legs = [self._leg(message) for message in _messages(plan, effects, rank, own)]
+                for leg in legs:
+                    arriving[leg.message.target][leg.message.value] = leg
+                sent[rank].append(tuple(legs))
+        self.steps = [
+            [
+                _Step(op, tuple([legs[value] for value in effects.uses if value in legs]), outputs)
+                for op, effects, outputs in zip(row, declared, sends, strict=True)
+            ]
+            for row, declared, sends, legs in zip(plan.ops, plan.effects, sent, arriving, strict=True)
+        ]
+        for steps in self.steps:
+            _acknowledge(steps)
+
+    def _leg(self, message: Message) -> _Leg:
+        channel = self.channels.setdefault(message.channel, [])
+        channel.append(message)
+        return _Leg(message, len(channel) - 1)
 
 
-def _messages(schedule: Schedule) -> Iterator[Message]:
-    """The outputs that leave their rank, those of one rank in the order of its passes."""
-    stage_to_rank, last = schedule.placement.stage_to_rank, schedule.num_stages - 1
-    for source, row in enumerate(schedule.order):
-        for p in row:
-            if p.kind is Kind.W:
-                continue
-            consumer = p.stage + 1 if p.kind is Kind.F else p.stage - 1
-            if 0 <= consumer <= last and stage_to_rank[consumer] != source:
-                yield Message(p, source, stage_to_rank[consumer])
-
-
-def _steps(schedule: Schedule, row: tuple[Pass, ...], legs: dict[Pass, _Leg]) -> Iterator[_Step]:
-    for p in row:
-        if p.kind is Kind.W:
-            yield _Step(p, (), None)
-        else:
-            inputs = [legs[d] for d in schedule.dependencies(p) if d.stage != p.stage and d in legs]
-            yield _Step(p, tuple(inputs), legs.get(p))
+def _messages(plan: Plan, effects: Effects, source: int, own: list[set[Hashable]]) -> Iterator[Message]:
+    """What an op makes for other ranks, as far as no op of these ranks has it."""
+    consumers, stage_to_rank = plan.schedule.flow.consumers, plan.schedule.placement.stage_to_rank
+    for value in effects.gives:
+        if isinstance(value, Value):
+            targets = {stage_to_rank[consumer.stage] for consumer in consumers(value)}
+            for target in sorted(targets - {source}) if len(targets) > 1 else targets:
+                if target != source and value not in own[target]:
+                    yield Message(value, source, target)
 
 
 def _acknowledge(row: list[_Step]) -> None:
@@ -113,8 +97,8 @@ def _acknowledge(row: list[_Step]) -> None:
         for leg in step.inputs:
             source = leg.message.source
             arrived[source] = max(arrived.get(source, 0), leg.place + 1)
-        if step.output is not None:
-            step.output.acknowledged = arrived.get(step.output.message.target, 0)
+        for leg in step.outputs:
+            leg.acknowledged = arrived.get(leg.message.target, 0)
 
 
 class _RankOps:
@@ -135,9 +119,9 @@ class _RankOps:
                 yield from self._post(step)
             if following is not None and following.inputs:
                 yield from self._post(following)
-            yield Compute(step.work)
-            if step.output is not None:
-                yield from self._send(step.output.message)  # another rank waits for it; nobody waits for what settles
+            yield step.op
+            for leg in step.outputs:
+                yield from self._send(leg.message)  # another rank waits for it; no rank waits for what settles
             if step.inputs:
                 yield from self._settle_acknowledged(step)
         for channel, count in self._sent.items():

@@ -11,26 +11,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megatron.zero_bubble.analysis.period import repeatable
-from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.plan.ops import Compute, Message, Op, Plan, Recv, Send, Settle, Validate
-from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.analysis.period import validation_positions
+from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Settle, Validate
 
 
 def with_validation(plan: Plan) -> Plan:
-    """``plan`` with a ``Validate`` on every rank, as late as it may be, and with its ``drain``; proved."""
-    kept = repeatable(plan.schedule)
-    positions = [_position(ops, passes) for ops, passes in zip(plan.ops, kept, strict=True)]
+    """A lowering pass: ``plan`` with a ``Validate`` on every rank, as late as it may be, and with its ``drain``."""
+    positions = validation_positions(plan)
     drain = _drain([ops[:position] for ops, position in zip(plan.ops, positions, strict=True)])
     rows = zip(plan.ops, positions, strict=True)
-    validated = replace(plan, ops=tuple((*ops[:at], Validate(), *ops[at:]) for ops, at in rows), drain=drain)
-    prove(validated)
-    return validated
-
-
-def _position(ops: tuple[Op, ...], kept: set[Pass]) -> int:
-    """Right before the first pass that is not kept."""
-    return next(i for i, op in enumerate(ops) if isinstance(op, Compute) and op.work not in kept)
+    return replace(plan, ops=tuple((*ops[:at], Validate(), *ops[at:]) for ops, at in rows), drain=drain)
 
 
 def _drain(begun: list[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:

@@ -1,23 +1,24 @@
-"""The proof that a plan cannot deadlock, by running it once without time.
+"""The proof that a plan cannot deadlock, and that every op finds what it needs and leaves nothing behind.
 
-Every op either never waits, or waits for an op of another rank that, once done, stays done. Such a system is
+Every op either never waits, or waits for tokens that other ranks make true and that stay true. Such a system is
 deterministic: if one order of execution reaches the end, every order does, at any speed. So one run of the ranks
-against each other, each going as far as it can, is a proof; a run that stops short shows the deadlock.
+against each other, each going as far as it can, is a proof; a run that stops short shows the deadlock. Which values are
+on a rank depends on the order of its own ops alone, and is checked without running anything.
 
-``single_queue`` proves it under the stricter rule of one hardware queue a device (CUDA_DEVICE_MAX_CONNECTIONS=1, which
-Megatron asks for): a transfer that waits for the previous one of its channel holds back all that the rank issues after.
+``prove_single_queue`` proves it under the stricter rule of one hardware queue per device, which Megatron asks for
+(CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one of its channel holds back all that the rank
+issues after.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
+from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Pass
-from megatron.zero_bubble.plan.ops import Compute, Message, Plan, Recv, Send, Settle, Validate
+from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Token, Validate
+from megatron.zero_bubble.ir.ops import STEPPED
 
 
 def prove(plan: Plan, single_queue: bool = False) -> None:
@@ -28,11 +29,17 @@ def prove(plan: Plan, single_queue: bool = False) -> None:
         PlanError: a pass without its inputs, a send and a receive that do not match, a buffer never released, or ranks
             that wait for each other; with the op of each rank marked.
     """
-    _Proof(plan, single_queue).run()
+    for kind in dict.fromkeys(type(op) for row in plan.ops for op in row):
+        for sentence, rank in kind.faults(plan):
+            raise _error(plan, sentence, [0] * len(plan.ops), rank)
+    _prove_run(plan, single_queue)
     if plan.drain:
         begun = (ops[: ops.index(Validate())] for ops in plan.ops)
         stopped = tuple((*ops, *drain) for ops, drain in zip(begun, plan.drain, strict=True))
-        _Proof(replace(plan, ops=stopped), single_queue, stopped=True).run()
+        plan = replace(plan, ops=stopped)
+        for sentence, rank in Send.faults(plan):
+            raise _error(plan, f"{sentence}, when the ranks stop", [len(row) for row in stopped], rank)
+        _prove_run(plan, single_queue, stopped=True)
 
 
 def prove_single_queue(plan: Plan) -> None:
@@ -50,129 +57,43 @@ def prove_single_queue(plan: Plan) -> None:
         ) from error
 
 
-class _Proof:
-    """One run.
+def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> None:
+    def refuse(sentence: str, rank: int, position: int) -> None:
+        raise _error(plan, sentence, [position if row == rank else 0 for row in range(len(plan.ops))], rank)
 
-    Args:
-        stopped: the ranks end before their last pass, and send what they have not computed, for nothing.
-    """
+    rows = steps(plan, refuse, stopped)
+    if single_queue:
+        rows = _in_one_queue(plan, rows)
+    try:
+        for _ in advance(rows, (STEPPED,)):  # the iteration before has ended by itself
+            pass
+    except Blocked as blocked:
+        raise _error(plan, "the ranks wait for each other", blocked.positions) from None
 
-    def __init__(self, plan: Plan, single_queue: bool, stopped: bool = False) -> None:
-        self.plan = plan
-        self.single_queue = single_queue
-        self.stopped = stopped
-        self.position = [0] * len(plan.ops)
-        self.stage_to_rank = plan.schedule.placement.stage_to_rank
-        self.sent: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        self.posted: dict[tuple[int, int], list[Message]] = defaultdict(list)
-        self.open: set[Message] = set()
-        self.expected: set[Message] = set()
-        self.arrived: set[Message] = set()
-        self.done: set[Pass] = set()
-        self.peers: list[set[int]] = [set() for _ in plan.ops]
-        for rank, ops in enumerate(plan.ops):
-            for op in ops:
-                if isinstance(op, (Send, Recv)):
-                    self.peers[rank] |= {op.message.source, op.message.target} - {rank}
 
-    def run(self) -> None:
-        execute: dict[type, Callable[[int, Any], bool]] = {
-            Compute: self._compute,
-            Send: self._send,
-            Recv: self._recv,
-            Settle: self._settle,
-            Validate: lambda _rank, _op: True,  # the iteration before has ended by itself
-        }
-        ready = deque(range(len(self.plan.ops)))
-        while ready:
-            rank = ready.popleft()
-            ops = self.plan.ops[rank]
-            started = position = self.position[rank]
-            while position < len(ops) and execute[type(ops[position])](rank, ops[position]):
-                self.position[rank] = position = position + 1
-            if position > started:
-                ready.extend(peer for peer in self.peers[rank] if peer not in ready)
-        if any(position < len(ops) for position, ops in zip(self.position, self.plan.ops, strict=True)):
-            raise self._error("the ranks wait for each other")
-        self._check_ends()
+def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
+    """Every transfer also waits until the other rank has come to the transfer before it on the same channel."""
+    last: dict[tuple[type[Op], tuple[int, int]], Message] = {}
 
-    # Each of these executes an op, unless it must wait for what other ranks have not done yet; then it returns False.
+    def held_back(step: Step) -> Step:
+        op = step.op
+        if not isinstance(op, (Send, Recv)):
+            return step
+        before = last.get((type(op), op.message.channel))
+        last[type(op), op.message.channel] = op.message
+        if before is None:
+            return step
+        return step._replace(waits=(*step.waits, Token("posted" if isinstance(op, Send) else "sent", before)))
 
-    def _compute(self, rank: int, op: Compute) -> bool:
-        for needed in self.plan.schedule.dependencies(op.work):
-            source = self.stage_to_rank[needed.stage]
-            if source == rank:
-                if needed not in self.done:
-                    raise self._error(f"pass {needed} is used before it is computed", rank)
-                continue
-            message = Message(needed, source, rank)
-            if message not in self.expected:
-                raise self._error(f"the output of {needed} is used but no receive was posted for it", rank)
-            if message not in self.open and message not in self.arrived:
-                return False
-        if op.work in self.done:
-            raise self._error(f"pass {op.work} runs twice", rank)
-        self.done.add(op.work)
-        return True
+    return [list(map(held_back, row)) for row in rows]
 
-    def _send(self, rank: int, op: Send) -> bool:
-        message = op.message
-        mine, other = self.sent[message.channel], self.posted[message.channel]
-        if self.single_queue and len(other) < len(mine):
-            return False
-        if message.source != rank or not (message.producer in self.done or self.stopped):
-            raise self._error(f"{op} sends what rank {rank} has not computed", rank)
-        self.open.add(message)
-        self._match(rank, message, mine, other)
-        return True
 
-    def _recv(self, rank: int, op: Recv) -> bool:
-        message = op.message
-        mine, other = self.posted[message.channel], self.sent[message.channel]
-        if self.single_queue and len(other) < len(mine):
-            return False
-        if message.target != rank:
-            raise self._error(f"{op} receives a message of another rank", rank)
-        self.expected.add(message)
-        self._match(rank, message, mine, other)
-        return True
-
-    def _settle(self, rank: int, op: Settle) -> bool:
-        message = op.message
-        if message not in self.expected:
-            return False
-        if message not in self.open:
-            raise self._error(f"{op} settles what was not sent, or twice", rank)
-        self.open.remove(message)
-        self.arrived.add(message)
-        return True
-
-    def _match(self, rank: int, message: Message, mine: list[Message], other: list[Message]) -> None:
-        """The n-th send of a channel must be its n-th receive."""
-        mine.append(message)
-        if len(other) >= len(mine) and other[len(mine) - 1] != message:
-            raise self._error(
-                f"message {len(mine) - 1} of channel {message.source}>{message.target} is {message.producer} on one "
-                f"end and {other[len(mine) - 1].producer} on the other",
-                rank,
-            )
-
-    def _check_ends(self) -> None:
-        missing = set(self.plan.schedule.passes()) - self.done
-        if missing and not self.stopped:
-            raise self._error(f"{len(missing)} passes are never computed, {min(map(str, missing))} among them")
-        if self.open:
-            raise self._error(f"the send of {next(iter(self.open)).producer} is never settled")
-        for channel, messages in self.posted.items():
-            if len(messages) != len(self.sent[channel]):
-                raise self._error(f"channel {channel[0]}>{channel[1]} posts a receive that nothing is sent to")
-
-    def _error(self, what: str, rank: int | None = None) -> PlanError:
-        lines = [f"plan for {self.plan.schedule.name!r} refused: {what}."]
-        for row, (position, ops) in enumerate(zip(self.position, self.plan.ops, strict=True)):
-            before = " ".join(map(str, ops[max(0, position - 6) : position]))
-            after = " ".join(map(str, ops[position + 1 : position + 4]))
-            here = f"[{ops[position]}]" if position < len(ops) else "(end)"
-            mark = ">" if rank in (None, row) and position < len(ops) else " "
-            lines.append(f"{mark} rank {row}: ... {before} {here} {after}")
-        return PlanError("\n".join(lines))
+def _error(plan: Plan, what: str, positions: Sequence[int], rank: int | None = None) -> PlanError:
+    lines = [f"plan for {plan.schedule.name!r} refused: {what}."]
+    for row, (position, ops) in enumerate(zip(positions, plan.ops, strict=True)):
+        before = " ".join(map(str, ops[max(0, position - 6) : position]))
+        after = " ".join(map(str, ops[position + 1 : position + 4]))
+        here = f"[{ops[position]}]" if position < len(ops) else "(end)"
+        mark = ">" if rank in (None, row) and position < len(ops) else " "
+        lines.append(f"{mark} rank {row}: ... {before} {here} {after}")
+    return PlanError("\n".join(lines))

@@ -11,7 +11,7 @@ from importlib import resources
 from typing import Any
 
 from megatron.zero_bubble.analysis.difference import Comparison, Difference, Link
-from megatron.zero_bubble.analysis.memory import kept
+from megatron.zero_bubble.analysis.memory import memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
@@ -105,7 +105,9 @@ def _data(compared: Comparison) -> dict[str, Any]:
     }
     if compared.memory is not None:
         curves = {
-            name: [[(_ms(at), round(amount)) for at, amount in curve] for curve in kept(timeline, compared.memory)]
+            name: [
+                [(_ms(at), round(amount)) for at, amount in curve] for curve in memory_curve(timeline, compared.memory)
+            ]
             for name, timeline in (("planned", planned), ("measured", measured))
         }
         most = max(amount for curve in curves["planned"] for _, amount in curve)

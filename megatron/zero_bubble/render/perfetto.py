@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron.zero_bubble.analysis.difference import Comparison, RankDifference
-from megatron.zero_bubble.analysis.memory import kept
+from megatron.zero_bubble.analysis.memory import memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace
 from megatron.zero_bubble.ir import Pass
@@ -115,7 +115,7 @@ def _memory(compared: Comparison) -> Iterator[Event]:
         return
     sides: tuple[tuple[Timeline, bool], ...] = ((compared.planned, True), (compared.measured.timeline, False))
     for timeline, planned in sides:
-        for rank, curve in enumerate(kept(timeline, compared.memory)):
+        for rank, curve in enumerate(memory_curve(timeline, compared.memory)):
             for at_ms, amount in curve:
                 yield {
                     "ph": "C",

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 
 from megatron.zero_bubble.analysis.difference import Comparison
-from megatron.zero_bubble.analysis.memory import Kept, kept
+from megatron.zero_bubble.analysis.memory import Kept, memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import UserError
@@ -114,7 +114,7 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
 
 def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: float, top: float) -> tuple[str, float]:
     """A curve a rank, and the height they take."""
-    curves, dashed = kept(last, memory), kept(first, memory)
+    curves, dashed = memory_curve(last, memory), memory_curve(first, memory)
     most = max(step.amount for curve in curves for step in curve)
     title = f"kept by microbatches, each rank up to {in_bytes(most)}"
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{title}</text>\n']

@@ -21,7 +21,8 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import PeerError
-from megatron.zero_bubble.plan import Message
+from megatron.zero_bubble.ir import Message
+from megatron.zero_bubble.runtime.executor import Awaited
 
 # How gloo, NCCL and the store behind them say that the other end is gone or silent.
 _LOST = re.compile("closed by peer|reset by peer|broken pipe|refused|remote process|timed? ?out", re.IGNORECASE)
@@ -37,7 +38,7 @@ def lost_connection(error: BaseException) -> str | None:
     return _reason(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
 
 
-class Receive:
+class Receive(Awaited):
     """A posted receive; ``wait`` returns the tensor on the compute device."""
 
     def __init__(self, work: dist.Work, buffer: torch.Tensor, staged: torch.Tensor | None, message: Message) -> None:
@@ -177,7 +178,7 @@ def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = No
 def _not_received(message: Message, purpose: str, error: RuntimeError) -> PeerError:
     m = message
     return PeerError(
-        f"pipeline rank {m.target} could not {purpose}: the output of {m.producer} did not arrive from pipeline rank "
+        f"pipeline rank {m.target} could not {purpose}: the output of {m.value} did not arrive from pipeline rank "
         f"{m.source} on channel {m.source}>{m.target} ({_reason(error)}); rank {m.source} has died or hangs: look at "
         "its output first"
     )
@@ -186,7 +187,7 @@ def _not_received(message: Message, purpose: str, error: RuntimeError) -> PeerEr
 def _not_sent(message: Message, error: RuntimeError) -> PeerError:
     m = message
     return PeerError(
-        f"pipeline rank {m.source} could not deliver the output of {m.producer} to pipeline rank {m.target} on channel "
+        f"pipeline rank {m.source} could not deliver the output of {m.value} to pipeline rank {m.target} on channel "
         f"{m.source}>{m.target} ({_reason(error)}); rank {m.target} has died or hangs: look at its output first"
     )
 

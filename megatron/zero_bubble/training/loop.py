@@ -52,8 +52,6 @@ class Trainer:
     Attributes:
         device: where this rank computes.
         vocab_size: size of the embedding; token ids lie below.
-        around_passes: called as ``around_passes(iteration, passes)`` for every training iteration; it calls
-            ``passes()``, which runs the forward and backward passes, and returns its result. For measurements.
         meter: measures the bubble of every iteration, for the log.
     """
 
@@ -65,7 +63,6 @@ class Trainer:
     vocab_size: int
     state: TrainState
     progress: Progress
-    around_passes: Callable[[int, Callable[[], Reports]], Reports] = lambda _iteration, passes: passes()
     meter: BubbleMeter | None = None
     _unfinished: deque[_Iteration] = field(default_factory=deque)
     _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
@@ -130,10 +127,7 @@ class Trainer:
         samples = num_microbatches * sizes.granule
         self._zero_gradients()
         with during("passes"):
-            passes = partial(self._passes, batches, num_microbatches)
-            if self.meter is not None:
-                passes = partial(self.meter.around_passes, passes)
-            reports = self.around_passes(state.iteration + 1, passes)
+            reports = self._passes(batches, num_microbatches)
         self._finish()  # the learning rate depends on whether the step before was skipped
         groups = optimizer.param_groups
         learning_rate = groups[0]["lr"] if groups else math.nan  # a stage may have no parameters

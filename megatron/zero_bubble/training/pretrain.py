@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer import TransformerConfig
 
     from megatron.zero_bubble.platforms import Platform
+    from megatron.zero_bubble.runtime.observer import IterationObserver
     from megatron.zero_bubble.training.checkpoint import Trained, TrainState
     from megatron.zero_bubble.training.report import Progress
 
@@ -129,9 +130,22 @@ def _train_rank(
         from megatron.zero_bubble.training.distributed import describe_rank
         from megatron.zero_bubble.training.schedule import apply_schedule, step_ahead
 
-    recorder = Recorder(platform) if records(args) else None
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
-    applied = apply_schedule(args, recorder, meter)
+    observers: list[IterationObserver] = [] if meter is None else [meter]
+    tracer = None
+    if records(args):
+
+        def number() -> int:
+            return trainer.state.iteration + 1  # it is built below, when the schedule is in force
+
+        def end(first: int) -> int:
+            return end_of_run(first, args.train_iters, args.exit_interval)
+
+        recorder = Recorder(platform)
+        name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
+        tracer = Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations)
+        observers += [tracer, recorder]
+    applied = apply_schedule(args, observers)
     if launch.rank == 0:
         print(
             f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
@@ -163,12 +177,6 @@ def _train_rank(
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
         trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter=meter)
-        tracer = None
-        if recorder is not None:
-            name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-            end = end_of_run(state.iteration + 1, args.train_iters, args.exit_interval)
-            tracer = Tracer(recorder, name, end, args.zero_bubble_trace_iterations)
-            trainer.around_passes = tracer.around_passes
         if state.iteration < args.train_iters:
             data.check_length(args, splits, state.iteration, state.consumed_samples)
         try:
@@ -176,7 +184,7 @@ def _train_rank(
                 trainer.run(request)
         finally:
             if applied.pipeline:
-                applied.pipeline.stop_planning()
+                applied.pipeline.finish()
         if tracer:
             directory, file = (Path(p) if p else None for p in (args.zero_bubble_trace, args.zero_bubble_record_costs))
             for sentence in tracer.write(directory, file, applied.pipeline):

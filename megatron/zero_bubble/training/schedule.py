@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron.zero_bubble.errors import PatchError, SeamError, UserError
@@ -12,9 +13,8 @@ if TYPE_CHECKING:
     from megatron.core.optimizer import MegatronOptimizer
 
     from megatron.zero_bubble.adapter.pipeline import Pipeline
-    from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
-    from megatron.zero_bubble.measure.recorder import Recorder
     from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
+    from megatron.zero_bubble.runtime.observer import IterationObserver
 
 
 class Applied(NamedTuple):
@@ -24,34 +24,29 @@ class Applied(NamedTuple):
     pipeline: Pipeline | None
 
 
-def apply_schedule(
-    args: argparse.Namespace, recorder: Recorder | None = None, meter: BubbleMeter | None = None
-) -> Applied:
+def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserver] = ()) -> Applied:
     """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
     collective call: one rank that cannot stops them all.
 
     Args:
-        recorder: records every pass, of Megatron's own schedule too, in the iterations in which it is on.
-        meter: told of every pass likewise.
+        observers: see training iterations; of Megatron's own schedule, the passes.
 
     Raises:
         UserError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
     """
-    from megatron.zero_bubble.runtime.executor import together
     from megatron.zero_bubble.training.distributed import agree
 
     if args.zero_bubble_schedule is None and args.zero_bubble_schedule_file is None:
-        observer = together(recorder, meter)
-        if observer is not None:
+        if observers:
             from megatron.zero_bubble.patching import observe
 
-            observe(observer)
+            observe(observers)
         return Applied("Megatron's own schedule", None)
     problem = pipeline = None
     try:
         from megatron.zero_bubble.patching import apply
 
-        pipeline = apply(args.zero_bubble, meter, recorder=recorder, source=args.source)
+        pipeline = apply(args.zero_bubble, observers, source=args.source)
     except (UserError, PatchError, SeamError) as error:
         problem = str(error)
     agree(problem)

@@ -1,0 +1,34 @@
+"""Which ranks of a schedule wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+from megatron.zero_bubble.analysis.errors import ScheduleError
+from megatron.zero_bubble.analysis.steps import Blocked
+from megatron.zero_bubble.ir import Pass, Schedule
+
+
+def deadlock(schedule: Schedule, blocked: Blocked) -> ScheduleError:
+    """Follow the waits from one blocked rank until they come back to a rank, or end at a pass that no rank runs.
+
+    Args:
+        blocked: where running ``steps_of(schedule)`` stopped.
+    """
+    cursor, waits_for = blocked.positions, cast("Mapping[int, Pass]", blocked.waits_for)
+    holder = {p: rank for rank, row in enumerate(schedule.order) for p in row}
+    rank: int | None = min(waits_for)
+    seen: list[int] = []
+    while rank is not None and rank not in seen:
+        seen.append(rank)
+        rank = holder.get(waits_for[rank])
+    cycle = seen if rank is None else seen[seen.index(rank) :]
+    steps = []
+    for r in cycle:
+        needed = waits_for[r]
+        where = f"on rank {holder[needed]}" if needed in holder else "that no rank runs"
+        steps.append(f"rank {r} stops at {schedule.order[r][cursor[r]]}, which waits for {needed} {where}")
+    bad = cycle[-1] if rank is None else cycle[0]
+    sentence = "the order deadlocks: " + "; ".join(steps)
+    return ScheduleError(sentence, schedule, bad, cursor[bad], schedule.order[bad][cursor[bad]])

@@ -1,0 +1,156 @@
+"""What every op of a plan has to wait for, worked out from what the ops declare; prover and simulator start from here.
+
+A rank runs its ops in order, so which op made a value that a later one uses stands in its row. What is left to find out
+by running is when the tokens of other ranks hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeGuard
+
+from megatron.zero_bubble.ir import Compute, Op, Plan, Schedule, Value
+
+Report = Callable[[str, int, int], None]
+"""Takes a fault: a sentence, the rank and the position of the op."""
+
+
+class Step(NamedTuple):
+    """An op, the positions in its row of the ops that made what it uses, and tokens that it waits for and makes.
+
+    Without messages a value is its own token.
+    """
+
+    op: Op
+    after: tuple[int, ...]
+    waits: tuple[Hashable, ...]
+    makes: tuple[Hashable, ...]
+
+
+def steps_of(schedule: Schedule) -> list[list[Step]]:
+    """The steps of a schedule by itself: a pass is its own token, and waits for those that make what it takes."""
+    dependencies = schedule.dependencies
+    return [[Step(Compute(p), (), dependencies(p), (p,)) for p in row] for row in schedule.order]
+
+
+def steps(plan: Plan, report: Report = lambda *_: None, stopped: bool = False) -> list[list[Step]]:
+    """The steps of every rank.
+
+    Args:
+        report: called for every op that uses what is not on its rank, or leaves something there for ever.
+        stopped: the ranks stop before their last passes and forget what these made and would have made.
+    """
+    return [_Row(plan, rank, report, stopped).steps() for rank in range(len(plan.ops))]
+
+
+class _Row:
+    """The ops of one rank, walked in order."""
+
+    def __init__(self, plan: Plan, rank: int, report: Report, stopped: bool) -> None:
+        self._plan, self._rank, self._report, self._stopped = plan, rank, report, stopped
+        self._flow = plan.schedule.flow
+        self._ops, self._effects = plan.ops[rank], plan.effects[rank]
+
+    def steps(self) -> list[Step]:
+        travels = not self._plan.has_messages
+        last_use = {value: position for position, effects in enumerate(self._effects) for value in effects.uses}
+        given: dict[Hashable, tuple[int, Hashable]] = {}  # who gave it, and the token with which it arrives
+        found = []
+        for position, effects in enumerate(self._effects):
+            uses, gives, takes, waits, makes, arrives = effects
+            after: list[int] = []
+            tokens: list[Hashable] = list(waits)
+            for value in (*uses, *takes) if takes else uses:
+                giver, token = given.get(value) or self._absent(value, position)
+                if giver is not None:
+                    after.append(giver)
+                if token is not None:
+                    tokens.append(token)
+            for value in uses:
+                if last_use[value] == position:
+                    given.pop(value, None)
+            for value in takes:
+                given.pop(value, None)
+            for value in gives:
+                if value in given:
+                    op = self._ops[position]
+                    self._report(f"{op} gives {value}, which rank {self._rank} has already", self._rank, position)
+                given[value] = (position, arrives)
+            found.append(Step(self._ops[position], tuple(after), tuple(tokens), makes + gives if travels else makes))
+        self._check_left(given)
+        return found
+
+    def _absent(self, value: Hashable, position: int) -> tuple[None, Hashable]:
+        """No op of the row has given ``value`` yet: without messages it travels by itself."""
+        if not self._plan.has_messages:
+            return None, value
+        if self._stopped and self._is_of_a_pass(value):
+            return None, None
+        op = self._ops[position]
+        if not self._is_of_a_pass(value):
+            why = f"{op} needs {value}, which rank {self._rank} does not have"
+        elif self._plan.schedule.placement.stage_to_rank[value.producer.stage] == self._rank:
+            why = f"the output {value} is used by {op} and not there: it is not computed yet, or it was moved away"
+        else:
+            why = f"the output of {value} is used by {op} but no receive was posted for it"
+        self._report(why, self._rank, position)
+        return None, None
+
+    def _check_left(self, given: Mapping[Hashable, tuple[int, Hashable]]) -> None:
+        for value, (position, _) in given.items():
+            if not (self._stopped and self._is_of_a_pass(value)):
+                op = self._ops[position]
+                self._report(f"{op} leaves {value} behind: no later op takes it", self._rank, position)
+
+    def _is_of_a_pass(self, value: Hashable) -> TypeGuard[Value]:
+        return isinstance(value, Value) and value in self._flow.outputs(value.producer)
+
+
+class Blocked(Exception):
+    """No rank can go on.
+
+    Attributes:
+        positions: how far every rank came.
+        waits_for: by rank, the token that its next op waits for.
+    """
+
+    def __init__(self, positions: Sequence[int], waits_for: Mapping[int, Hashable]) -> None:
+        super().__init__(f"blocked at {list(positions)}")
+        self.positions = positions
+        self.waits_for = waits_for
+
+
+def advance(rows: Sequence[Sequence[Step]], given: Sequence[Hashable] = ()) -> Iterator[tuple[int, int, Step]]:
+    """Follow all ranks at once, each as far as it gets: yield (rank, position, step), every step after the steps of
+    other ranks whose tokens it waits for. Linear in the number of ops.
+
+    Args:
+        given: tokens that hold from the start.
+
+    Raises:
+        Blocked: when no rank can go on.
+    """
+    made = set(given)
+    waiting: dict[Hashable, list[int]] = {}
+    positions = [0] * len(rows)
+    ready = list(range(len(rows)))
+    while ready:
+        rank = ready.pop()
+        row = rows[rank]
+        for position in range(positions[rank], len(row)):
+            step = row[position]
+            for token in step.waits:
+                if token not in made:
+                    waiting.setdefault(token, []).append(rank)
+                    break
+            else:
+                yield rank, position, step
+                positions[rank] = position + 1
+                for token in step.makes:
+                    made.add(token)
+                    if token in waiting:
+                        ready.extend(waiting.pop(token))
+                continue
+            break
+    if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
+        raise Blocked(positions, {rank: token for token, ranks in waiting.items() for rank in ranks})

@@ -1,0 +1,85 @@
+"""The plan: the ops of every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from megatron.zero_bubble.ir.flow import Value
+from megatron.zero_bubble.ir.ops import OPS, Compute, Effects, Message, Op, Recv, Send, parse_op
+from megatron.zero_bubble.ir.schedule import Schedule
+
+Channel = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ops of every rank for one run of ``schedule``.
+
+    Attributes:
+        drain: of every rank, what empties the channels when it stops at its ``Validate``; none without.
+        has_messages: whether values travel between ranks by ops. Without, a value is on another rank one transfer after
+            it was made: a schedule by itself, which can be simulated and not executed.
+    """
+
+    schedule: Schedule
+    ops: tuple[tuple[Op, ...], ...]
+    drain: tuple[tuple[Op, ...], ...] = ()
+    has_messages: bool = True
+
+    @classmethod
+    def bare(cls, schedule: Schedule) -> Plan:
+        """Nothing but the passes."""
+        return cls(schedule, tuple(tuple(map(Compute, row)) for row in schedule.order), has_messages=False)
+
+    @cached_property
+    def channels(self) -> frozenset[Channel]:
+        """The (source, target) pairs of ranks between which messages travel."""
+        return frozenset(op.message.channel for row in self.ops for op in row if isinstance(op, Send))
+
+    @cached_property
+    def digest(self) -> str:
+        """A fingerprint that is equal on two ranks exactly when they execute the same plan."""
+        text = "\n".join(" ".join(row) for row in self.to_text())
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def messages(self, kind: type[Send | Recv]) -> dict[Channel, list[Message]]:
+        """By channel, what its ``kind`` of op carries, in the order of the rank that has the op."""
+        found: dict[Channel, list[Message]] = {}
+        for row in self.ops:
+            for op in row:
+                if isinstance(op, kind):
+                    found.setdefault(op.message.channel, []).append(op.message)
+        return found
+
+    @cached_property
+    def effects(self) -> tuple[tuple[Effects, ...], ...]:
+        """What every op needs and brings about."""
+        flow = self.schedule.flow
+        return tuple(tuple([op.effects(flow) for op in row]) for row in self.ops)
+
+    @cached_property
+    def shared(self) -> tuple[Mapping[Value, int], ...]:
+        """Of every rank, the values that several of its ops use, and how many do."""
+        counts = (Counter(value for effects in row for value in effects.uses) for row in self.effects)
+        return tuple({value: count for value, count in uses.items() if count > 1} for uses in counts)
+
+    def to_text(self) -> tuple[tuple[str, ...], ...]:
+        """``ops`` as strings."""
+        return tuple(tuple(map(str, row)) for row in self.ops)
+
+    @classmethod
+    def from_text(
+        cls, schedule: Schedule, rows: Iterable[Iterable[str]], ops: Iterable[type[Op]] = OPS, has_messages: bool = True
+    ) -> Plan:
+        """Read what ``to_text`` wrote; ``ops`` are the classes that may stand in it.
+
+        Raises:
+            UserError: for an op that is none of them.
+        """
+        classes = tuple(ops)
+        parsed = (tuple(parse_op(text, rank, classes) for text in row) for rank, row in enumerate(rows))
+        return cls(schedule, tuple(parsed), has_messages=has_messages)

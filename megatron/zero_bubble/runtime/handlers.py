@@ -1,0 +1,140 @@
+"""Handlers of the ops that every plan has: passes run on stages, messages go through channels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from megatron.zero_bubble.ir import Compute, Flow, Message, Op, Pass, Recv, Send, Settle, Validate, Value
+from megatron.zero_bubble.ir.flow import OUT
+from megatron.zero_bubble.runtime.executor import STOP, Awaited, Handler
+from megatron.zero_bubble.runtime.observer import IterationObserver
+
+
+class Stage(Protocol):
+    """One stage of the model, held by this rank."""
+
+    def run(self, work: Pass, inputs: Mapping[Value, Any]) -> Mapping[str, Any]:
+        """Run one pass.
+
+        Args:
+            inputs: what the flow lists as the inputs of ``work``. ``out`` of another stage is a tensor of the shape
+                that crosses their boundary; what this stage made for itself is whatever it returned.
+
+        Returns:
+            by name, at least what the flow lists as the outputs of ``work``.
+        """
+        ...
+
+
+class Channels(Protocol):
+    """What moves tensors between ranks: ``transport.Transport``."""
+
+    def send(self, message: Message, tensor: torch.Tensor) -> None: ...
+
+    def post(self, message: Message, buffer: torch.Tensor) -> Awaited: ...
+
+    def settle(self, message: Message) -> None: ...
+
+
+def received(inputs: Mapping[Value, Any], name: str = OUT) -> Any:
+    """The input that is called ``name``; None where there is none."""
+    return next((held for value, held in inputs.items() if value.name == name), None)
+
+
+def handlers(
+    flow: Flow,
+    stages: Mapping[int, Stage],
+    channels: Channels,
+    new_buffer: Callable[[Message], torch.Tensor],
+    observer: IterationObserver | None = None,
+    validate: Callable[[], bool] = lambda: True,
+) -> dict[type[Op], Handler]:
+    """The handlers of one iteration.
+
+    Args:
+        flow: of the schedule that runs.
+        stages: our stages by number.
+        new_buffer: an empty tensor, on the compute device, of the shape and dtype of a message.
+        observer: sees messages and waits.
+        validate: whether the last optimizer step was right; where it was not, it is when this returns.
+    """
+    messages = _Messages(channels, new_buffer) if observer is None else _Observed(channels, new_buffer, observer)
+
+    def compute(op: Compute, inputs: list[Any]) -> dict[Hashable, Any]:
+        work = op.work
+        outputs = stages[work.stage].run(work, dict(zip(flow.inputs(work), inputs, strict=True)))
+        return {value: outputs[value.name] for value in flow.outputs(work)}
+
+    def learn_validity(_op: Validate, _inputs: list[Any]) -> object:
+        if observer is not None:
+            observer.waiting()
+        right = validate()
+        if observer is not None:
+            observer.validated(right)
+        return None if right else STOP
+
+    by_op: dict[type[Op], Handler] = {
+        Compute: compute,
+        Send: messages.send,
+        Recv: messages.post,
+        Settle: messages.settle,
+        Validate: learn_validity,
+    }
+    return by_op
+
+
+class _Messages:
+    def __init__(self, channels: Channels, new_buffer: Callable[[Message], torch.Tensor]) -> None:
+        self._channels = channels
+        self._new_buffer = new_buffer
+
+    def send(self, op: Send, inputs: list[Any]) -> None:
+        message, (tensor,) = op.message, inputs
+        # Where the ranks stop, what was not computed is sent for nothing.
+        self._channels.send(message, self._new_buffer(message) if tensor is None else tensor)
+
+    def post(self, op: Recv, _inputs: list[Any]) -> dict[Hashable, Any]:
+        message = op.message
+        return {message.value: self._channels.post(message, self._new_buffer(message))}
+
+    def settle(self, op: Settle, _inputs: list[Any]) -> None:
+        self._channels.settle(op.message)
+
+
+class _Observed(_Messages):
+    """The same, and ``observer`` sees it."""
+
+    def __init__(
+        self, channels: Channels, new_buffer: Callable[[Message], torch.Tensor], observer: IterationObserver
+    ) -> None:
+        super().__init__(channels, new_buffer)
+        self._observer = observer
+
+    def send(self, op: Send, inputs: list[Any]) -> None:
+        super().send(op, inputs)
+        self._observer.sent(op.message)
+
+    def post(self, op: Recv, _inputs: list[Any]) -> dict[Hashable, Any]:
+        message = op.message
+        buffer = self._new_buffer(message)
+        self._observer.posted(message)
+        return {message.value: _ObservedReceive(self._channels.post(message, buffer), message, self._observer)}
+
+    def settle(self, op: Settle, _inputs: list[Any]) -> None:
+        self._observer.waiting()
+        self._channels.settle(op.message)
+        self._observer.settled(op.message)
+
+
+class _ObservedReceive(Awaited):
+    def __init__(self, receive: Awaited, message: Message, observer: IterationObserver) -> None:
+        self._receive, self._message, self._observer = receive, message, observer
+
+    def wait(self, needed_by: object) -> Any:
+        self._observer.waiting()
+        tensor = self._receive.wait(needed_by)
+        self._observer.received(self._message)
+        return tensor
