@@ -14,8 +14,6 @@ TORCH_LIBRARY(zero_bubble, library) {
   library.def(
       "wgrad_accumulate_many(Tensor[] inputs, Tensor[] grad_outputs, Tensor(a!)[] main_grads, "
       "Tensor(b!)[] bias_grads) -> ()");
-  library.def(
-      "wgrad_accumulate_grouped(Tensor input, Tensor grad_output, int[] num_tokens, Tensor(a!)[] main_grads) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(zero_bubble, CPU, library) { zb::register_kernels<zb::run_on_cpu>(library); }
@@ -26,6 +24,6 @@ static void compute_nothing(const c10::OperatorHandle& op, torch::jit::Stack* st
 }
 
 TORCH_LIBRARY_IMPL(zero_bubble, Meta, library) {
-  for (const char* name : {"wgrad_accumulate", "wgrad_accumulate_many", "wgrad_accumulate_grouped"})
+  for (const char* name : {"wgrad_accumulate", "wgrad_accumulate_many"})
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&compute_nothing>());
 }

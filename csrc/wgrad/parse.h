@@ -4,8 +4,6 @@
 
 #include <torch/library.h>
 
-#include <numeric>
-
 #include "checks.h"
 #include "product.h"
 
@@ -43,35 +41,10 @@ void wgrad_accumulate_many(
   run(products);
 }
 
-// Rows of input and grad_output lie group behind group: the tokens of an expert, say.
-template <Run run>
-void wgrad_accumulate_grouped(
-    const at::Tensor& input, const at::Tensor& grad_output, at::IntArrayRef num_tokens, at::TensorList main_grads) {
-  const at::NoGradGuard no_grad;
-  TORCH_CHECK_VALUE(
-      num_tokens.size() == main_grads.size(), "as many numbers of tokens are needed as main_grads; got ",
-      num_tokens.size(), " and ", main_grads.size());
-  const at::Tensor rows = flattened(input, "input"), grad_rows = flattened(grad_output, "grad_output");
-  TORCH_CHECK_VALUE(
-      std::all_of(num_tokens.begin(), num_tokens.end(), [](int64_t n) { return n >= 0; }) &&
-          std::accumulate(num_tokens.begin(), num_tokens.end(), int64_t{0}) == rows.size(0) &&
-          rows.size(0) == grad_rows.size(0),
-      "the numbers of tokens of the groups must sum to those of input and of grad_output; got ", num_tokens, " for ",
-      rows.size(0), " and ", grad_rows.size(0));
-  Products products;
-  products.reserve(num_tokens.size());
-  int64_t first = 0;
-  for (size_t i = 0; i < num_tokens.size(); first += num_tokens[i++])
-    products.push_back(checked(
-        rows.narrow(0, first, num_tokens[i]), grad_rows.narrow(0, first, num_tokens[i]), main_grads[i]));
-  run(products);
-}
-
 template <Run run>
 void register_kernels(torch::Library& library) {
   library.impl("wgrad_accumulate", &wgrad_accumulate<run>);
   library.impl("wgrad_accumulate_many", &wgrad_accumulate_many<run>);
-  library.impl("wgrad_accumulate_grouped", &wgrad_accumulate_grouped<run>);
 }
 
 }  // namespace zb

@@ -116,20 +116,6 @@ def test_many_is_one_after_the_other(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@given(num_tokens=st.lists(st.integers(0, 20), min_size=1, max_size=6), dtype=st.sampled_from(DTYPES))
-def test_groups_are_products_of_their_own(device: str, num_tokens: list[int], dtype: torch.dtype) -> None:
-    x, grad_output = (torch.randn(sum(num_tokens), features, device=device).to(dtype) for features in (12, 10))
-    for ops in implementations(device):
-        grads = torch.zeros(len(num_tokens), 10, 12, device=device)
-        ops.wgrad_accumulate_grouped(x, grad_output, num_tokens, list(grads))
-        pieces = zip(x.split(num_tokens), grad_output.split(num_tokens), grads, strict=True)
-        for own_x, own_grad, grad in pieces:
-            expected = torch.zeros(10, 12, device=device)
-            ops.wgrad_accumulate(own_x, own_grad, expected)
-            assert torch.equal(grad, expected)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_same_call_gives_the_same_bits(device: str, dtype: torch.dtype) -> None:
     x, grad_output = (torch.randn(300, features, device=device).to(dtype) for features in (129, 65))
@@ -183,12 +169,6 @@ def test_many_refused(arguments: tuple[list[torch.Tensor], ...], sentence: str) 
         compiled("cpu").wgrad_accumulate_many(*arguments)
 
 
-@pytest.mark.parametrize("num_tokens", [[2, 3], [7, -1]])
-def test_groups_refused(num_tokens: list[int]) -> None:
-    with pytest.raises(ValueError, match="the numbers of tokens of the groups must sum to"):
-        compiled("cpu").wgrad_accumulate_grouped(X, DY, num_tokens, [GRAD, GRAD.clone()])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
     """Schemas say what is mutated, and fake tensors pass through."""
@@ -199,6 +179,3 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(
         ops.wgrad_accumulate_many.default, ([x, x], [grad_output, grad_output], [grad, grad.clone()], [])
     )
-    torch.library.opcheck(
-        ops.wgrad_accumulate_grouped.default, (x, grad_output, [2, 4], [grad, grad.clone()])
-    )  # fmt: skip

@@ -43,21 +43,5 @@ def wgrad_accumulate_many(
             bias_grads[i].add_(_flattened(grad_output).sum(0, dtype=torch.float32))
 
 
-@torch.no_grad()
-def wgrad_accumulate_grouped(
-    input: Tensor, grad_output: Tensor, num_tokens: Sequence[int], main_grads: Sequence[Tensor]
-) -> None:
-    """``wgrad_accumulate`` of groups of tokens that lie one behind the other, as those of experts do.
-
-    Args:
-        num_tokens: of each group; 0 leaves its gradient as it is.
-        main_grads: (out, in) of each group.
-    """
-    x, dy = _flattened(input), _flattened(grad_output)
-    sizes = list(num_tokens)
-    for own_x, own_dy, main_grad in zip(x.split(sizes), dy.split(sizes), main_grads, strict=True):
-        wgrad_accumulate(own_x, own_dy, main_grad)
-
-
 def _flattened(tensor: Tensor) -> Tensor:
     return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])
