@@ -129,7 +129,7 @@ setup(
             "types-pyyaml",
             "viztracer",
         ],
-        "exact": ["ortools"],
+        "exact": ["ortools"],  # tests compare the bounds with this solver's optima, where it is installed
         "tensorboard": ["tensorboard"],
     },
     entry_points={"console_scripts": ["zero-bubble = megatron.zero_bubble.__main__:main"]},

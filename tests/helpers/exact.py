@@ -1,5 +1,7 @@
 """The best schedule there is, with proof, for small cases: a constraint model for OR-tools CP-SAT (extra ``exact``).
 
+The bounds of ``analysis.bounds`` are measured by it.
+
 Every pass is an interval, a rank runs one at a time, microbatches keep their order (``analysis.bounds.setting`` says
 why no schedule is lost by that), and what is kept is an interval as well, from the start of F to the end of B and on to
 the end of W. Up to 4 ranks and 6 microbatches take seconds; a good ``hint`` helps beyond. Related formulations: the ILP
@@ -55,14 +57,10 @@ def solve(
     ``hint`` is a schedule to start from, on the same placement; it need not keep the limit.
 
     Raises:
-        ValueError: without OR-tools, when no schedule keeps the limit, or when none was found in time.
+        ValueError: when no schedule keeps the limit, or when none was found in time.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise ValueError(
-            "the exact solver needs OR-tools, which is not installed; pip install 'megatron-zero-bubble[exact]'"
-        ) from None
+    from ortools.sat.python import cp_model
+
     model = _Model(cp_model.CpModel(), costs, placement, num_microbatches, fused)
     model.one_pass_at_a_time()
     model.dependencies()

@@ -1,16 +1,20 @@
-"""The exact solver: its schedules are valid and keep the limit, its optima are what the bounds are measured by."""
+"""The bounds beside the optima of an exact solver, whose schedules are valid and keep the limit."""
 
 from __future__ import annotations
 
 import random
-import sys
+from importlib.util import find_spec
 
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.analysis.bounds import least_memory, lower_bound
-from megatron.zero_bubble.search.exact import Exact, solve
+from tests.helpers.exact import Exact, solve
 from tests.helpers.instances import Instance, peak_memory, random_instance, random_schedule
+
+pytestmark = pytest.mark.skipif(
+    find_spec("ortools") is None, reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'"
+)
 
 
 def small_case(seed: int) -> tuple[Instance, bool, float, str, Exact]:
@@ -42,7 +46,6 @@ def compare(seeds: range) -> tuple[int, int]:
 
 
 def test_the_bound_is_the_optimum_of_most_solved_cases() -> None:
-    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
     solved, equal = compare(range(40))
     assert solved >= 20
     assert equal > 0.6 * solved
@@ -52,14 +55,12 @@ def test_the_bound_is_the_optimum_of_most_solved_cases() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(8))
 def test_the_bound_is_the_optimum_of_most_solved_cases_in_full(part: int) -> None:
-    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
     solved, equal = compare(range(1000 + 100 * part, 1100 + 100 * part))
     assert equal > 0.6 * solved
 
 
 def test_zb_h1_is_the_optimum_at_1f1b_memory() -> None:
     """Two ranks, four microbatches, warm-started with 1F1B, which is not it."""
-    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
     placement = Placement.linear(2)
     costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0, 1.0), PassMemory.uniform(placement)
     hint = build("1f1b", num_ranks=2, num_microbatches=4)
@@ -71,7 +72,6 @@ def test_zb_h1_is_the_optimum_at_1f1b_memory() -> None:
 
 
 def test_times_that_are_not_whole_lose_less_than_a_tick_a_pass() -> None:
-    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
     placement = Placement.vee(2)
     costs, memory = PassCosts.uniform(placement, 1.23, 3.21, 0.777, 0.11), PassMemory.uniform(placement, 1.0, 0.4)
     exact = solve(costs, memory, placement, 2, 2.0, "makespan")
@@ -81,15 +81,7 @@ def test_times_that_are_not_whole_lose_less_than_a_tick_a_pass() -> None:
 
 
 def test_a_limit_that_admits_nothing() -> None:
-    pytest.importorskip("ortools", reason="needs OR-tools: pip install 'megatron-zero-bubble[exact]'")
     placement = Placement.linear(2)
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
     with pytest.raises(ValueError, match=r"no schedule keeps the memory limit 0\.9"):
         solve(costs, memory, placement, 2, 0.9)
-
-
-def test_without_the_solver_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    placement = Placement.linear(2)
-    with pytest.raises(ValueError, match=r"pip install 'megatron-zero-bubble\[exact\]'"):
-        solve(PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement), placement, 2)
