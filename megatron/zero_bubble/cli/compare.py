@@ -19,9 +19,8 @@ from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
 from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.auto import PlacementChoice
+from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
-_PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
 _MOST_CHUNKS = 4
 FITTED = "fitted"
 """Behind the name of a schedule for equal passes that was made anew for the costs."""
@@ -87,7 +86,7 @@ def compare(options: argparse.Namespace) -> str:
     limit = costs.limit(options.memory_limit or "1p")
     placements: Sequence[PlacementChoice] = [options.placement]
     if options.placement in (None, "auto"):
-        placements = tuple(_PLACEMENTS)
+        placements = tuple(PLACEMENTS)
     found, absent = [], []
     chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
     refit = not options.equal_passes
@@ -147,7 +146,7 @@ def _bounds(
     """The lower bound on every placement that fits the limit at all."""
     bounds: dict[PlacementChoice, float] = {}
     for name in placements:
-        placement = _PLACEMENTS[name](costs.num_ranks)
+        placement = PLACEMENTS[name](costs.num_ranks)
         if max(least_memory(costs.on(placement)[1], placement, fused=True)) <= limit * (1 + 1e-9):
             bounds[name] = bound(costs, placement, limit, objective).value_ms
     return bounds
@@ -192,7 +191,7 @@ def _ratio(baseline: float | None, ms: float) -> float | None:
 
 
 def _name(placement: Placement) -> str:
-    named = ((name, make(placement.num_ranks)) for name, make in _PLACEMENTS.items())
+    named = ((name, make(placement.num_ranks)) for name, make in PLACEMENTS.items())
     return next((name for name, own in named if own == placement), "interleaved")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -17,7 +17,8 @@ from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem
 
 PlacementChoice = Literal["linear", "vee", "auto"]
-_PLACEMENTS = {"linear": Placement.linear, "vee": Placement.vee}
+PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
+"""From the number of ranks, for each choice but ``auto``."""
 
 
 def zb_auto(
@@ -55,9 +56,9 @@ def zb_auto(
         if count < 1:
             raise UserError(f"{name} must be 1 or more; got {count}")
     limit = _limits(memory_limit, num_ranks)
-    names = ("linear", "vee") if placement == "auto" else (placement,)
+    names = tuple(PLACEMENTS) if placement == "auto" else (placement,)
     problems = [
-        Problem.of(_PLACEMENTS[name](num_ranks), num_microbatches, costs, memory, limit, objective) for name in names
+        Problem.of(PLACEMENTS[name](num_ranks), num_microbatches, costs, memory, limit, objective) for name in names
     ]
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:

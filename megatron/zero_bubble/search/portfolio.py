@@ -3,7 +3,8 @@
 1. Screen: every seed is compacted forward and backward once; on a miniature, with fewer ranks and microbatches, where
    the problem is large: what a pattern is worth hardly depends on its size.
 2. Vary: the most promising seeds are compacted in several ways.
-3. Cook the best recipes (a seed and the way it was compacted) for the whole problem, if that was a miniature.
+3. Derive: if that was a miniature, the best derivations (a seed and the way it was compacted) are repeated on the whole
+   problem.
 4. Refill: place the W's of the best anew, asking for shorter and shorter schedules.
 5. Polish: local search, compaction, local search again.
 
@@ -26,7 +27,7 @@ _MOST_RANKS, _BUDGET_ABOVE = 16, (0.6, 0.4)
 """Above this many ranks a miniature has fewer of them, and this part of the budget does: for one stage a rank, for two,
 whose plans also take twice as long to lower.
 """
-_SCREENED, _VARIED, _RANKED, _COOKED, _REFILLED, _SETTLED = 0.42, 0.48, 0.56, 0.66, 0.84, 0.92
+_SCREENED, _VARIED, _RANKED, _DERIVED, _REFILLED, _SETTLED = 0.42, 0.48, 0.56, 0.66, 0.84, 0.92
 """Parts of the budget after which each of these stops; what is left is for polishing."""
 _COMPACTING = 8
 """How much longer it takes to place a pass in ``compact`` than in ``evaluate``."""
@@ -47,7 +48,7 @@ _HEAT = 0.1
 """Of local search, in parts of a microbatch's work."""
 
 
-class Recipe(NamedTuple):
+class Derivation(NamedTuple):
     """How rows came to be: ``steps`` compactions of a seed, the first one forward, then in turn."""
 
     seed: Seed
@@ -62,10 +63,10 @@ class Found(NamedTuple):
     cost: float
     mean: float
     rows: Packed
-    recipe: Recipe | None = None
+    derivation: Derivation | None = None
 
 
-class Kitchen:
+class Workbench:
     """Rows for one problem, paid from a budget of passes placed."""
 
     def __init__(self, problem: Problem, budget: float) -> None:
@@ -81,9 +82,9 @@ class Kitchen:
     def unpack(self, found: Found) -> Rows:
         return self._loops.unpack(found.rows)
 
-    def cook(self, recipe: Recipe) -> Iterator[Found]:
+    def derive(self, derivation: Derivation) -> Iterator[Found]:
         """The seed itself and what comes of it after every step, as far as these are feasible."""
-        seed, haste, share, steps = recipe
+        seed, haste, share, steps = derivation
         if seed not in self._raw:
             self._raw[seed] = self._loops.pack(seed(self.problem))
         rows, most_held = self._raw[seed], None if share is None else _most_held(self.problem, share)
@@ -93,7 +94,7 @@ class Kitchen:
                 rows = self._compacted(rows, None if backwards else most_held, haste, backwards)
                 if rows is None:
                     return
-            found = self._priced(rows, Recipe(seed, haste, share, step))
+            found = self._priced(rows, Derivation(seed, haste, share, step))
             if found.cost < INFEASIBLE:
                 yield found
 
@@ -145,9 +146,9 @@ class Kitchen:
         self.left -= _COMPACTING * self._passes
         return self._loops.compact(rows, most_held, haste, backwards)
 
-    def _priced(self, rows: Packed, recipe: Recipe | None = None) -> Found:
+    def _priced(self, rows: Packed, derivation: Derivation | None = None) -> Found:
         self.left -= self._passes
-        return Found(*self._loops.evaluate(rows), rows, recipe)
+        return Found(*self._loops.evaluate(rows), rows, derivation)
 
 
 class Draft:
@@ -168,43 +169,43 @@ class Draft:
         part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
         budget = effort * (_BUDGET[compiled] * part + _BUDGET_A_PASS[compiled] * passes)
         small = _miniature(problem, _SCREENED * budget)
-        kitchen = Kitchen(small, budget)
-        pool = list(_varied(kitchen, (1 - _VARIED) * budget, list(_screened(kitchen, (1 - _SCREENED) * budget))))
+        workbench = Workbench(small, budget)
+        pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
         if small is not problem:
-            recipes = _ranked(kitchen, (1 - _RANKED) * budget, pool)
-            kitchen = Kitchen(problem, kitchen.left)
-            pool = list(_cooked(kitchen, (1 - _COOKED) * budget, recipes))
+            derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
+            workbench = Workbench(problem, workbench.left)
+            pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations))
         else:
             pool = distinct(pool, _MOST_REFILLED)
         # One microbatch at a time, compacted: what a greedy list schedule would do, once its W's fill the gaps.
-        greedy = [found for haste in _HASTES for found in kitchen.cook(Recipe(serial, haste, None, 2))]
-        classic = list(_classic(kitchen))
-        given = [found for rows in known if (found := kitchen.given(rows)).cost < INFEASIBLE]
+        greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
+        classic = list(_classic(workbench))
+        given = [found for rows in known if (found := workbench.given(rows)).cost < INFEASIBLE]
         best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
         pool += [*given, *classic, *greedy]
         for found in candidates:
-            if kitchen.left < (1 - _REFILLED) * budget:
+            if workbench.left < (1 - _REFILLED) * budget:
                 break
-            if filled := list(kitchen.refilled(found, thorough=False)):
-                filled += kitchen.loosened(min(filled, key=_merit))
+            if filled := list(workbench.refilled(found, thorough=False)):
+                filled += workbench.loosened(min(filled, key=_merit))
                 pool += filled
                 best.append(min(filled, key=_merit))
         for found in distinct(best, _MOST_POLISHED):
-            pool += kitchen.settled(found, (1 - _SETTLED) * budget)
-        self._kitchen, self._pool = kitchen, distinct(pool, _MOST_POLISHED)
+            pool += workbench.settled(found, (1 - _SETTLED) * budget)
+        self._workbench, self._pool = workbench, distinct(pool, _MOST_POLISHED)
         self.cost = self._pool[0].cost
 
     def polish(self) -> Rows:
         """The best rows after local search and compaction in turn, on the rest of the budget."""
-        pool, kitchen = self._pool, self._kitchen
+        pool, workbench = self._pool, self._workbench
         heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
         rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, heat, 0.4), (2, heat, 0.5), (1, heat, 1.0))
         for number, (count, warmth, part) in enumerate(rounds):
-            chosen, passes = distinct(pool, count), part * kitchen.left
+            chosen, passes = distinct(pool, count), part * workbench.left
             for found in chosen:
-                better = kitchen.refined(found, passes / len(chosen), warmth, number)
-                pool += [better, *kitchen.dense(better)]
-        return kitchen.unpack(min(pool, key=_merit))
+                better = workbench.refined(found, passes / len(chosen), warmth, number)
+                pool += [better, *workbench.dense(better)]
+        return workbench.unpack(min(pool, key=_merit))
 
 
 def _miniature(problem: Problem, budget: float) -> Problem:
@@ -221,52 +222,53 @@ def _miniature(problem: Problem, budget: float) -> Problem:
     return problem.miniature(1)
 
 
-def _screened(kitchen: Kitchen, floor: float) -> Iterator[Found]:
+def _screened(workbench: Workbench, floor: float) -> Iterator[Found]:
     """Every seed, or as many as bring the budget down to ``floor``."""
-    for seed in seeds(kitchen.problem):
-        yield from kitchen.cook(Recipe(seed, 0.0, None, 2))
-        if kitchen.left < floor:
+    for seed in seeds(workbench.problem):
+        yield from workbench.derive(Derivation(seed, 0.0, None, 2))
+        if workbench.left < floor:
             return
 
 
-def _varied(kitchen: Kitchen, floor: float, pool: list[Found]) -> Iterator[Found]:
+def _varied(workbench: Workbench, floor: float, pool: list[Found]) -> Iterator[Found]:
     """The pool, and more of its best seeds."""
     yield from pool
-    shares = _SHARES[: 1 if kitchen.problem.num_stages == kitchen.problem.num_ranks else None]
-    for seed in dict.fromkeys(found.recipe.seed for found in sorted(pool, key=_merit) if found.recipe):
+    shares = _SHARES[: 1 if workbench.problem.num_stages == workbench.problem.num_ranks else None]
+    for seed in dict.fromkeys(found.derivation.seed for found in sorted(pool, key=_merit) if found.derivation):
         for haste in _HASTES:
             for share in shares:
-                if kitchen.left < floor:
+                if workbench.left < floor:
                     return
                 if haste or share:
-                    yield from kitchen.cook(Recipe(seed, haste, share, _STEPS))
+                    yield from workbench.derive(Derivation(seed, haste, share, _STEPS))
 
 
-def _ranked(kitchen: Kitchen, floor: float, pool: list[Found]) -> list[Recipe]:
-    """The recipes of the pool, those first whose rows are shortest once their W's are refilled."""
-    ranked: list[tuple[tuple[float, float], int, Recipe | None]] = []
+def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Derivation]:
+    """The derivations of the pool, those first whose rows are shortest once their W's are refilled."""
+    ranked: list[tuple[tuple[float, float], int, Derivation | None]] = []
     for found in distinct(pool, len(pool)):
-        others = kitchen.refilled(found, thorough=False) if kitchen.left > floor else ()
-        ranked.append((min(map(_merit, (found, *others))), len(ranked), found.recipe))
-    return list(dict.fromkeys(recipe for *_, recipe in sorted(ranked, key=lambda entry: entry[:2]) if recipe))
+        others = workbench.refilled(found, thorough=False) if workbench.left > floor else ()
+        ranked.append((min(map(_merit, (found, *others))), len(ranked), found.derivation))
+    ranked.sort(key=lambda entry: entry[:2])
+    return list(dict.fromkeys(derivation for *_, derivation in ranked if derivation))
 
 
-def _cooked(kitchen: Kitchen, floor: float, recipes: list[Recipe]) -> Iterator[Found]:
-    """What recipes made for a miniature give here: of each the last step, which is what ranked it."""
-    cooked = 0
-    for recipe in recipes:
-        results = list(kitchen.cook(recipe))
+def _derived(workbench: Workbench, floor: float, derivations: list[Derivation]) -> Iterator[Found]:
+    """What derivations made for a miniature give here: of each the last step, which is what ranked it."""
+    derived = 0
+    for derivation in derivations:
+        results = list(workbench.derive(derivation))
         yield from results[-1:]
-        cooked += bool(results)
-        if cooked == _MOST_REFILLED or kitchen.left < floor:
+        derived += bool(results)
+        if derived == _MOST_REFILLED or workbench.left < floor:
             return
 
 
-def _classic(kitchen: Kitchen) -> Iterator[Found]:
+def _classic(workbench: Workbench) -> Iterator[Found]:
     """The classics, compacted once and refilled."""
-    for seed in classics(kitchen.problem):
-        for found in list(kitchen.cook(Recipe(seed, 0.0, None, 1)))[-1:]:
-            yield min((found, *kitchen.refilled(found, thorough=False)), key=_merit)
+    for seed in classics(workbench.problem):
+        for found in list(workbench.derive(Derivation(seed, 0.0, None, 1)))[-1:]:
+            yield min((found, *workbench.refilled(found, thorough=False)), key=_merit)
 
 
 def _most_held(problem: Problem, share: float) -> list[int]:
