@@ -33,7 +33,6 @@ class Compactor {
   // Reorders rows in place; false when they deadlock or do not fit.
   bool run(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
     reset(rows_, most_held_, haste, backwards_);
-    const int turn = 3 * (p.num_stages - 1);
     for (int r = 0; r < p.num_ranks; ++r) events.push({0.0, r});
     while (!events.empty()) {
       const auto [now, rank] = events.top();
@@ -53,19 +52,18 @@ class Compactor {
       kept[rank] += delta[code];
       ++count[code];
       ++position[rank];
-      const int kind = code % 3;
-      if (!backwards && kind == kBackward) arrivals[(code + 1) * m + arrived[code + 1]++] = end;
+      const int kind = code % 3, wgrad = p.wgrad[code], fed = p.successor[code];
+      if (!backwards && wgrad != kNone) arrivals[wgrad * m + arrived[wgrad]++] = end;
       if (backwards && kind == kWgrad) gate(code - kWgrad, end);
-      const int follower = kind == kWgrad ? kNone : kind == kBackward ? code - 3 : code < turn ? code + 3 : code + 1;
-      if (follower < 0) continue;
-      const double arrival = end + p.hop[follower];
-      if (backwards && kind == kForward && follower % 3 == kForward) {
-        landed[follower / 3 * m + num_landed[follower / 3]++] = arrival;
-        gate(follower, 0.0);
+      if (fed == kNone) continue;
+      const double arrival = end + p.hop[fed];
+      if (backwards && kind == kForward && fed % 3 == kForward) {
+        landed[fed / 3 * m + num_landed[fed / 3]++] = arrival;
+        gate(fed, 0.0);
       } else {
-        arrivals[follower * m + arrived[follower]++] = arrival;
+        arrivals[fed * m + arrived[fed]++] = arrival;
       }
-      const int other = p.rank[follower];
+      const int other = p.rank[fed];
       if (other != rank && free_at[other] <= arrival) events.push({arrival, other});
     }
     for (int r = 0; r < p.num_ranks; ++r)
@@ -91,9 +89,11 @@ class Compactor {
     std::fill(free_at.begin(), free_at.end(), 0.0);
     std::copy(begin.begin(), begin.end() - 1, position.begin());
     if (backwards) {
-      std::fill(landed.begin(), landed.begin() + m, 0.0);
-      num_landed[0] = m;
       for (int s = 0; s < p.num_stages; ++s) {
+        if (p.source[3 * s] == kNone) {
+          std::fill_n(landed.begin() + s * m, m, 0.0);
+          num_landed[s] = m;
+        }
         const double whole = p.delta[3 * s], wgrad = -p.delta[3 * s + kWgrad];
         delta[3 * s] = whole - wgrad;
         delta[3 * s + kBackward] = -whole;
@@ -102,8 +102,11 @@ class Compactor {
         std::fill_n(arrivals.begin() + (3 * s + kWgrad) * m, m, 0.0);
       }
     } else {
-      std::fill(arrivals.begin(), arrivals.begin() + m, 0.0);
-      arrived[kForward] = m;
+      for (int c = 0; c < 3 * p.num_stages; ++c) {
+        if (p.source[c] != kNone) continue;
+        std::fill_n(arrivals.begin() + c * m, m, 0.0);
+        arrived[c] = m;
+      }
     }
   }
 

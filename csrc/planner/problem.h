@@ -12,6 +12,8 @@ struct zb_problem {
   int32_t num_ranks, num_stages, num_microbatches;
   const int32_t* rank;
   const int32_t* source;
+  const int32_t* successor;
+  const int32_t* wgrad;
   const int32_t* receiver;
   const double* duration;
   const double* hop;

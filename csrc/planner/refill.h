@@ -82,7 +82,7 @@ class Refiller {
       }
       full[out++] = code;
       now += p.duration[code];
-      if (code % 3 == kBackward) pending[tail++] = code + 1;
+      if (p.wgrad[code] != kNone) pending[tail++] = p.wgrad[code];
       done.add(code, now);
     }
     position[rank] = at;

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows, W, mirrored
+from megatron.zero_bubble.search.problem import NONE, F, Problem, Rows, W, mirrored
 
 _SLACK = 1e-9
 _NEVER = float("inf")
@@ -49,8 +49,7 @@ class _Run:
         self.late = 1.0 - haste
         codes = range(3 * problem.num_stages)
         self.count = [0 for _ in codes]
-        self.arrivals: list[list[float]] = [[] for _ in codes]
-        self.arrivals[F] = [0.0] * problem.num_microbatches
+        self.arrivals = [self._given() if problem.tables.source[code] == NONE else [] for code in codes]
         self.kept = [0.0] * problem.num_ranks
         self.position = [0] * problem.num_ranks
         self.codes = [[c for c in codes if problem.tables.rank[c] == r] for r in range(problem.num_ranks)]
@@ -58,9 +57,10 @@ class _Run:
 
     def finish(self) -> bool:
         """Run everything; whether all passes got through."""
-        rank_of, duration, _, hop, _, _ = self.problem.tables
+        tables = self.problem.tables
+        rank_of, duration, hop, successor = tables.rank, tables.duration, tables.hop, tables.successor
         count, arrivals, kept, position, rows = self.count, self.arrivals, self.kept, self.position, self.rows
-        delta, limit, turn = self.delta, self.problem.limit, 3 * (self.problem.num_stages - 1)
+        delta, limit = self.delta, self.problem.limit
         free = [0.0] * self.problem.num_ranks
         events = [(0.0, rank) for rank in range(self.problem.num_ranks)]
         while events:
@@ -82,23 +82,26 @@ class _Run:
             count[code] += 1
             position[rank] += 1
             self._ended(code, end)
-            kind = code % 3
-            follower = NONE if kind == W else code - 3 if kind == B else code + 3 if code < turn else code + 1
-            if follower >= 0:
-                arrival = end + hop[follower]
-                self._arrived(code, follower, arrival)
-                other = rank_of[follower]
+            fed = successor[code]
+            if fed != NONE:
+                arrival = end + hop[fed]
+                self._arrived(code, fed, arrival)
+                other = rank_of[fed]
                 if other != rank and free[other] <= arrival:
                     heappush(events, (arrival, other))
         return all(at == len(row) for at, row in zip(position, rows, strict=True))
 
     def _ended(self, code: int, end: float) -> None:
         """A B lets its W start."""
-        if code % 3 == B:
-            self.arrivals[code + 1].append(end)
+        if (wgrad := self.problem.tables.wgrad[code]) != NONE:
+            self.arrivals[wgrad].append(end)
 
-    def _arrived(self, _code: int, follower: int, arrival: float) -> None:
-        self.arrivals[follower].append(arrival)
+    def _arrived(self, _code: int, fed: int, arrival: float) -> None:
+        self.arrivals[fed].append(arrival)
+
+    def _given(self) -> list[float]:
+        """Arrivals of what is there from the start."""
+        return [0.0] * self.problem.num_microbatches
 
     def _overtake(self, rank: int, now: float, soon: float) -> int:
         """The first later pass that may go before the next, due at ``soon``; it moves to the front of its row."""
@@ -135,20 +138,19 @@ class _MirroredRun(_Run):
         self.delta = []
         for whole, wgrad in zip(problem.tables.delta[F::3], problem.tables.delta[W::3], strict=True):
             self.delta += [whole + wgrad, -whole, -wgrad]
-        self.arrivals = [[0.0] * problem.num_microbatches if code % 3 == W else [] for code in range(len(self.count))]
-        self.landed: list[list[float]] = [[] for _ in range(problem.num_stages)]
-        self.landed[0] = [0.0] * problem.num_microbatches
+        self.arrivals = [self._given() if code % 3 == W else [] for code in range(len(self.count))]
+        self.landed = [self._given() if before == NONE else [] for before in problem.tables.source[F::3]]
 
     def _ended(self, code: int, end: float) -> None:
         if code % 3 == W:
             self._gate(code - W, end)
 
-    def _arrived(self, code: int, follower: int, arrival: float) -> None:
-        if code % 3 == F and follower % 3 == F:
-            self.landed[follower // 3].append(arrival)
-            self._gate(follower, 0.0)
+    def _arrived(self, code: int, fed: int, arrival: float) -> None:
+        if code % 3 == F and fed % 3 == F:
+            self.landed[fed // 3].append(arrival)
+            self._gate(fed, 0.0)
         else:
-            self.arrivals[follower].append(arrival)
+            self.arrivals[fed].append(arrival)
 
     def _gate(self, code: int, wgrad_end: float) -> None:
         """An F may start once its input has landed and its W has ended."""

@@ -22,7 +22,7 @@ from megatron.zero_bubble.search.refine import refine
 Packed = Any
 """Rows in whatever form suits the loops."""
 _ARRAYS: tuple[tuple[str, Any], ...] = (
-    *((name, ctypes.c_int32) for name in ("rank", "source", "receiver")),
+    *((name, ctypes.c_int32) for name in ("rank", "source", "successor", "wgrad", "receiver")),
     *((name, ctypes.c_double) for name in ("duration", "hop", "delta", "limit", "work", "origin")),
 )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import ceil
 from typing import NamedTuple
 
@@ -28,17 +29,44 @@ _ROUNDING = 1e-9
 
 
 class Tables(NamedTuple):
-    """Facts by code. ``source`` is the code whose n-th end lets the n-th of this code start ``hop`` ms later
-    (NONE: nothing holds it up); ``receiver`` is the rank that waits for this code's end (NONE: its own, or nobody);
-    ``delta`` is the change of what the rank keeps.
+    """Facts by code.
+
+    Attributes:
+        rank: where it runs.
+        duration: in ms.
+        source: the code whose n-th end lets the n-th of this code start ``hop`` ms later; NONE where it waits for none.
+        hop: ms that its input travels.
+        successor: the code that this code's output is an input of, as activation or gradient; NONE where there is none.
+        wgrad: the W that this code leaves to be done; NONE where it leaves none.
+        receiver: the rank that the output travels to; NONE where that is its own, or there is no successor.
+        delta: the change of what the rank keeps.
     """
 
     rank: list[int]
     duration: list[float]
     source: list[int]
     hop: list[float]
+    successor: list[int]
+    wgrad: list[int]
     receiver: list[int]
     delta: list[float]
+
+
+def _routes(rank_of: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Who feeds whom in a chain of stages: the columns ``source``, ``successor``, ``wgrad`` and ``receiver``."""
+    codes, last = range(3 * len(rank_of)), len(rank_of) - 1
+    source, successor, wgrad, receiver = ([NONE for _ in codes] for _ in range(4))
+    for s in range(len(rank_of)):
+        successor[3 * s + F] = 3 * (s + 1) + F if s < last else 3 * s + B
+        successor[3 * s + B] = 3 * (s - 1) + B if s else NONE
+        wgrad[3 * s + B] = 3 * s + W
+    for code in codes:
+        for fed in (successor[code], wgrad[code]):
+            if fed != NONE:
+                source[fed] = code
+                if rank_of[fed // 3] != rank_of[code // 3]:
+                    receiver[code] = rank_of[fed // 3]
+    return source, successor, wgrad, receiver
 
 
 @dataclass(frozen=True)
@@ -108,21 +136,21 @@ class Problem:
 
     @cached_property
     def tables(self) -> Tables:
-        rank_of, last = self.placement.stage_to_rank, self.num_stages - 1
-        tables = Tables([], [], [], [], [], [])
-        for s, rank in enumerate(rank_of):
-            a, g = self.kept[s], self.kept_by_wgrad[s]
-            below = rank_of[s + 1] if s < last and rank_of[s + 1] != rank else NONE
-            above = rank_of[s - 1] if s and rank_of[s - 1] != rank else NONE
-            before_b = (3 * (s + 1) + B if s < last else 3 * s + F, self.gradient_hop[s])
-            for duration, (source, hop), target, delta in (
-                (self.forward[s], (3 * (s - 1) + F if s else NONE, self.activation_hop[s]), below, a),
-                (self.backward[s], before_b, above, g - a),
-                (self.wgrad[s], (3 * s + B, 0.0), NONE, -g),
-            ):
-                for column, value in zip(tables, (rank, duration, source, hop, target, delta), strict=True):
-                    column.append(value)  # type: ignore[attr-defined]
-        return tables
+        rank_of = self.placement.stage_to_rank
+        durations = zip(self.forward, self.backward, self.wgrad, strict=True)
+        hops = zip(self.activation_hop, self.gradient_hop, (0.0,) * self.num_stages, strict=True)
+        kept = zip(self.kept, self.kept_by_wgrad, strict=True)
+        source, successor, wgrad, receiver = _routes(rank_of)
+        return Tables(
+            rank=[rank for rank in rank_of for _ in (F, B, W)],
+            duration=list(chain.from_iterable(durations)),
+            source=source,
+            hop=list(chain.from_iterable(hops)),
+            successor=successor,
+            wgrad=wgrad,
+            receiver=receiver,
+            delta=[change for whole, part in kept for change in (whole, part - whole, -part)],
+        )
 
     @cached_property
     def mirrored(self) -> Problem:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from collections import deque
 
-from megatron.zero_bubble.search.problem import NONE, B, Problem, Rows, W
+from megatron.zero_bubble.search.problem import NONE, Problem, Rows, W
 
 _SLACK = 1e-9
 
 
 def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Rows | None:  # noqa: C901 (one hot loop)
     """New rows, each pass as early as possible; None when they deadlock or do not fit. Linear in the passes."""
-    _, duration, source, hop, receiver, delta = problem.tables
+    tables = problem.tables
+    duration, source, hop, receiver = tables.duration, tables.source, tables.hop, tables.receiver
+    wgrads, delta = tables.wgrad, tables.delta
     ends: list[list[float]] = [[] for _ in duration]
     ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
     num_ranks = problem.num_ranks
@@ -64,8 +66,8 @@ def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Row
             out.append(code)
             now += duration[code]
             mine.append(now)
-            if code % 3 == B:
-                waiting.append(code + 1)
+            if wgrads[code] != NONE:
+                waiting.append(wgrads[code])
             if (other := receiver[code]) != NONE and waits_for[other] == code:
                 waits_for[other] = NONE
                 runnable.append(other)

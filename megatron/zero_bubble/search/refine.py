@@ -55,7 +55,8 @@ def refine(problem: Problem, rows: Rows, tries: int, heat: float, seed: int) -> 
 def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
     """Moves that break a longest path: per block on a rank, its last passes to the front, its first to the back."""
     starts, number, places = times(problem, rows)
-    rank_of, duration, source, hop, _, _ = problem.tables
+    tables = problem.tables
+    rank_of, duration, source, hop = tables.rank, tables.duration, tables.source, tables.hop
     lateness = [s[-1] + duration[row[-1]] - o for s, row, o in zip(starts, rows, problem.origin, strict=True)]
     longest = [r for r, late in enumerate(lateness) if late >= max(lateness) - _SLACK]
     rank = longest[dice.below(len(longest))]

@@ -17,7 +17,8 @@ class Times(NamedTuple):
 
 def times(problem: Problem, rows: Rows) -> Times:
     """Run every pass as early as possible, as far as the rows get; linear in the number of passes."""
-    _, duration, source, hop, receiver, _ = problem.tables
+    tables = problem.tables
+    duration, source, hop, receiver = tables.duration, tables.source, tables.hop, tables.receiver
     ends: list[list[float]] = [[] for _ in duration]
     ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
     starts: list[list[float]] = [[] for _ in rows]
