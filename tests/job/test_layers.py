@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.job.layers import balanced_layout, stage_layers
+from megatron.zero_bubble.cli.job_figures import job_layers
+from megatron.zero_bubble.job.layers import balanced_layout
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check_layout
 
@@ -92,7 +93,7 @@ def megatrons(args: argparse.Namespace) -> list[int]:
 )
 def test_every_stage_has_the_layers_that_megatron_builds(flags: str, layers: list[int]) -> None:
     args = job(flags)
-    assert list(stage_layers(args)) == layers == megatrons(args)
+    assert list(job_layers(args)) == layers == megatrons(args)
 
 
 @pytest.mark.parametrize(
@@ -109,9 +110,9 @@ def test_a_layout_is_read_as_megatron_reads_it(flags: str, layers: list[int]) ->
 
     args = job(flags)
     stages = PipelineParallelLayerLayout.parse_str_to_list(args.pipeline_model_parallel_layout)
-    assert list(stage_layers(args)) == layers == [stage.count(LayerType.decoder) for stage in stages]
+    assert list(job_layers(args)) == layers == [stage.count(LayerType.decoder) for stage in stages]
 
 
 def test_a_layout_of_other_stages_or_layers_is_refused() -> None:
     with pytest.raises(ValueError, match="got 2 stages and 3 layers for 2 and 4; change either"):
-        stage_layers(job("2 --num-layers 4 --pipeline-model-parallel-layout Et|ttL"))
+        job_layers(job("2 --num-layers 4 --pipeline-model-parallel-layout Et|ttL"))

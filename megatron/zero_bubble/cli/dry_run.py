@@ -13,13 +13,12 @@ from typing import Any
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.job_figures import job_figures, job_layers
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.job.layers import stage_layers
 from megatron.zero_bubble.job.rules import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
@@ -57,7 +56,7 @@ def dry_run(options: argparse.Namespace) -> str:
         if count < 1:
             raise UserError(f"{flag} must be 1 or more; got {count}")
     args, unread = _checked_job(options)
-    layers = stage_layers(args)
+    layers = job_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = job_figures(args, layers, options.gpu, options.costs)
     schedule = _schedule(args, costs, costs.num_microbatches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 
 from megatron.zero_bubble.errors import UserError
@@ -46,25 +45,39 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
     )
 
 
-def stage_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """The transformer layers of every stage, in the order of the model, as megatron-core divides checked ``args``.
+def stage_layers(
+    placement: Placement,
+    num_layers: int,
+    layout: str | None = None,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+) -> tuple[int, ...]:
+    """The transformer layers of every stage, in the order of the model, as megatron-core divides them.
+
+    Args:
+        layout: ``--pipeline-model-parallel-layout``, which leaves nothing to divide.
+        first: layers of the first pipeline rank, where the job says how many.
+        last: likewise of the last.
+        embedding: whether the embedding counts as a layer.
+        loss: likewise the loss.
 
     Raises:
-        UserError: a ``--pipeline-model-parallel-layout`` of other stages or layers than the job's.
+        UserError: a layout of other stages or layers than the job's.
     """
-    num_stages, p = args.placement.num_stages, args.pipeline_model_parallel_size
-    if args.pipeline_model_parallel_layout is not None:
-        counts = tuple(stage.count("t") for stage in _unrolled(args.pipeline_model_parallel_layout).split("|"))
-        if (len(counts), sum(counts)) != (num_stages, args.num_layers):
+    num_stages, p = placement.num_stages, placement.num_ranks
+    if layout is not None:
+        counts = tuple(stage.count("t") for stage in _unrolled(layout).split("|"))
+        if (len(counts), sum(counts)) != (num_stages, num_layers):
             raise UserError(
                 "--pipeline-model-parallel-layout must have every stage and every layer of the job, got "
-                f"{len(counts)} stages and {sum(counts)} layers for {num_stages} and {args.num_layers}; change either"
+                f"{len(counts)} stages and {sum(counts)} layers for {num_stages} and {num_layers}; change either"
             )
         return counts
-    ends = {0: args.num_layers_in_first_pipeline_stage, p - 1: args.num_layers_in_last_pipeline_stage}
-    given = {rank: count for rank, count in ends.items() if count is not None}
-    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
-    left = args.num_layers + embedding + loss - sum(given.values())
+    given = {rank: count for rank, count in {0: first, p - 1: last}.items() if count is not None}
+    left = num_layers + embedding + loss - sum(given.values())
     # Megatron counts a stage as of the rank where its own interleaved schedule would have it.
     by_rank = [given[rank] if rank in given else left // (p - len(given)) for rank in range(p)]
     each = [by_rank[stage % p] // (num_stages // p) for stage in range(num_stages)]
