@@ -3,7 +3,14 @@
 #
 #   bash scripts/bench.sh            everything; rewrites docs/BENCHMARKS.md and the README's figures
 #   bash scripts/bench.sh --quick    a minute or two, to see that the benches run; its figures mean nothing
+#   bash scripts/bench.sh NAME ...   one module of scripts/bench with its own arguments (--help lists them)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
-OMP_NUM_THREADS=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" exec python scripts/bench/run.py "$@"
+module=run
+if [[ "${1:-}" == [a-z]* ]]; then
+    module="$1"
+    shift
+fi
+export OMP_NUM_THREADS=1 PYTHONPATH="$PWD/scripts:$PWD${PYTHONPATH:+:$PYTHONPATH}"
+exec python -m "bench.$module" "$@"

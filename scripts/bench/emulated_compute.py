@@ -6,8 +6,8 @@ and 3P microbatches and three ratios of costs. ``--clock wall``: passes sleep; e
 megatron-core, of our schedules and of torch.distributed.pipelining's, and the table says what each took over what its
 plan says.
 
-    python scripts/bench/emulated_compute.py --clock virtual
-    python scripts/bench/emulated_compute.py --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
+    bash scripts/bench.sh emulated_compute --clock virtual
+    bash scripts/bench.sh emulated_compute --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-import ranks
+from bench import ranks
 
 if TYPE_CHECKING:
-    from peers import Contestant, Emulation
+    from bench.peers import Contestant, Emulation
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
@@ -39,7 +39,7 @@ def main() -> int:
     options = _parse()
     if not ranks.on_ranks():
         virtual = options.clock == "virtual"
-        ranks.launch(__file__, max(_virtual_ranks(options)) if virtual else options.num_ranks, sys.argv[1:])
+        ranks.launch("emulated_compute", max(_virtual_ranks(options)) if virtual else options.num_ranks, sys.argv[1:])
         return 0
     import torch.distributed as dist
 
@@ -116,7 +116,8 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
 def _wall(options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
     from megatron.core import parallel_state
-    from peers import Emulation
+
+    from bench.peers import Emulation
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=options.num_ranks)
     forward_ms, backward_ms, wgrad_ms = options.pass_ms if len(options.pass_ms) == 3 else options.pass_ms * 3
@@ -145,10 +146,10 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
 
 def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     """Everything that is compared, ready to run on this rank."""
-    import peers
     import torch
     import torch.distributed as dist
 
+    from bench import peers
     from megatron.zero_bubble import build
     from megatron.zero_bubble.emulate.execute import execute
     from megatron.zero_bubble.emulate.stages import SleepingStage

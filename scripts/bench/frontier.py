@@ -3,7 +3,7 @@
 Eight ranks, 24 microbatches, limits from a third of what 1F1B keeps to twice that, in eighths; one panel for each
 profile of costs in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound and the peers' points.
 
-    python scripts/bench/frontier.py [--objective span] [--svg docs/frontier.svg]
+    bash scripts/bench.sh frontier [--objective span] [--svg docs/frontier.svg]
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from functools import partial
 from html import escape
 from pathlib import Path
 
-import peer_schedules
-import ranks
-from peer_schedules import Answer, Case, Metric
+from bench import peer_schedules, ranks
+from bench.peer_schedules import Answer, Case, Metric
 
 P, M = 8, 24
 LIMITS = (P / 3, *(P / 3 + P / 8 * step for step in range(1, 14)), 2.0 * P)

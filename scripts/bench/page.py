@@ -3,8 +3,8 @@
 ``docs/benchmarks.json`` has the figures of the run that the page shows. The README holds excerpts, each between a line
 ``<!-- bench: NAME -->`` and a line ``<!-- /bench -->``, which name the run. Nothing of this is edited by hand:
 
-    python scripts/bench/page.py                    again from docs/benchmarks.json
-    python scripts/bench/page.py runs/bench/RUN     from another run
+    bash scripts/bench.sh page                    again from docs/benchmarks.json
+    bash scripts/bench.sh page runs/bench/RUN     from another run
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-import ranks
-from columns import Column, Figures
-from sections import SECTIONS
-
-sys.path.insert(0, str(ranks.ROOT))
-
+from bench import ranks
+from bench.columns import Column, Figures
+from bench.sections import SECTIONS
 from megatron.zero_bubble.formats.files import json_object, read_file
 
 OK = "ok"

@@ -6,7 +6,7 @@ peak, once for the span and once for the makespan. The table has the medians of 
 Where a peer has its ZB-V, so does ``zb-v``, as ``zero-bubble plan`` fits it to the costs: on a V, in the memory that
 its pattern keeps.
 
-    python scripts/bench/peer_schedules.py [--effort 1] [--jobs 2] [--every 1] [--sample N]
+    bash scripts/bench.sh peer_schedules [--effort 1] [--jobs 2] [--every 1] [--sample N]
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-
-import ranks
-
+from bench import ranks
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Metric

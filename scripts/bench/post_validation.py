@@ -4,8 +4,8 @@
 iteration to the next under zb-auto in twice the memory of 1F1B, with a synchronous optimizer and with steps taken
 ahead, beside what the simulator predicts. ``rollback``: what each way of taking a step back costs and keeps.
 
-    python scripts/bench/post_validation.py period [--num-ranks 8] [--num-microbatches 24] [--pass-ms 50]
-    python scripts/bench/post_validation.py rollback [--elements 16000000]
+    bash scripts/bench.sh post_validation period [--num-ranks 8] [--num-microbatches 24] [--pass-ms 50]
+    bash scripts/bench.sh post_validation rollback [--elements 16000000]
 """
 
 from __future__ import annotations
@@ -18,9 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ranks
-
-sys.path.insert(0, str(ranks.ROOT))
+from bench import ranks
 
 SYNCHRONOUS, AHEAD = "synchronous", "ahead"
 _IN_A_ROW = 3
@@ -34,7 +32,7 @@ def main() -> int:
     if options.what == "rollback":
         result = _rollback(options)
     elif not ranks.on_ranks():
-        ranks.launch(__file__, options.num_ranks, sys.argv[1:])
+        ranks.launch("post_validation", options.num_ranks, sys.argv[1:])
         return 0
     else:
         result = _period(options)

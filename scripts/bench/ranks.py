@@ -16,12 +16,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(script: str, num_ranks: int, arguments: Sequence[str]) -> None:
-    """Run ``script`` on ``num_ranks`` single-threaded processes; ends this process if they fail."""
+def environment() -> dict[str, str]:
+    """That of this process, in which Python also finds the benches and the package of this checkout."""
+    paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def launch(bench: str, num_ranks: int, arguments: Sequence[str]) -> None:
+    """Run ``bench`` on ``num_ranks`` single-threaded processes; ends this process if they fail."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    code = subprocess.run([*command, script, *arguments], env=environment, check=False).returncode
+    command += ["--module", f"bench.{bench}", *arguments]
+    code = subprocess.run(command, env=environment() | {"OMP_NUM_THREADS": "1"}, check=False).returncode
     if code:
         sys.exit(code)
 

@@ -17,7 +17,7 @@ behind it in the order of 1F1B; what fused weight gradients gain, beside the var
 makespan`` makes of it in the same memory for the passes of its turns in a few trial rounds before the others. (Turns
 right behind one another would fit it to what the machine does at that moment.)
 
-    python scripts/bench/real_compute.py [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
+    bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
 """
 
@@ -33,11 +33,8 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import ranks
-from even_rounds import in_even_rounds
-
-sys.path.insert(0, str(ranks.ROOT))
-
+from bench import ranks
+from bench.even_rounds import in_even_rounds
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Timeline
@@ -64,7 +61,7 @@ def main() -> int:
     """Start the ranks, or be one of them."""
     options = _parse()
     if not ranks.on_ranks():
-        ranks.launch(__file__, options.num_ranks, sys.argv[1:])
+        ranks.launch("real_compute", options.num_ranks, sys.argv[1:])
         return 0
     results = [_measure(options, num_microbatches) for num_microbatches in options.num_microbatches]
     import torch.distributed as dist

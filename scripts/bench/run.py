@@ -22,11 +22,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import page
-import ranks
-
-sys.path.insert(0, str(ranks.ROOT))
-
+from bench import page, ranks
 from megatron.zero_bubble.platforms import select
 
 LAST_LINES = 12
@@ -38,13 +34,13 @@ _GRACE_S = 20.0
 
 @dataclass(frozen=True)
 class Bench:
-    """One bench: a section of the page, a script and its arguments, and the seconds it takes on two idle cores.
+    """One bench: a section of the page, a module and its arguments, and the seconds it takes on two idle cores.
 
     ``num_gpus`` are needed for it; ``--output`` is added to the arguments.
     """
 
     name: str
-    script: str
+    module: str
     arguments: str
     expected_s: float
     num_gpus: int = 0
@@ -56,30 +52,30 @@ class Bench:
 
 PUBLISHED_TIMES = "--costs configs/published/gpt_28.3b_a100.json"
 FULL = (
-    Bench("emulated", "emulated_compute.py", "--clock wall --pass-ms 50 --rounds 5", 320),
-    Bench("virtual", "emulated_compute.py", "--clock virtual", 60),
-    Bench("tracing", "tracing.py", "--only zb-h1 zb-v --rounds 5", 85),
-    Bench("real-compute", "real_compute.py", "--num-microbatches 4 8 --rounds 6 --only zb-h1 zb-v", 270),
-    Bench("passes", "real_compute.py", "--num-ranks 1 --num-microbatches 4 --hidden-size 256 --rounds 7", 45),
-    Bench("wgrad", "wgrad.py", "--hidden-size 1024 --tokens 512 --rounds 7", 80),
-    Bench("post-validation", "post_validation.py", "period --rounds 3", 125),
-    Bench("rollback", "post_validation.py", "rollback", 20),
-    Bench("peers", "peer_schedules.py", "--sample 50", 90),
-    Bench("scaling", "scaling.py", PUBLISHED_TIMES, 75),
+    Bench("emulated", "emulated_compute", "--clock wall --pass-ms 50 --rounds 5", 320),
+    Bench("virtual", "emulated_compute", "--clock virtual", 60),
+    Bench("tracing", "tracing", "--only zb-h1 zb-v --rounds 5", 85),
+    Bench("real-compute", "real_compute", "--num-microbatches 4 8 --rounds 6 --only zb-h1 zb-v", 270),
+    Bench("passes", "real_compute", "--num-ranks 1 --num-microbatches 4 --hidden-size 256 --rounds 7", 45),
+    Bench("wgrad", "wgrad", "--hidden-size 1024 --tokens 512 --rounds 7", 80),
+    Bench("post-validation", "post_validation", "period --rounds 3", 125),
+    Bench("rollback", "post_validation", "rollback", 20),
+    Bench("peers", "peer_schedules", "--sample 50", 90),
+    Bench("scaling", "scaling", PUBLISHED_TIMES, 75),
 )
 """What a full run does: under 20 minutes on two idle cores."""
 ON_GPUS = (
-    Bench("wgrad-cuda", "wgrad.py", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
+    Bench("wgrad-cuda", "wgrad", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
     Bench(
         "passes-cuda",
-        "real_compute.py",
+        "real_compute",
         "--device cuda --num-ranks 1 --hidden-size 2048 --num-layers 8 --num-microbatches 8 --rounds 9",
         60,
         num_gpus=1,
     ),
     Bench(
         "real-compute-cuda",
-        "real_compute.py",
+        "real_compute",
         "--device cuda --hidden-size 2048 --num-layers 16 --num-microbatches 8 --rounds 9",
         150,
         num_gpus=2,
@@ -89,21 +85,21 @@ ON_GPUS = (
 QUICK = (
     Bench(
         "emulated",
-        "emulated_compute.py",
+        "emulated_compute",
         "--clock wall --num-ranks 4 --num-microbatches 4 --pass-ms 10 --rounds 2",
         20,
     ),
-    Bench("virtual", "emulated_compute.py", "--clock virtual --num-ranks 2 --kib 64", 15),
-    Bench("tracing", "tracing.py", "--only zb-h1 --num-ranks 2 --num-microbatches 4 --pass-ms 5 --rounds 2", 10),
-    Bench("real-compute", "real_compute.py", "--num-microbatches 2 --hidden-size 64 --rounds 2 --only zb-h1", 15),
-    Bench("passes", "real_compute.py", "--num-ranks 1 --num-microbatches 2 --hidden-size 64 --rounds 2", 15),
-    Bench("wgrad", "wgrad.py", "--hidden-size 64 --tokens 64 --rounds 2", 5),
+    Bench("virtual", "emulated_compute", "--clock virtual --num-ranks 2 --kib 64", 15),
+    Bench("tracing", "tracing", "--only zb-h1 --num-ranks 2 --num-microbatches 4 --pass-ms 5 --rounds 2", 10),
+    Bench("real-compute", "real_compute", "--num-microbatches 2 --hidden-size 64 --rounds 2 --only zb-h1", 15),
+    Bench("passes", "real_compute", "--num-ranks 1 --num-microbatches 2 --hidden-size 64 --rounds 2", 15),
+    Bench("wgrad", "wgrad", "--hidden-size 64 --tokens 64 --rounds 2", 5),
     Bench(
-        "post-validation", "post_validation.py", "period --num-ranks 2 --num-microbatches 4 --pass-ms 10 --rounds 2", 10
+        "post-validation", "post_validation", "period --num-ranks 2 --num-microbatches 4 --pass-ms 10 --rounds 2", 10
     ),
-    Bench("rollback", "post_validation.py", "rollback --elements 160000 --rounds 2", 5),
-    Bench("peers", "peer_schedules.py", "--sample 4", 10),
-    Bench("scaling", "scaling.py", f"{PUBLISHED_TIMES} --num-ranks 2 4 8 --num-microbatches 16", 10),
+    Bench("rollback", "post_validation", "rollback --elements 160000 --rounds 2", 5),
+    Bench("peers", "peer_schedules", "--sample 4", 10),
+    Bench("scaling", "scaling", f"{PUBLISHED_TIMES} --num-ranks 2 4 8 --num-microbatches 16", 10),
 )
 """The same benches at sizes that say nothing."""
 
@@ -146,12 +142,12 @@ def _possible(benches: Sequence[Bench]) -> list[Bench]:
     return [bench for bench in benches if bench.num_gpus <= num_gpus]
 
 
-def run(benches: Sequence[Bench], folder: Path, quick: bool, scripts: Path = Path(__file__).parent) -> dict[str, Any]:
+def run(benches: Sequence[Bench], folder: Path, quick: bool, package: str = "bench") -> dict[str, Any]:
     """Every bench in turn; how each ended, and on what.
 
     Args:
         folder: exists; gets a JSON and a log for every bench.
-        scripts: where the benches' scripts are.
+        package: has the benches' modules.
     """
     began, before = datetime.now(timezone.utc), os.getloadavg()
     expected = sum(bench.expected_s for bench in benches)
@@ -159,7 +155,7 @@ def run(benches: Sequence[Bench], folder: Path, quick: bool, scripts: Path = Pat
     done = []
     for number, bench in enumerate(benches, 1):
         head = f"[{number}/{len(benches)}] {bench.name}, about {_minutes(bench.expected_s)}"
-        done.append(_result(bench, folder, head, scripts))
+        done.append(_result(bench, folder, head, package))
     return {
         "run": folder.name,
         "quick": quick,
@@ -171,14 +167,17 @@ def run(benches: Sequence[Bench], folder: Path, quick: bool, scripts: Path = Pat
     }
 
 
-def _result(bench: Bench, folder: Path, head: str, scripts: Path) -> dict[str, Any]:
+def _result(bench: Bench, folder: Path, head: str, package: str) -> dict[str, Any]:
     """Run one bench; how it ended, with its last words where it failed."""
     print(head, end="" if sys.stdout.isatty() else "\n", flush=True)
     output, log = folder / f"{bench.name}.json", folder / f"{bench.name}.log"
-    command = [sys.executable, str(scripts / bench.script), *shlex.split(bench.arguments), "--output", str(output)]
+    module = f"{package}.{bench.module}"
+    command = [sys.executable, "-m", module, *shlex.split(bench.arguments), "--output", str(output)]
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=ranks.environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
         code = _wait(process, bench.timeout_s, head)
     seconds = time.monotonic() - started
     if code == 0:
@@ -188,7 +187,7 @@ def _result(bench: Bench, folder: Path, head: str, scripts: Path) -> dict[str, A
     print(f"\r{head}: {status} after {_minutes(seconds)}", flush=True)
     result: dict[str, Any] = {
         "name": bench.name,
-        "command": f"python scripts/bench/{bench.script} {bench.arguments}",
+        "command": f"bash scripts/bench.sh {bench.module} {bench.arguments}",
         "seconds": round(seconds, 1),
         "status": status,
     }

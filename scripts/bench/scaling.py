@@ -5,7 +5,7 @@ same whatever the number of ranks, and a pipeline without bubbles would do the s
 times are those of a costs file (recorded by a run, or published), or else estimated from the model's shapes. Every
 schedule of every size is simulated pass by pass; nothing is extrapolated.
 
-    python scripts/bench/scaling.py [--config FILE [--gpu NAME]] [--costs FILE] [--latency-us US --link-gbs GBS]
+    bash scripts/bench.sh scaling [--config FILE [--gpu NAME]] [--costs FILE] [--latency-us US --link-gbs GBS]
         [--num-ranks 2 ... 256] [--num-microbatches 256 2048]
 """
 
@@ -23,12 +23,8 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-import ranks
-
-sys.path.insert(0, str(ranks.ROOT))
-
-from chart import Line, Panel, draw
-
+from bench import ranks
+from bench.chart import Line, Panel, draw
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.model_config import read_model

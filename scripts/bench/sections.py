@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from columns import Column, Figures, Section, fixed, measured, number, pick, ratios, text, whose
+from bench.columns import Column, Figures, Section, fixed, measured, number, pick, ratios, text, whose
 
 # --- passes that only take time -------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ Passes that sleep, real tensors on gloo (as ``emulated_compute.py --clock wall``
 schedule with and without recording. The wall clock's bubble is of the recorded iterations: all that the passes of the
 busiest rank do not fill, from the start that the ranks share to the end of the last one.
 
-    python scripts/bench/tracing.py [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50] [--trace DIR]
+    bash scripts/bench.sh tracing [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50] [--trace DIR]
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import ranks
-from emulated_compute import OURS, timed
+from bench import ranks
+from bench.emulated_compute import OURS, timed
 
 RECORDED = ", recorded"
 
@@ -27,7 +27,7 @@ def main() -> int:
     """Start the ranks, or be one of them."""
     options = _parse()
     if not ranks.on_ranks():
-        ranks.launch(__file__, options.num_ranks, sys.argv[1:])
+        ranks.launch("tracing", options.num_ranks, sys.argv[1:])
         return 0
     import torch.distributed as dist
 

@@ -5,24 +5,21 @@ library's bare GEMM of the same shape and dtype: for float32 ``main_grad.addmm_`
 dtypes ``torch.mm`` into a narrow result, which accumulates nothing. "unfused" is what upstream does: a product of its
 own, rounded, then added to the float32 gradient. The last lines fold several microbatches into one GEMM.
 
-    python scripts/bench/wgrad.py [--device cpu] [--hidden-size 1024] [--tokens 2048] [--dtype float32 bfloat16]
+    bash scripts/bench.sh wgrad [--device cpu] [--hidden-size 1024] [--tokens 2048] [--dtype float32 bfloat16]
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-import ranks
 import torch
 
-sys.path.insert(0, str(ranks.ROOT))
-
+from bench import ranks
 from megatron.zero_bubble.kernels import Kernels, reference, select
 
 LIBRARY, FUSED, SINGLE, FOLDED = "library", "fused", "one by one", "folded"

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-
-from even_rounds import in_even_rounds
+from bench.even_rounds import in_even_rounds
 
 
 def test_rounds_in_which_a_rank_was_slower_than_usual_are_left_out() -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-
-import page
-from sections import SECTIONS
+from bench import page
+from bench.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/bench"
@@ -107,7 +104,7 @@ def test_the_readme_has_one_block_for_every_excerpt() -> None:
 def test_the_page_and_the_readme_are_those_of_the_stored_run() -> None:
     stored = json.loads((ROOT / page.STORED).read_text())
     assert not stored["quick"]
-    again = "python scripts/bench/page.py writes it anew"
+    again = "bash scripts/bench.sh page writes it again"
     assert (ROOT / page.PAGE).read_text() == page.render(stored), again
     blocks = page.blocks(README)
     assert {name: blocks[name] for name in page.excerpts(stored)} == page.excerpts(stored), again

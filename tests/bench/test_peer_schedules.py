@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-
-from peer_schedules import METRICS, PEERS, Case, answer, is_zb_v, lost, lost_by_zb_v, read, zb_v_bubble
+from bench.peer_schedules import METRICS, PEERS, Case, answer, is_zb_v, lost, lost_by_zb_v, read, zb_v_bubble
 
 CASES = read(PEERS)
 SOME = [case for case in CASES if (case.p, case.m) == (4, 12)][::3] + [c for c in CASES if (c.p, c.m) == (8, 16)][::9]

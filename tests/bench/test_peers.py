@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
+from bench.peers import schedule_of
 from megatron.zero_bubble import Placement, ScheduleError, build
-from scripts.bench.peers import schedule_of
 from tests.helpers.ranks import RankPool
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench.ranks import environment
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.search import fit
 
@@ -22,8 +23,10 @@ ARGUMENTS = "--hidden-size 64 --num-layers 4 --num-microbatches 8 --rounds 2 --o
 def test_a_fitted_schedule_runs_in_the_order_made_for_its_trial(tmp_path: Path) -> None:
     """The bench itself refuses passes in another order than the one that it predicts with."""
     file = tmp_path / "real_compute.json"
-    command = [sys.executable, "scripts/bench/real_compute.py", *ARGUMENTS, "zb-v fitted", "--output", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    command = [sys.executable, "-m", "bench.real_compute", *ARGUMENTS, "zb-v fitted", "--output", str(file)]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     variants = json.loads(file.read_text())["results"][0]["variants"]
     own, stock = variants["zb-v fitted"], variants["stock 1f1b"]

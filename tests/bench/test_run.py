@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
-import os
+import re
 import shlex
 import subprocess
 import sys
@@ -12,20 +13,17 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-
-import page
-import run
-from run import FULL, ON_GPUS, QUICK, Bench
-from sections import SECTIONS
+from bench import page, ranks, run
+from bench.run import FULL, ON_GPUS, QUICK, Bench
+from bench.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 FAKES = {
-    "works.py": "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('{}'); print('fine')",
-    "fails.py": "print('one'); print('two'); raise SystemExit('the last word')",
-    "forgets.py": "print('nothing written')",
+    "works": "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('{}'); print('fine')",
+    "fails": "print('one'); print('two'); raise SystemExit('the last word')",
+    "forgets": "print('nothing written')",
     # It ignores being asked, as does its child; both must go.
-    "hangs.py": (
+    "hangs": (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import signal, time; "
@@ -37,9 +35,12 @@ FAKES = {
 
 
 @pytest.fixture
-def scripts(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """That of a run; Python finds a package ``fakes`` there."""
+    (tmp_path / "fakes").mkdir()
     for name, text in FAKES.items():
-        (tmp_path / name).write_text(text)
+        (tmp_path / f"fakes/{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     return tmp_path
 
 
@@ -58,27 +59,34 @@ def test_every_section_of_the_page_has_its_bench(benches: tuple[Bench, ...]) -> 
 
 @pytest.mark.parametrize("bench", [*FULL, *ON_GPUS, *QUICK], ids=lambda bench: f"{bench.name}-{bench.expected_s:g}")
 def test_a_bench_understands_its_arguments(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = importlib.import_module(bench.script.removesuffix(".py"))
-    monkeypatch.setattr(sys, "argv", [bench.script, *shlex.split(bench.arguments), "--output", "here.json"])
+    script = importlib.import_module(f"bench.{bench.module}")
+    monkeypatch.setattr(sys, "argv", [bench.module, *shlex.split(bench.arguments), "--output", "here.json"])
     assert script._parse().output == Path("here.json")
 
 
-def test_a_bench_that_fails_costs_the_others_nothing(scripts: Path) -> None:
-    benches = [Bench(name, f"{name}.py", "--some 'thing else'", 5) for name in ("fails", "forgets", "works")]
-    record = run.run(benches, scripts, quick=True, scripts=scripts)
+def test_every_bench_that_a_document_runs_is_a_module() -> None:
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    named = {name for text in texts for name in re.findall(r"scripts/bench\.sh ([a-z]\w*)", text)}
+    assert {"peer_schedules", "real_compute"} <= named
+    assert all(importlib.util.find_spec(f"bench.{name}") for name in named), named
+
+
+def test_a_bench_that_fails_costs_the_others_nothing(folder: Path) -> None:
+    benches = [Bench(name, name, "--some 'thing else'", 5) for name in ("fails", "forgets", "works")]
+    record = run.run(benches, folder, quick=True, package="fakes")
     fails, forgets, works = record["benches"]
     assert fails["status"] == "exit code 1" and fails["last_lines"] == ["one", "two", "the last word"]
     assert forgets["status"] == "exit code 0, nothing written" and forgets["last_lines"] == ["nothing written"]
     assert works["status"] == page.OK and "last_lines" not in works
-    assert works["command"] == "python scripts/bench/works.py --some 'thing else'"
-    assert (scripts / "works.log").read_text() == "fine\n"
+    assert works["command"] == "bash scripts/bench.sh works --some 'thing else'"
+    assert (folder / "works.log").read_text() == "fine\n"
     assert record["machine"]["device"].startswith(("cpu", "cuda"))
 
 
-def test_a_bench_that_hangs_is_ended_with_all_that_it_started(scripts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bench_that_hangs_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "timeout_s", 10.0)  # for two starts of Python, on a machine that has other work
     monkeypatch.setattr(run, "_GRACE_S", 1.0)
-    record = run.run([Bench("hangs", "hangs.py", "", 5)], scripts, quick=True, scripts=scripts)
+    record = run.run([Bench("hangs", "hangs", "", 5)], folder, quick=True, package="fakes")
     assert record["benches"][0]["status"] == "timed out"
     said = record["benches"][0]["last_lines"]
     assert len(said) == 1 and said[0].isdecimal(), f"it must have started its child; got {said}"
@@ -88,16 +96,16 @@ def test_a_bench_that_hangs_is_ended_with_all_that_it_started(scripts: Path, mon
 
 def test_a_run_needs_a_name_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    command = [sys.executable, "scripts/bench/run.py", "--quick", "--folder", str(tmp_path), "--name", "mine"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.run", "--quick", "--folder", str(tmp_path), "--name", "mine"]
+    result = subprocess.run(command, cwd=ROOT, env=ranks.environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "mine is in" in result.stderr
 
 
 def test_only_a_full_run_goes_on_the_page(tmp_path: Path) -> None:
     # So little of a record that no page could be made of it, should one be tried.
     (tmp_path / page.RECORD).write_text(json.dumps({"run": "it", "quick": True, "benches": []}))
-    command = [sys.executable, "scripts/bench/page.py", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.page", str(tmp_path)]
+    result = subprocess.run(command, cwd=ROOT, env=ranks.environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "the page shows full runs" in result.stderr
 
 
@@ -106,8 +114,8 @@ def test_only_a_full_run_goes_on_the_page(tmp_path: Path) -> None:
 def test_a_quick_run(tmp_path: Path) -> None:
     """All benches for real, at small sizes; the checkout stays as it is."""
     before = (ROOT / "README.md").read_text()
-    command = [sys.executable, "scripts/bench/run.py", "--quick", "--folder", str(tmp_path), "--name", "it"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "bench.run", "--quick", "--folder", str(tmp_path), "--name", "it"]
+    environment = ranks.environment() | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     text = (tmp_path / "it/BENCHMARKS.md").read_text()

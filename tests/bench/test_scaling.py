@@ -14,11 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts/bench"))
-
-from chart import Line, Panel, draw
-from scaling import CHOICES, DRAWN, Setting, lengths_ms, predict
-
+from bench.chart import Line, Panel, draw
+from bench.ranks import environment
+from bench.scaling import CHOICES, DRAWN, Setting, lengths_ms, predict
 from megatron.zero_bubble import PassCosts, build, simulate
 
 ROOT = Path(__file__).parents[2]
@@ -61,9 +59,9 @@ def test_more_microbatches_and_post_validation_never_cost_throughput(name: str) 
 
 def scale(folder: Path, *flags: str) -> tuple[dict, str]:
     output = folder / "scaling.json"
-    command = [sys.executable, "scripts/bench/scaling.py", "--num-ranks", "2", "4", "--num-microbatches", "8"]
+    command = [sys.executable, "-m", "bench.scaling", "--num-ranks", "2", "4", "--num-microbatches", "8"]
     command += ["--schedules", "1f1b", "zb-h2", "--jobs", "1", "--output", str(output), *flags]
-    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, capture_output=True)
     return json.loads(output.read_text()), output.with_suffix(".svg").read_text()
 
 
@@ -92,8 +90,8 @@ def test_the_published_times_are_those_of_the_table() -> None:
 
 
 def test_a_costs_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
-    command = [sys.executable, "scripts/bench/scaling.py", "--costs", str(tmp_path / "none.json")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "bench.scaling", "--costs", str(tmp_path / "none.json")]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("scaling.py: cannot read the costs file") and result.stderr.count("\n") == 1
 
