@@ -13,15 +13,13 @@ plan says.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from bench import ranks
+from bench import page, ranks
 
 if TYPE_CHECKING:
     from bench.peers import Contestant, Emulation
@@ -50,11 +48,11 @@ def main() -> int:
     dist.init_process_group("gloo")
     with quiet():
         result = (_virtual if options.clock == "virtual" else _wall)(options)
-    if dist.get_rank() == 0:
-        content = {"bench": "emulated_compute", "machine": ranks.machine(), "load_average": os.getloadavg()}
-        ranks.write(options.output or Path(f"runs/bench/emulated_compute_{options.clock}.json"), content | result)
+    if ranks.is_first():
+        path = options.output or Path(f"runs/bench/emulated_compute_{options.clock}.json")
+        page.report("virtual" if options.clock == "virtual" else "emulated", result, path)
     dist.destroy_process_group()
-    return int(options.clock == "virtual" and result["worst_ms"] > VIRTUAL_LIMIT_MS)
+    return int(options.clock == "virtual" and differs(result["results"]))
 
 
 def _parse() -> argparse.Namespace:
@@ -100,17 +98,16 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
         everyone: list[Any] = [None] * world
         dist.all_gather_object(everyone, worst)
         rows += [{"num_ranks": num_ranks, "case": name, "worst": max(w[name] for w in everyone)} for name in worst]
-    worst_ms = max(row["worst"][0] for row in rows)
-    if rank == 0:
-        print(f"virtual clock, {options.kib} KiB a message: executed against planned, worst of three cost ratios")
-        for row in rows:
-            difference, where, at = row["worst"]
-            print(
-                f"  P={row['num_ranks']}  {row['case']:<14}  {difference:9.6f} ms"
-                + (f"  at {where} on rank {at}" * bool(difference))
-            )
-        print(f"worst of all: {worst_ms:.6f} ms (limit {VIRTUAL_LIMIT_MS})")
-    return {"clock": "virtual", "kib": options.kib, "worst_ms": worst_ms, "results": rows}
+    return {"results": rows}
+
+
+def differs(rows: list[dict[str, Any]]) -> bool:
+    """Whether a pass ran otherwise than planned; the first rank says which and where."""
+    apart = [row for row in rows if row["worst"][0] > VIRTUAL_LIMIT_MS]
+    for row in apart if ranks.is_first() else ():
+        ms, where, at = row["worst"]
+        print(f"P={row['num_ranks']}, {row['case']}: {ms:.6f} ms from the plan at {where} on rank {at}")
+    return bool(apart)
 
 
 def _wall(options: argparse.Namespace) -> dict[str, Any]:
@@ -124,24 +121,12 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
     emulation = Emulation(options.num_ranks, options.num_microbatches, forward_ms, backward_ms, wgrad_ms, options.kib)
     contestants = _contestants(emulation, dist.get_rank())
     times = ranks.interleaved({name: timed(c.run) for name, c in contestants.items()}, options.rounds)
-    planned = {name: contestant.planned_ms for name, contestant in contestants.items()}
-    ratios = {name: [ms / planned[name] for ms in row] for name, row in times.items()}
-    variants: dict[str, dict[str, Any]] = {
-        name: {
-            "planned_ms": planned[name],
-            "measured_ms": median(times[name]),
-            "measured_over_planned": median(ratios[name]),
-            "best": min(ratios[name]),
-            "above_stock": median(own - its for own, its in zip(ratios[name], ratios[STOCK], strict=True)),
-            "spread": ranks.spread(times[name]),
-            "rounds_ms": times[name],
-        }
-        for name in contestants
+    variants = {
+        name: {"planned_ms": contestant.planned_ms, "rounds_ms": times[name]}
+        for name, contestant in contestants.items()
     }
-    if dist.get_rank() == 0:
-        _print(options, variants)
     settings = {key: getattr(options, key) for key in ("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds")}
-    return {"clock": "wall", **settings, "variants": variants}
+    return {**settings, "variants": variants}
 
 
 def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
@@ -198,20 +183,6 @@ def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) 
         return (end - start).item() * 1e3
 
     return iteration_ms
-
-
-def _print(options: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
-    times = " ".join(f"{ms:g}" for ms in options.pass_ms)
-    print(
-        f"\nP={options.num_ranks}, M={options.num_microbatches}, {times} ms a pass, {options.kib} KiB a message, "
-        f"medians of {options.rounds} rounds, load average {os.getloadavg()[0]:.1f}"
-    )
-    print("  schedule              planned ms   measured ms   measured/planned    best   above stock   noise")
-    for name, row in variants.items():
-        print(
-            f"  {name:<20}  {row['planned_ms']:10.1f}  {row['measured_ms']:12.1f}  {row['measured_over_planned']:17.3f}"
-            f"  {row['best']:6.3f}  {row['above_stock']:12.3f}  {row['spread']:6.1%}"
-        )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """The memory-bubble frontier: the least bubble that zb-auto finds under every memory limit, beside public schedules.
 
 Eight ranks, 24 microbatches, limits from a third of what 1F1B keeps to twice that, in eighths; one panel for each
-profile of costs in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound and the peers' points.
+profile of costs with M_W = M_B in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound and the
+peers' points.
 
     bash scripts/bench.sh frontier [--objective span] [--svg docs/frontier.svg]
 """
@@ -57,7 +58,7 @@ class Panel:
 def main() -> int:
     """Plan, draw, write; 1 when a frontier is not monotone."""
     options = _parse()
-    panels = list(_panels(options.peers, options.wgrad_memory, options.objective, options.effort, options.jobs))
+    panels = list(_panels(options.objective, options.jobs))
     for panel in panels:
         print(f"{panel.title}: {'monotone' if panel.is_monotone else 'NOT MONOTONE'}")
         for limit, answer in zip(LIMITS, panel.found, strict=True):
@@ -73,21 +74,19 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--peers", type=Path, default=peer_schedules.PEERS, help="the peers' schedules as CSV")
-    parser.add_argument("--wgrad-memory", type=float, default=1.0, help="M_W in units of M_B")
     parser.add_argument("--objective", choices=peer_schedules.METRICS, default="span")
-    parser.add_argument("--effort", type=float, default=1.0, help="of zb-auto")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--svg", type=Path, default=Path("runs/bench/frontier.svg"))
     parser.add_argument("--output", type=Path, default=Path("runs/bench/frontier.json"))
     return parser.parse_args()
 
 
-def _panels(peers: Path, wgrad_memory: float, metric: Metric, effort: float, jobs: int | None) -> Iterator[Panel]:
-    of_size = {case: found for case, found in peer_schedules.read(peers).items() if (case.p, case.m) == (P, M)}
-    profiles = sorted({replace(case, limit=0.0) for case in of_size if case.wgrad_memory == wgrad_memory}, key=str)
+def _panels(metric: Metric, jobs: int | None) -> Iterator[Panel]:
+    cases = peer_schedules.read(peer_schedules.PEERS)
+    of_size = {case: found for case, found in cases.items() if (case.p, case.m) == (P, M)}
+    profiles = sorted({replace(case, limit=0.0) for case in of_size if case.wgrad_memory == 1}, key=str)
     with ProcessPoolExecutor(jobs) as pool:
-        for profile, found in zip(profiles, pool.map(partial(_follow, metric, effort), profiles), strict=True):
+        for profile, found in zip(profiles, pool.map(partial(_follow, metric), profiles), strict=True):
             points = (
                 Point(peer.schedule, case.limit, peer.bubble[metric])
                 for case, listed in of_size.items()
@@ -97,11 +96,11 @@ def _panels(peers: Path, wgrad_memory: float, metric: Metric, effort: float, job
             yield Panel(profile, found, tuple(points))
 
 
-def _follow(metric: Metric, effort: float, profile: Case) -> tuple[Answer, ...]:
+def _follow(metric: Metric, profile: Case) -> tuple[Answer, ...]:
     """The answers for all limits; what fits in less memory fits in more, so each search starts from the one before."""
     found, schedule = [], None
     for limit in LIMITS:
-        answer, schedule = peer_schedules.plan(replace(profile, limit=limit), metric, effort, schedule)
+        answer, schedule = peer_schedules.plan(replace(profile, limit=limit), metric, schedule)
         found.append(answer)
     return tuple(found)
 

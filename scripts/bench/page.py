@@ -12,14 +12,14 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 from bench import ranks
-from bench.columns import Column, Figures
 from bench.sections import SECTIONS
+from bench.tables import Figures
 from megatron.zero_bubble.formats.files import json_object, read_file
 
 OK = "ok"
@@ -49,7 +49,7 @@ def summarize(folder: Path) -> dict[str, Any]:
     record = _read(folder / RECORD)
     for bench in record["benches"]:
         if bench["status"] == OK:
-            bench["figures"] = SECTIONS[bench["name"]].digest(_read(folder / f"{bench['name']}.json"))
+            bench["figures"] = SECTIONS[bench["name"]].summary(_read(folder / f"{bench['name']}.json"))
     return record
 
 
@@ -68,42 +68,51 @@ def publish(summary: dict[str, Any], root: Path, chart: Path) -> None:
         shutil.copyfile(chart, stored_chart)
 
 
+_HEAD = """# Benchmarks
+
+Written by `bash scripts/bench.sh` from its JSON; run it again instead of editing.
+
+| | |
+|---|---|
+| run | {run}{quickly} |
+| began | {began}, took {minutes:.1f} minutes |
+| processor | {machine[processor]}, {machine[cores]} cores, {machine[memory_gib]} GiB |
+| device | {machine[device]} |
+| system | {machine[system]}, Python {machine[python]} |
+| versions | torch {machine[torch]}, megatron-core {machine[megatron_core]} |
+| commit | {machine[commit]} |
+| load average before | {before} |
+| load average after | {after} |
+"""
+
+
 def render(summary: Figures) -> str:
     """The page as Markdown."""
-    before, after = (" ".join(f"{load:.1f}" for load in summary["load_average"][when]) for when in ("before", "after"))
-    machine = summary["machine"]
-    lines = [
-        "# Benchmarks",
-        "",
-        "Written by `bash scripts/bench.sh` from its JSON; run it again instead of editing.",
-        "",
-        "| | |",
-        "|---|---|",
-        f"| run | {summary['run']}{', quick: its figures mean nothing' if summary['quick'] else ''} |",
-        f"| began | {summary['began']}, took {summary['seconds'] / 60:.1f} minutes |",
-        f"| processor | {machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB |",
-        f"| device | {machine['device']} |",
-        f"| system | {machine['system']}, Python {machine['python']} |",
-        f"| versions | torch {machine['torch']}, megatron-core {machine['megatron_core']} |",
-        f"| commit | {machine['commit']} |",
-        f"| load average before | {before} |",
-        f"| load average after | {after} |",
-    ]
+    load = {when: " ".join(f"{part:.1f}" for part in parts) for when, parts in summary["load_average"].items()}
+    quickly = ", quick: its figures mean nothing" if summary["quick"] else ""
+    parts = [_HEAD.format_map({**summary, **load, "quickly": quickly, "minutes": summary["seconds"] / 60})]
     for bench in summary["benches"]:
-        lines += ["", f"## {SECTIONS[bench['name']].title}", "", f"`{bench['command']}`, {bench['seconds']:.0f} s.", ""]
-        lines += _section(bench, machine)
-    return "\n".join(lines) + "\n"
+        section = SECTIONS[bench["name"]]
+        parts.append(f"## {section.title}\n\n`{bench['command']}`, {bench['seconds']:.0f} s.\n")
+        if bench["status"] == OK:
+            words, table = section.text(bench["figures"], summary["machine"]), section.table(bench["figures"])
+            parts.append(f"{_wrapped(words)}\n\n{_markdown(table)}\n")
+        else:
+            last_lines = "".join(f"    {line}\n" for line in bench["last_lines"])
+            parts.append(f"**Failed: {bench['status']}.** Its last lines:\n\n{last_lines}")
+    return "\n".join(parts)
 
 
-def _section(bench: Figures, machine: Figures) -> Iterator[str]:
-    if bench["status"] != OK:
-        yield f"**Failed: {bench['status']}.** Its last lines:"
-        yield from ("", *(f"    {line}" for line in bench["last_lines"]))
-        return
-    section, figures = SECTIONS[bench["name"]], bench["figures"]
-    yield _wrapped(section.words(figures, machine))
-    yield ""
-    yield from _table(section.columns(figures), figures["rows"])
+def report(bench: str, content: Figures, path: Path) -> None:
+    """Write the results of ``bench`` as JSON, and print what the page has of them."""
+    section, content = SECTIONS[bench], {"bench": bench, "machine": ranks.machine(), **content}
+    ranks.write(path, content)
+    summary = section.summary(content)
+    table = section.table(summary)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    print(f"\n{_wrapped(section.text(summary, content['machine']))}\n")
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
 def _wrapped(words: str) -> str:
@@ -115,29 +124,21 @@ def _wrapped(words: str) -> str:
     return "\n".join(lines)
 
 
-def _table(columns: Sequence[Column], rows: Sequence[Figures]) -> Iterator[str]:
-    yield _line([column.head for column in columns])
-    yield "|" + "---|" * len(columns)
-    for row in rows:
-        yield _line([column.cell(row) for column in columns])
+def _markdown(table: Sequence[Sequence[str]]) -> str:
+    head, *rows = (f"| {' | '.join(cells)} |" for cells in table)
+    return "\n".join([head, "|" + "---|" * len(table[0]), *rows])
 
 
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def excerpts(summary: Figures) -> Mapping[str, str]:
+def excerpts(summary: Figures) -> dict[str, str]:
     """What the README says of each bench that ran and has an excerpt."""
     found = {}
     for bench in summary["benches"]:
         section = SECTIONS[bench["name"]]
         if section.excerpt and bench["status"] == OK:
-            figures = bench["figures"]
-            columns = [column for column in section.columns(figures) if column.head in section.excerpt]
-            source = f"Run {summary['run']} on {summary['machine']['processor']}"
-            words = f"**{section.title}.** {section.words(figures, summary['machine'])}"
-            words += f" {source} ([all figures]({PAGE}))."
-            found[bench["name"]] = "\n".join([_wrapped(words), "", *_table(columns, figures["rows"])])
+            words = f"**{section.title}.** {section.text(bench['figures'], summary['machine'])}"
+            words += f" Run {summary['run']} on {summary['machine']['processor']} ([all figures]({PAGE}))."
+            table = section.table(bench["figures"], section.excerpt)
+            found[bench["name"]] = f"{_wrapped(words)}\n\n{_markdown(table)}"
     return found
 
 
@@ -149,13 +150,6 @@ def with_excerpts(readme: str, summary: Figures) -> str:
         return f"{block[1]}\n{texts[block[2]]}\n\n{block[3]}" if block[2] in texts else block[0]
 
     return _BLOCK.sub(rewritten, readme)
-
-
-def blocks(readme: str) -> dict[str, str]:
-    """The README's blocks by the name of their bench."""
-    return {
-        block[2]: block[0].removeprefix(block[1]).removesuffix(block[3]).strip() for block in _BLOCK.finditer(readme)
-    }
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ peak, once for the span and once for the makespan. The table has the medians of 
 Where a peer has its ZB-V, so does ``zb-v``, as ``zero-bubble plan`` fits it to the costs: on a V, in the memory that
 its pattern keeps.
 
-    bash scripts/bench.sh peer_schedules [--effort 1] [--jobs 2] [--every 1] [--sample N]
+    bash scripts/bench.sh peer_schedules [--jobs 2] [--sample N]
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench import ranks
+from bench import page, ranks
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -90,18 +90,18 @@ def read(path: Path) -> dict[Case, list[Peer]]:
     return cases
 
 
-def answer(case: Case, objective: Metric, effort: float) -> Answer:
+def answer(case: Case, objective: Metric) -> Answer:
     """Plan, and bound what any plan on either placement could reach."""
-    return plan(case, objective, effort)[0]
+    return plan(case, objective)[0]
 
 
-def plan(case: Case, objective: Metric, effort: float, start: Schedule | None = None) -> tuple[Answer, Schedule]:
+def plan(case: Case, objective: Metric, start: Schedule | None = None) -> tuple[Answer, Schedule]:
     """The answer and its schedule, which is no worse than ``start``."""
     finest = Placement.vee(case.p)
     costs = PassCosts.uniform(finest, case.forward_ms, case.backward_ms, case.wgrad_ms, case.comm_ms)
     memory = PassMemory.uniform(finest, 1.0, case.wgrad_memory)
     started = time.perf_counter()
-    schedule = zb_auto(costs, memory, case.p, case.m, case.limit, objective=objective, effort=effort, start=start)
+    schedule = zb_auto(costs, memory, case.p, case.m, case.limit, objective=objective, start=start)
     seconds = time.perf_counter() - started
     fitted = costs.fit(schedule.placement), memory.fit(schedule.placement)
     timeline = simulate(schedule, *fitted)
@@ -129,16 +129,14 @@ def zb_v_bubble(case: Case, objective: Metric) -> float:
 def main() -> int:
     """Answer every question; 1 when a peer is better by more than the tolerance, or not beaten where it must be."""
     options = _parse()
-    cases = read(options.peers)
-    chosen = list(cases)[options.offset :: options.every]
+    cases = read(PEERS)
+    chosen = list(cases)
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
     answers: dict[tuple[Case, Metric], Answer] = {}
     of_zb_v = [(case, metric) for case in chosen for metric in METRICS if any(is_zb_v(peer) for peer in cases[case])]
     with ProcessPoolExecutor(options.jobs) as pool:
-        futures = {
-            pool.submit(answer, case, metric, options.effort): (case, metric) for case in chosen for metric in METRICS
-        }
+        futures = {pool.submit(answer, case, metric): (case, metric) for case in chosen for metric in METRICS}
         for done, future in enumerate(as_completed(futures), 1):
             answers[futures[future]] = future.result()
             print(f"\r  {done}/{len(futures)}", end="", file=sys.stderr, flush=True)
@@ -146,26 +144,23 @@ def main() -> int:
     print(file=sys.stderr)
     losses = [*lost(cases, answers), *lost_by_zb_v(cases, bubbles)]
     rows = [*_medians(cases, answers)]
-    _print(rows, losses, sum(len(cases[case]) for case in chosen), len(bubbles))
     results = [
         {**asdict(case), "objective": metric, "peers": [asdict(peer) for peer in cases[case]], **asdict(found)}
         for (case, metric), found in answers.items()
     ]
-    content = {"bench": "peer_schedules", "machine": ranks.machine(), "effort": options.effort, "seed": options.seed}
-    content |= {"questions": len(chosen), "of_questions": len(cases)}
+    content = {"seed": options.seed, "questions": len(chosen), "of_questions": len(cases)}
     content |= {"schedules": sum(len(cases[case]) for case in chosen), "of_schedules": sum(map(len, cases.values()))}
-    ranks.write(options.output, content | {"medians": rows, "lost": losses, "results": results})
+    content |= {"medians": rows, "lost": losses, "results": results}
+    page.report("peers", content, options.output)
+    for loss in sorted(losses, key=lambda row: -row["excess"]):
+        print(_sentence(loss))
     return int(bool(losses))
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--peers", type=Path, default=PEERS, help="the peers' schedules as CSV")
-    parser.add_argument("--effort", type=float, default=1.0, help="of zb-auto")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--every", type=int, default=1, help="take every n-th question only")
-    parser.add_argument("--offset", type=int, default=0, help="the first question to take")
-    parser.add_argument("--sample", type=int, metavar="N", help="take N of them, drawn at random")
+    parser.add_argument("--sample", type=int, metavar="N", help="take N questions, drawn at random; default: all")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/peer_schedules.json"))
     return parser.parse_args()
@@ -219,22 +214,14 @@ def _medians(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], A
                 }
 
 
-def _print(rows: Sequence[dict[str, Any]], lost: Sequence[dict[str, Any]], num_peers: int, num_zb_v: int) -> None:
-    print("objective  memory        questions  zb-auto  best peer    bound  seconds")
-    for row in rows:
-        print(
-            f"{row['objective']:<9}  {row['memory']:<12}  {row['questions']:9}  {row['ours']:7.4f}"
-            f"  {row['best_peer']:9.4f}  {row['bound']:7.4f}  {row['seconds']:7.2f}"
-        )
-    print(f"{num_peers} schedules, two objectives each, and zb-v for {num_zb_v} questions that peers answer by theirs:")
-    print(f"{len(lost)} comparisons not won as promised")
-    for row in sorted(lost, key=lambda row: -row["excess"]):
-        costs = "/".join(f"{row[key]:g}" for key in ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms"))
-        question = f"p={row['p']} m={row['m']} {costs} M_W {row['wgrad_memory']:g} limit {row['limit']:g}"
-        print(
-            f"  {row['objective']:<8} {question}: "
-            f"{row['schedule']} {row['bubble'][row['objective']]:.4f}, ours {row['ours']:.4f} ({row['excess']:+.4f})"
-        )
+def _sentence(loss: dict[str, Any]) -> str:
+    costs = "/".join(f"{loss[key]:g}" for key in ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms"))
+    question = f"p={loss['p']} m={loss['m']} {costs} M_W {loss['wgrad_memory']:g} limit {loss['limit']:g}"
+    rate = loss["bubble"][loss["objective"]]
+    return (
+        f"not won as promised: {loss['objective']} {question}: {loss['schedule']} {rate:.4f}, "
+        f"ours {loss['ours']:.4f} ({loss['excess']:+.4f})"
+    )
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,6 +36,11 @@ def on_ranks() -> bool:
     return "RANK" in os.environ
 
 
+def is_first() -> bool:
+    """Whether this process speaks for all ranks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def interleaved(variants: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
     """Run every variant once a round, so that a slow minute of the machine slows all of them; values by variant.
 
@@ -49,22 +54,10 @@ def interleaved(variants: dict[str, Callable[[], float]], rounds: int, warm_up: 
             value = variants[name]()
             if number >= warm_up:
                 values[name].append(value)
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             print(f"\r  round {number + 1}/{warm_up + rounds}", end="\n" if number + 1 == warm_up + rounds else "")
             sys.stdout.flush()
     return values
-
-
-def ratio_to(values: dict[str, list[float]], reference: str) -> dict[str, float]:
-    """The median over rounds of each variant's value over the reference's of the same round."""
-    base = values[reference]
-    return {name: median(v / b for v, b in zip(row, base, strict=True)) for name, row in values.items()}
-
-
-def spread(values: list[float]) -> float:
-    """Half the distance between the quartiles over the median: how noisy the machine was."""
-    low, high = quartiles(values)
-    return (high - low) / 2 / median(values)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

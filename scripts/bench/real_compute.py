@@ -3,13 +3,10 @@
 One rank (--num-ranks 1) has no bubble to lose: there it shows the times of the passes, and what the split costs.
 
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
-each schedule, or several, of which the median counts; a ratio is the median over rounds, so it compares neighbours in
-time. Beside the measured ratio stands the one that the simulator predicts from the median passes and transfers of the
-same turn, and the bound of that prediction: what it could not be less than for any order of such passes on the same
-ranks (megatron.zero_bubble.analysis.bounds). Where the cores of a machine are now fast, now slow, one rank waits for
-the other in any order; so the ratio stands there for "even" rounds as well (in brackets: how many): those in which the
-passes of no rank, in stock's turn or in the schedule's, were more than a tenth slower than those of another, each next
-to the median over all rounds of what it ran.
+each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
+the one that the simulator predicts from the median passes and transfers of the same turn, and the bound of that
+prediction: what it could not be less than for any order of such passes on the same ranks
+(megatron.zero_bubble.analysis.bounds).
 
 What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
 behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
@@ -17,7 +14,7 @@ behind it in the order of 1F1B; what fused weight gradients gain, beside the var
 makespan`` makes of it in the same memory for the passes of its turns in a few trial rounds before the others. (Turns
 right behind one another would fit it to what the machine does at that moment.)
 
-    bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--iterations 1] [--hidden-size 512]
+    bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
 """
 
@@ -33,8 +30,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bench import ranks
-from bench.even_rounds import in_even_rounds
+from bench import page, ranks
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Timeline
@@ -66,11 +62,9 @@ def main() -> int:
     results = [_measure(options, num_microbatches) for num_microbatches in options.num_microbatches]
     import torch.distributed as dist
 
-    if dist.get_rank() == 0:
-        for result in results:
-            _print(result)
-        content = {"bench": "real_compute", "machine": ranks.machine(), "device": options.device}
-        ranks.write(options.output, content | {"results": results})
+    if ranks.is_first():
+        section = "passes" if options.num_ranks == 1 else "real-compute"
+        page.report(section, {"device": options.device, "results": results}, options.output)
     dist.destroy_process_group()
     return 0
 
@@ -79,7 +73,6 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--iterations", type=int, default=1, help="timed ones of a turn, of which the median counts")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--num-layers", type=int, default=8, help="of all ranks together, a multiple of four")
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
@@ -88,8 +81,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
     known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT)
-    if options.iterations < 1:
-        parser.error(f"--iterations takes 1 or more; got {options.iterations}")
     if unknown := sorted({*options.only} - {*known}):
         parser.error(
             f"--only takes names of {', '.join(known)} with --num-ranks {options.num_ranks}; got {', '.join(unknown)}; "
@@ -208,14 +199,13 @@ def _base(name: str) -> str:
 class _Variant:
     """One way to run the iteration, with the passes it recorded."""
 
-    def __init__(self, job: _Job, schedule: Schedule, folder: Path, iterations: int) -> None:
+    def __init__(self, job: _Job, schedule: Schedule, folder: Path) -> None:
         from megatron.core import parallel_state
 
         from megatron.zero_bubble.measure.recorder import Recorder
 
         self._job = job
         self._schedule = schedule
-        self._iterations = iterations
         self._file = folder / f"{schedule.name}.json"
         self._write()
         self._group = parallel_state.get_pipeline_model_parallel_group()
@@ -252,16 +242,16 @@ class _Variant:
             apply(ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad), [self._recorder])
         try:
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
-            timed = [self._timed() for _ in range(self._iterations)]
+            elapsed, marks = self._timed()
         finally:
             revert()
         if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
-            timelines = [gather_trace(self._schedule.name, marks, self._group).timeline for _, marks in timed]
-            if any(timeline.schedule.order != self._schedule.order for timeline in timelines):
+            timeline = gather_trace(self._schedule.name, marks, self._group).timeline
+            if timeline.schedule.order != self._schedule.order:
                 raise RuntimeError(f"{self._schedule.name} ran another order than its own; its figures mean nothing")
-            self.costs.append(median_costs(timelines))
-            self._timelines += timelines
-        return median(elapsed for elapsed, _ in timed)
+            self.costs.append(median_costs([timeline]))
+            self._timelines.append(timeline)
+        return elapsed
 
     def _timed(self) -> tuple[float, Any]:
         """One iteration's time, and the marks of its passes."""
@@ -286,17 +276,6 @@ class _Variant:
         memory = PassMemory.uniform(on, 1.0)
         return [lower_bound(costs, memory, on, m, None, "makespan").value_ms for costs in self.costs]
 
-    def work(self) -> list[list[float]]:
-        """Milliseconds of a microbatch's passes on every rank, in each turn."""
-        stages = [self._schedule.placement.stages_of(rank) for rank in range(self._schedule.num_ranks)]
-        return [
-            [sum(c.forward_ms[i] + c.backward_ms[i] + c.wgrad_ms[i] for i in own) for own in stages] for c in self.costs
-        ]
-
-    def backward(self) -> list[float]:
-        """Milliseconds of a microbatch's backward, all stages together, in each turn."""
-        return [sum(costs.backward_ms) + sum(costs.wgrad_ms) for costs in self.costs]
-
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
     names = [name for name in (*_STOCK, *OURS) if name == STOCK or name in options.only]
@@ -307,7 +286,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
         schedules = {name: replace(_schedule(name, options.num_ranks, num_microbatches), name=name) for name in names}
         variants = {
-            name: _Variant(jobs.get(_base(name), jobs[STOCK]), schedule, Path(folder), options.iterations)
+            name: _Variant(jobs.get(_base(name), jobs[STOCK]), schedule, Path(folder))
             for name, schedule in schedules.items()
         }
         fitting = [variant for name, variant in variants.items() if name.endswith(FITTED)]
@@ -316,76 +295,27 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         for variant in fitting:
             variant.fit()
         times = ranks.interleaved(dict(variants), options.rounds)
-    known = {name: variant for name, variant in variants.items() if variant.costs}
-    planned = {name: variant.planned()[-options.rounds :] for name, variant in known.items()}
-    bounds = {name: variant.bounds()[-options.rounds :] for name, variant in known.items()}
-    backward = {name: variant.backward()[-options.rounds :] for name, variant in known.items()}
-    ratios, predicted, splits = (ranks.ratio_to(values, STOCK) for values in (times, planned, backward))
-    work = {name: variant.work()[-options.rounds :] for name, variant in known.items()}
-    even = {name: in_even_rounds(times[name], times[STOCK], row, work[STOCK]) for name, row in work.items()}
-    least = {name: median(b / p for b, p in zip(row, planned[STOCK], strict=True)) for name, row in bounds.items()}
-    return {
-        "num_microbatches": num_microbatches,
-        "hidden_size": options.hidden_size,
-        "num_layers": options.num_layers,
-        "num_ranks": options.num_ranks,
-        "rounds": options.rounds,
-        "iterations": options.iterations,
-        "variants": {
-            name: {
-                "fitted_to": _json(variants[name].fitted_to),
-                "iteration_ms": median(times[name]),
-                "spread": ranks.spread(times[name]),
-                "time_over_stock": ratios[name],
-                "rounds_ms": times[name],
+    turns = slice(-options.rounds, None)
+    stock_ms = variants[STOCK].planned()[turns]
+    settings = {key: getattr(options, key) for key in ("hidden_size", "num_layers", "num_ranks", "rounds")}
+    rows: dict[str, dict[str, Any]] = {}
+    for name, variant in variants.items():
+        rows[name] = {"fitted_to": _json(variant.fitted_to), "rounds_ms": times[name]}
+        if variant.costs:
+            rows[name] |= {
+                "predicted_time_over_stock": _median_ratio(variant.planned()[turns], stock_ms),
+                "bound_over_predicted_stock": _median_ratio(variant.bounds()[turns], stock_ms),
+                "costs": [_json(costs) for costs in variant.costs[turns]],
             }
-            | (
-                {
-                    "predicted_time_over_stock": predicted[name],
-                    "bound_over_predicted_stock": least[name],
-                    "measured_over_planned": median(t / p for t, p in zip(times[name], planned[name], strict=True)),
-                    "backward_over_stock": splits[name],
-                    "even_rounds": len(even[name]),
-                    "time_over_stock_in_even_rounds": median(even[name]) if even[name] else None,
-                    "costs": [_json(costs) for costs in variants[name].costs[-options.rounds :]],
-                }
-                if name in known
-                else {}
-            )
-            for name in variants
-        },
-    }
+    return {"num_microbatches": num_microbatches, **settings, "variants": rows}
+
+
+def _median_ratio(values: list[float], others: list[float]) -> float:
+    return median(value / other for value, other in zip(values, others, strict=True))
 
 
 def _json(costs: PassCosts | None) -> dict[str, Any] | None:
     return None if costs is None else asdict(costs) | {"links": []}
-
-
-def _print(result: dict[str, Any]) -> None:
-    print(
-        f"\nM={result['num_microbatches']}, hidden {result['hidden_size']}, {result['num_layers']} layers on "
-        f"{result['num_ranks']} rank{'s' * (result['num_ranks'] > 1)}, "
-        f"medians of {result['rounds']} rounds"
-    )
-    columns = "ms/iteration   time/stock   predicted   bound   measured/planned   B+W/BW   noise   even rounds"
-    print(f"  schedule             {columns}")
-    for name, row in result["variants"].items():
-        print(
-            f"  {name:<19}  {row['iteration_ms']:12.1f}  {row['time_over_stock']:11.3f}"
-            f"  {_number(row, 'predicted_time_over_stock'):>10}  {_number(row, 'bound_over_predicted_stock'):>6}"
-            f"  {_number(row, 'measured_over_planned'):>17}"
-            f"  {_number(row, 'backward_over_stock'):>7}  {row['spread']:6.1%}  {_evenly(row)}"
-        )
-
-
-def _evenly(row: dict[str, Any]) -> str:
-    ratio = row.get("time_over_stock_in_even_rounds")
-    shown = "-" if ratio is None else format(ratio, ".3f")
-    return f"{shown} ({row['even_rounds']})" if "even_rounds" in row else ""
-
-
-def _number(row: dict[str, Any], name: str) -> str:
-    return f"{row[name]:.3f}" if name in row else ""
 
 
 if __name__ == "__main__":

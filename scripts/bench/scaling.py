@@ -23,7 +23,7 @@ from itertools import product
 from pathlib import Path
 from statistics import median
 
-from bench import ranks
+from bench import page, ranks
 from bench.chart import Line, Panel, draw
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -80,22 +80,13 @@ def main() -> None:
         points = list(pool.map(partial(predict, setting), *zip(*product(options.schedules, sizes), strict=True)))
     points.sort(key=lambda at: (at.num_microbatches, options.schedules.index(at.schedule), at.num_ranks))
     content = {
-        "bench": "scaling",
-        "machine": ranks.machine(),
         "setting": asdict(setting),
         "ideal_tokens_s": setting.ideal_tokens_s,
         "assumptions": assumptions,
         "memory": {name: recipe(name).memory for name in options.schedules},
         "points": [asdict(point) for point in points],
     }
-    for line in assumptions:
-        print(line)
-    for point in points:
-        print(
-            f"  p={point.num_ranks:<4} m={point.num_microbatches:<5} {point.schedule:<17}"
-            + "".join(f"  {name}: {point.tokens_s[m]:9.0f} tokens/s" for m, name in OPTIMIZERS.items())
-        )
-    ranks.write(options.output, content)
+    page.report("scaling", content, options.output)
     chart = options.output.with_suffix(".svg")
     chart.write_text(chart_of(points, setting), encoding="utf-8")
     print(f"drawn in {chart}")

@@ -1,382 +1,267 @@
-"""What the page says of each bench: which of its figures, in which words, beside what."""
+"""The report of each bench: its rows, their columns, and the words about them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
-from bench.columns import Column, Figures, Section, fixed, measured, number, pick, ratios, text, whose
-
-# --- passes that only take time -------------------------------------------------------------------------------------
+from bench.tables import Column, Figures, Getter, Section, measured, named, ratio, rounds, settings
 
 
-def _emulated(content: Figures) -> dict[str, Any]:
-    rows = [
-        {
-            "schedule": whose(name, content["machine"]),
-            "planned_ms": variant["planned_ms"],
-            "measured_ms": measured(variant["rounds_ms"]),
-            "over_planned": measured([ms / variant["planned_ms"] for ms in variant["rounds_ms"]]),
-        }
-        for name, variant in content["variants"].items()
-    ]
-    return pick(content, "num_ranks", "num_microbatches", "pass_ms", "kib", "rounds") | {"rows": rows}
+def _whose(row: Figures) -> str:
+    """A variant's name with who runs it."""
+    who, name = row["schedule"].partition(" ")[::2]
+    if who not in ("stock", "torch"):
+        return f"{row['schedule']}, ours"
+    package = {"stock": "megatron_core", "torch": "torch"}[who]
+    runner = {"stock": "megatron-core", "torch": "torch.distributed.pipelining"}[who]
+    return f"{name}, {runner} {row['machine'][package]}"
 
 
-def _emulated_words(figures: Figures, machine: Figures) -> str:
-    f, b, w = figures["pass_ms"] * (3 // len(figures["pass_ms"]))
-    return (
-        f"{figures['num_ranks']} gloo ranks on {machine['cores']} cores, {figures['num_microbatches']} microbatches, "
-        f"passes that sleep (F {f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), "
-        f"real messages of {figures['kib']} KiB: all above the plan is the runtime's own. Every round runs each "
-        f"schedule once; medians of {figures['rounds']} rounds, least and most in brackets."
-    )
-
-
-def _virtual(content: Figures) -> dict[str, Any]:
-    sizes = sorted({row["num_ranks"] for row in content["results"]})
+def _virtual(content: Figures) -> list[dict[str, Any]]:
     rows = []
-    for num_ranks in sizes:
-        of = [row["worst"][0] for row in content["results"] if row["num_ranks"] == num_ranks]
-        rows.append({"num_ranks": num_ranks, "cases": 3 * len(of), "worst_ms": max(of)})
-    return {"kib": content["kib"], "rows": rows}
+    for num_ranks, cases in groupby(content["results"], lambda row: row["num_ranks"]):
+        worst = [row["worst"][0] for row in cases]
+        rows.append({"num_ranks": num_ranks, "cases": 3 * len(worst), "worst_ms": max(worst)})
+    return rows
 
 
-def _virtual_words(figures: Figures, _: Figures) -> str:
-    return (
-        "What the runtime executes, on clocks that travel with the tensors and see no overhead, against the plan: "
-        "every schedule, with 1, p and 3p microbatches and three ratios of costs, start and end of every pass."
-    )
-
-
-def _tracing(content: Figures) -> dict[str, Any]:
-    percent = {"wall": "wall_bubbles", "trace": "trace_bubbles", "overhead": "overheads"}
-    rows = [
-        {"schedule": name, "apart": 100 * row["apart"]}
-        | {key: measured([100 * part for part in row[rounds]]) for key, rounds in percent.items()}
-        for name, row in content["schedules"].items()
-    ]
-    return pick(content, "num_ranks", "num_microbatches", "pass_ms", "rounds") | {"rows": rows}
-
-
-def _tracing_words(figures: Figures, _: Figures) -> str:
-    return (
-        f"The bubble by the makespan of recorded iterations, from the wall clock and from the trace: "
-        f"{figures['num_ranks']} gloo ranks, {figures['num_microbatches']} microbatches, passes that sleep "
-        f"{figures['pass_ms']:g} ms; and how much longer an iteration took than one that was not recorded, in "
-        f"{figures['rounds']} rounds of both."
-    )
-
-
-# --- real passes ----------------------------------------------------------------------------------------------------
-
-
-def _real(content: Figures) -> dict[str, Any]:
+def _real(content: Figures) -> list[dict[str, Any]]:
     rows = []
     for result in content["results"]:
-        stock = result["variants"]["stock 1f1b"]["rounds_ms"]
-        for name, variant in result["variants"].items():
-            rows.append(
-                {
-                    "num_microbatches": result["num_microbatches"],
-                    "schedule": whose(name, content["machine"]),
-                    "iteration_ms": measured(variant["rounds_ms"]),
-                    "over_stock": ratios(variant["rounds_ms"], stock),
-                    "predicted_over_stock": variant.get("predicted_time_over_stock"),
-                    "bound": variant.get("bound_over_predicted_stock"),
-                    **_pass_times(variant.get("costs", [])),
-                }
-            )
-    first = content["results"][0]
-    return pick(first, "hidden_size", "num_layers", "rounds") | {"device": content["device"], "rows": rows}
+        of_all = {"num_microbatches": result["num_microbatches"], "machine": content["machine"]}
+        of_all["stock_ms"] = result["variants"]["stock 1f1b"]["rounds_ms"]
+        rows += [{**row, "schedule": name, **of_all} for name, row in result["variants"].items()]
+    return rows
 
 
-def _pass_times(costs: Sequence[Figures]) -> dict[str, Any]:
-    """Of a microbatch through all stages, where a variant's passes were recorded."""
-    if not costs:
-        return {}
-    forward = [sum(of["forward_ms"]) for of in costs]
-    backward = [sum(of["backward_ms"]) + sum(of["wgrad_ms"]) for of in costs]
-    return {"forward_ms": measured(forward), "backward_ms": measured(backward)}
+def _passes(*keys: str) -> Getter:
+    """Gets the time of these passes of a microbatch in all stages, where a variant's passes were recorded."""
+
+    def get(row: Figures) -> dict[str, float] | None:
+        times = [sum(sum(costs[key]) for key in keys) for costs in row.get("costs", ())]
+        return measured(times) if times else None
+
+    return get
 
 
-def _real_words(figures: Figures, _: Figures) -> str:
-    is_fitted = any(" fitted" in row["schedule"] for row in figures["rows"])
-    return (
-        f"{_gpt(figures)} on two ranks. One iteration over stock's in the same round, beside what the simulator "
-        "predicts from the median passes and transfers of these rounds, and the bound of that prediction for any order "
-        f"of such passes; {_rounds(figures)}" + ' "fitted" is made for these passes, in the same memory.' * is_fitted
-    )
-
-
-def _passes_words(figures: Figures, _: Figures) -> str:
-    return (
-        f"{_gpt(figures)} on one rank, where nothing waits: the pipeline's loop of stock, and the same with every "
-        f"backward split; {_rounds(figures)}"
-    )
-
-
-def _gpt(figures: Figures) -> str:
-    return (
-        f"A GPT of hidden size {figures['hidden_size']} and {figures['num_layers']} layers ({figures['device']}), 256 "
-        "tokens a microbatch, without the optimizer,"
-    )
-
-
-def _rounds(figures: Figures) -> str:
-    return (
-        f"medians of {figures['rounds']} rounds, least and most in brackets. F, and B with W: a microbatch through all "
-        'layers. "exact" has the bits of stock.'
-    )
-
-
-def _wgrad(content: Figures) -> dict[str, Any]:
+def _wgrad(content: Figures) -> list[dict[str, Any]]:
     rows = []
     for result in content["results"]:
-        rounds = {(row["weights"], row["variant"]): row["rounds_us"] for row in result["rows"]}
+        times = {(row["weights"], row["variant"]): row["rounds_us"] for row in result["rows"]}
         for row in result["rows"]:
-            if row["weights"] != "layer" and row["reference"] == "library":
-                continue  # single weights are in the bench's JSON
-            own = rounds[row["weights"], row["variant"]]
-            rows.append(
-                pick(row, "dtype", "weights", "variant", "gflops", "reference")
-                | {"us": measured(own), "over_reference": ratios(own, rounds[row["weights"], row["reference"]])}
-            )
-    return (
-        pick(content, "hidden_size", "tokens", "rounds")
-        | pick(content["machine"], "device", "threads")
-        | {"rows": rows}
-    )
+            if row["weights"] == "layer" or row["reference"] != "library":  # single weights are in the bench's JSON
+                rows.append({**row, "reference_us": times[row["weights"], row["reference"]]})
+    return rows
 
 
-def _wgrad_words(figures: Figures, _: Figures) -> str:
-    return (
-        f"The W of a whole layer (hidden size {figures['hidden_size']}, {figures['tokens']} tokens) on "
-        f"{figures['device']}, {figures['threads']} thread(s), over the library's bare GEMMs: in float32 with beta=1, "
-        'in narrow dtypes a plain product that accumulates nothing. "unfused" is what upstream does. The last rows of '
-        "a dtype compute several microbatches of one weight one by one, or folded into one GEMM; medians of "
-        f"{figures['rounds']} rounds, least and most in brackets."
-    )
-
-
-# --- the optimizer --------------------------------------------------------------------------------------------------
-
-
-def _period(content: Figures) -> dict[str, Any]:
-    rows = [
-        {
-            "optimizer": {"ahead": "post-validation"}.get(name, name),
-            "predicted_ms": row["predicted_ms"],
-            "measured_ms": measured(row["rounds_ms"]),
-            "over_predicted": measured([ms / row["predicted_ms"] for ms in row["rounds_ms"]]),
-        }
-        for name, row in content["optimizers"].items()
+def _rollback(content: Figures) -> list[dict[str, Any]]:
+    return [
+        {**content["rollbacks"][name], "rollback": name, **{key: [times[key] for times in of_rounds] for key in _STEPS}}
+        for name, of_rounds in content["by_round"].items()
     ]
-    return pick(content, "num_ranks", "num_microbatches", "pass_ms", "step_ms", "rounds") | {"rows": rows}
 
 
-def _period_words(figures: Figures, _: Figures) -> str:
-    return (
-        f"From one iteration to the next with the optimizer between them: {figures['num_ranks']} gloo ranks, "
-        f"{figures['num_microbatches']} microbatches, passes that sleep {figures['pass_ms']:g} ms, a step of "
-        f"{figures['step_ms']:g} ms, `zb-auto` in twice 1F1B's memory; medians of {figures['rounds']} rounds."
-    )
-
-
-def _rollback(content: Figures) -> dict[str, Any]:
-    steps = ("step_ms", "check_ms", "keep_ms", "undo_ms")
-    rows = [
-        {"rollback": name, "bytes_per_element": content["rollbacks"][name]["bytes_per_element"]}
-        | {key: measured([one[key] for one in rounds]) for key in steps}
-        for name, rounds in content["by_round"].items()
-    ]
-    return pick(content, "device", "elements", "rounds") | {"rows": rows}
-
-
-def _rollback_words(figures: Figures, _: Figures) -> str:
-    return (
-        f"How a step of AdamW over {figures['elements']:,} elements is taken back, on {figures['device']}; medians of "
-        f"{figures['rounds']} rounds, beside the step itself."
-    )
-
-
-# --- planning -------------------------------------------------------------------------------------------------------
-
-
-def _peers(content: Figures) -> dict[str, Any]:
-    sizes = pick(content, "questions", "of_questions", "schedules", "of_schedules", "seed")
-    return sizes | {"lost": len(content["lost"]), "rows": content["medians"]}
-
-
-def _peers_words(figures: Figures, _: Figures) -> str:
-    drawn = "all" if figures["questions"] == figures["of_questions"] else f"drawn at random, seed {figures['seed']}"
-    return (
-        f"`zb-auto` against {figures['schedules']} of {figures['of_schedules']} schedules of public schedulers (the "
-        f"authors' fork, Primus, DualPipeV), each time with the same costs and in the same memory "
-        f"({figures['questions']} of {figures['of_questions']} questions, {drawn}), by the span and by the makespan: "
-        f"{figures['lost'] or 'no'} comparisons lost. Median bubble rates, with quartiles, by what a rank may keep (1 "
-        "p: what 1F1B keeps), beside what no schedule can beat."
-    )
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.1f} %"
-
-
-def _rate(key: str) -> Callable[[Figures], str]:
-    def cell(row: Figures) -> str:
-        low, high = row[f"{key}_quartiles"]
-        return f"{_percent(row[key])} ({_percent(low)} to {_percent(high)})"
-
-    return cell
-
-
-def _scaling(content: Figures) -> dict[str, Any]:
+def _scaling(content: Figures) -> list[dict[str, Any]]:
     rows: dict[tuple[int, str], dict[str, Any]] = {}
     for point in content["points"]:
         m, name = point["num_microbatches"], point["schedule"]
         row = rows.setdefault((m, name), {"num_microbatches": m, "schedule": name, "memory": content["memory"][name]})
         row[f"p={point['num_ranks']}"] = point["tokens_s"]
-    counts = sorted({point["num_ranks"] for point in content["points"]})
-    kept = pick(content, "assumptions", "ideal_tokens_s")
-    return kept | {"counts": counts, "rows": list(rows.values())}
+    return list(rows.values())
 
 
-def _scaling_words(figures: Figures, _: Figures) -> str:
-    return (
-        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens a "
-        f"second of the whole pipeline, {figures['ideal_tokens_s'] / 1e3:.1f} without bubbles, with a synchronous "
-        "optimizer / with post-validation. Every schedule was simulated pass by pass. Assumed:\n\n"
-        + "\n".join(f"* {line}" for line in figures["assumptions"])
-        + "\n\nWhat a schedule keeps is its limit: zb-h2 needs about twice 1F1B's activations, zb-v's and zb-h1's are "
-        "1F1B's, v-half and v-min need a half and a third."
-    )
+class _Thousands(Column):
+    """Tokens a second with a synchronous optimizer, and with post-validation."""
+
+    def cell(self, row: Figures) -> str:
+        return " / ".join(f"{row[self.key][metric] / 1e3:.1f}" for metric in ("makespan", "span"))
 
 
-def _scaling_columns(figures: Figures) -> list[Column]:
-    def at(num_ranks: int) -> Column:
-        def cell(row: Figures) -> str:
-            tokens = row[f"p={num_ranks}"]
-            return f"{tokens['makespan'] / 1e3:.1f} / {tokens['span'] / 1e3:.1f}"
-
-        return Column(f"p={num_ranks}", cell)
-
-    shown = figures["counts"][::-2][::-1]  # every other one, the largest included
-    head = [Column("microbatches", text("num_microbatches")), Column("schedule", text("schedule"))]
-    return [*head, Column("keeps", text("memory")), *map(at, shown)]
+def _scaling_columns(rows: Sequence[Figures]) -> list[Column]:
+    sizes = [key for key in rows[0] if key.startswith("p=")]
+    shown = sizes[::-2]  # every other one, the largest included
+    head = [Column("microbatches", "num_microbatches"), Column("schedule", "schedule"), Column("keeps", "memory")]
+    return [*head, *(_Thousands(key if key in shown else "", key) for key in sizes)]
 
 
-_REAL = fixed(
-    Column("microbatches", text("num_microbatches")),
-    Column("schedule", text("schedule")),
-    Column("ms / iteration", number("iteration_ms", ".0f")),
-    Column("time / stock 1F1B", number("over_stock", ".3f")),
-    Column("predicted", number("predicted_over_stock", ".3f")),
-    Column("bound", number("bound", ".3f")),
-    Column("F ms", number("forward_ms", ".1f")),
-    Column("B + W ms", number("backward_ms", ".1f")),
+_STEPS = ("step_ms", "check_ms", "keep_ms", "undo_ms")
+_GPT = settings("hidden_size", "num_layers", "rounds", "device")
+_GPT_WORDS = (
+    "A GPT of hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens a microbatch, without the "
+    "optimizer, on %s; medians of {rounds} rounds, least and most in brackets. F, and B with W: a microbatch through "
+    'all layers. "exact" has the bits of stock.'
 )
-_PASSES = fixed(
-    Column("schedule", text("schedule")),
-    Column("ms / iteration", number("iteration_ms", ".0f")),
-    Column("time / stock", number("over_stock", ".3f")),
-    Column("F ms", number("forward_ms", ".1f")),
-    Column("B + W ms", number("backward_ms", ".1f")),
+_REAL_WORDS = (
+    _GPT_WORDS % "two ranks. One iteration over stock's in the same round, beside what the simulator predicts from the "
+    "median passes and transfers of these rounds, and the bound of that prediction for any order of such passes"
+) + "{fitted}"
+_PASSES_WORDS = (
+    _GPT_WORDS % "one rank, where nothing waits: the pipeline's loop of stock, and the same with every backward split"
 )
-_WGRAD = fixed(
-    Column("dtype", text("dtype")),
-    Column("weights", text("weights")),
-    Column("how", text("variant")),
-    Column("us", number("us", ".0f")),
-    Column("GFLOPS", number("gflops", ".0f")),
-    Column("time / first", number("over_reference", ".3f")),
+_PASSES = (
+    Column("schedule", "schedule", "", _whose),
+    Column("ms / iteration", "iteration_ms", ".0f", rounds("rounds_ms")),
+    Column("time / stock", "over_stock", ".3f", ratio("rounds_ms", "stock_ms")),
+    Column("F ms", "forward_ms", ".1f", _passes("forward_ms")),
+    Column("B + W ms", "backward_ms", ".1f", _passes("backward_ms", "wgrad_ms")),
 )
+_REAL = (
+    Column("microbatches", "num_microbatches"),
+    *_PASSES[:2],
+    replace(_PASSES[2], name="time / stock 1F1B"),
+    Column("predicted", "predicted_over_stock", ".3f", lambda row: row.get("predicted_time_over_stock")),
+    Column("bound", "bound", ".3f", lambda row: row.get("bound_over_predicted_stock")),
+    *_PASSES[3:],
+)
+_WGRAD = Section(
+    "Weight gradients",
+    settings("hidden_size", "tokens", "rounds", "device", "threads"),
+    _wgrad,
+    (
+        *(Column(name, key) for name, key in (("dtype", "dtype"), ("weights", "weights"), ("how", "variant"))),
+        Column("us", "us", ".0f", rounds("rounds_us")),
+        Column("GFLOPS", "gflops", ".0f"),
+        Column("time / first", "over_reference", ".3f", ratio("rounds_us", "reference_us")),
+    ),
+    "The W of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), over the "
+    "library's bare GEMMs: in float32 with beta=1, in narrow dtypes a plain product that accumulates nothing. "
+    '"unfused" is what upstream does. The last rows of a dtype compute several microbatches of one weight one by one, '
+    "or folded into one GEMM; medians of {rounds} rounds, least and most in brackets.",
+)
+
+
+def _fitted(figures: Figures) -> dict[str, str]:
+    is_fitted = any(" fitted" in row["schedule"] for row in figures["rows"])
+    return {"fitted": ' "fitted" is made for these passes, in the same memory.' if is_fitted else ""}
+
+
+def _peers(figures: Figures) -> dict[str, Any]:
+    drawn = "all" if figures["questions"] == figures["of_questions"] else f"drawn at random, seed {figures['seed']}"
+    return {"drawn": drawn, "lost": figures["lost"] or "no"}
+
+
 SECTIONS = {
     "emulated": Section(
         "Passes that only take time",
-        _emulated,
-        _emulated_words,
-        fixed(
-            Column("schedule", text("schedule")),
-            Column("planned ms", number("planned_ms", ".0f")),
-            Column("measured ms", number("measured_ms", ".0f")),
-            Column("measured / planned", number("over_planned", ".3f")),
+        settings("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds"),
+        named("schedule", "variants"),
+        (
+            Column("schedule", "schedule", "", _whose),
+            Column("planned ms", "planned_ms", ".0f"),
+            Column("measured ms", "measured_ms", ".0f", rounds("rounds_ms")),
+            Column("measured / planned", "over_planned", ".3f", ratio("rounds_ms", "planned_ms")),
         ),
-        excerpt=("schedule", "planned ms", "measured ms", "measured / planned"),
+        "{num_ranks} gloo ranks on {machine[cores]} cores, {num_microbatches} microbatches, passes that sleep (F "
+        "{f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), real messages of "
+        "{kib} KiB: all above the plan is the runtime's own. Every round runs each schedule once; medians of {rounds} "
+        "rounds, least and most in brackets.",
+        lambda of: dict(zip("fbw", of["pass_ms"] * (3 // len(of["pass_ms"])), strict=True)),
+        ("schedule", "planned ms", "measured ms", "measured / planned"),
     ),
     "virtual": Section(
         "What it executes, against the plan",
+        settings(),
         _virtual,
-        _virtual_words,
-        fixed(
-            Column("ranks", text("num_ranks")),
-            Column("cases", text("cases")),
-            Column("largest difference, ms", number("worst_ms", ".6f")),
+        (
+            Column("ranks", "num_ranks"),
+            Column("cases", "cases"),
+            Column("largest difference, ms", "worst_ms", ".6f"),
         ),
+        "What the runtime executes, on clocks that travel with the tensors and see no overhead, against the plan: "
+        "every schedule, with 1, p and 3p microbatches and three ratios of costs, start and end of every pass.",
     ),
     "tracing": Section(
         "Recorded iterations",
-        _tracing,
-        _tracing_words,
-        fixed(
-            Column("schedule", text("schedule")),
-            Column("bubble by the wall clock, %", number("wall", ".2f")),
-            Column("by the trace, %", number("trace", ".2f")),
-            Column("apart at most, points", number("apart", ".2f")),
-            Column("recording, %", number("overhead", "+.2f")),
+        settings("num_ranks", "num_microbatches", "pass_ms", "rounds"),
+        named("schedule", "schedules"),
+        (
+            Column("schedule", "schedule"),
+            Column("bubble by the wall clock, %", "wall", ".2f", rounds("wall_bubbles", 100)),
+            Column("by the trace, %", "trace", ".2f", rounds("trace_bubbles", 100)),
+            Column("apart at most, points", "apart", ".2f", lambda row: 100 * row["apart"]),
+            Column("recording, %", "overhead", "+.2f", rounds("overheads", 100)),
         ),
+        "The bubble by the makespan of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
+        "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer an iteration "
+        "took than one that was not recorded, in {rounds} rounds of both.",
     ),
     "real-compute": Section(
         "Real compute",
+        _GPT,
         _real,
-        _real_words,
         _REAL,
+        _REAL_WORDS,
+        _fitted,
         ("microbatches", "schedule", "time / stock 1F1B", "predicted", "bound"),
     ),
-    "passes": Section("Pass times", _real, _passes_words, _PASSES),
-    "passes-cuda": Section("Pass times on a GPU", _real, _passes_words, _PASSES),
-    "real-compute-cuda": Section("Real compute on GPUs", _real, _real_words, _REAL),
-    "wgrad": Section("Weight gradients", _wgrad, _wgrad_words, _WGRAD, ("dtype", "weights", "how", "time / first")),
-    "wgrad-cuda": Section("Weight gradients on a GPU", _wgrad, _wgrad_words, _WGRAD),
+    "passes": Section("Pass times", _GPT, _real, _PASSES, _PASSES_WORDS),
+    "passes-cuda": Section("Pass times on a GPU", _GPT, _real, _PASSES, _PASSES_WORDS),
+    "real-compute-cuda": Section("Real compute on GPUs", _GPT, _real, _REAL, _REAL_WORDS, _fitted),
+    "wgrad": replace(_WGRAD, excerpt=("dtype", "weights", "how", "time / first")),
+    "wgrad-cuda": replace(_WGRAD, title="Weight gradients on a GPU"),
     "post-validation": Section(
         "With the optimizer",
-        _period,
-        _period_words,
-        fixed(
-            Column("optimizer", text("optimizer")),
-            Column("predicted ms", number("predicted_ms", ".0f")),
-            Column("measured ms", number("measured_ms", ".0f")),
-            Column("measured / predicted", number("over_predicted", ".3f")),
+        settings("num_ranks", "num_microbatches", "pass_ms", "step_ms", "rounds"),
+        named("optimizer", "optimizers"),
+        (
+            Column("optimizer", "optimizer", "", lambda row: row["optimizer"].replace("ahead", "post-validation")),
+            Column("predicted ms", "predicted_ms", ".0f"),
+            Column("measured ms", "measured_ms", ".0f", rounds("rounds_ms")),
+            Column("measured / predicted", "over_predicted", ".3f", ratio("rounds_ms", "predicted_ms")),
         ),
+        "From one iteration to the next with the optimizer between them: {num_ranks} gloo ranks, {num_microbatches} "
+        "microbatches, passes that sleep {pass_ms:g} ms, a step of {step_ms:g} ms, `zb-auto` in twice 1F1B's memory; "
+        "medians of {rounds} rounds.",
         excerpt=("optimizer", "predicted ms", "measured ms", "measured / predicted"),
     ),
     "rollback": Section(
         "Taking a step back",
+        settings("device", "elements", "rounds"),
         _rollback,
-        _rollback_words,
-        fixed(
-            Column("rollback", text("rollback")),
-            Column("step ms", number("step_ms", ".1f")),
-            Column("check ms", number("check_ms", ".1f")),
-            Column("keep ms", number("keep_ms", ".1f")),
-            Column("undo ms", number("undo_ms", ".1f")),
-            Column("bytes an element", number("bytes_per_element", ".1f")),
+        (
+            Column("rollback", "rollback"),
+            *(Column(key.replace("_", " "), key, ".1f", rounds(key)) for key in _STEPS),
+            Column("bytes an element", "bytes_per_element", ".1f"),
         ),
+        "How a step of AdamW over {elements:,} elements is taken back, on {device}; medians of {rounds} rounds, beside "
+        "the step itself.",
     ),
     "peers": Section(
         "zb-auto against public schedules",
-        _peers,
-        _peers_words,
-        fixed(
-            Column("objective", text("objective")),
-            Column("memory", text("memory")),
-            Column("questions", text("questions")),
-            Column("zb-auto", _rate("ours")),
-            Column("best public", _rate("best_peer")),
-            Column("bound", lambda row: _percent(row["bound"])),
-            Column("seconds to plan", number("seconds", ".1f")),
+        lambda content: (
+            settings("questions", "of_questions", "schedules", "of_schedules", "seed")(content)
+            | {"lost": len(content["lost"])}
         ),
+        lambda content: content["medians"],
+        (
+            *(Column(key, key) for key in ("objective", "memory", "questions")),
+            Column("zb-auto", "ours", ".1%"),
+            Column("", "ours_quartiles"),
+            Column("best public", "best_peer", ".1%"),
+            Column("", "best_peer_quartiles"),
+            Column("bound", "bound", ".1%"),
+            Column("seconds to plan", "seconds", ".1f"),
+        ),
+        "`zb-auto` against {schedules} of {of_schedules} schedules of public schedulers (the authors' fork, Primus, "
+        "DualPipeV), each time with the same costs and in the same memory ({questions} of {of_questions} questions, "
+        "{drawn}), by the span and by the makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by "
+        "what a rank may keep (1 p: what 1F1B keeps), beside what no schedule can beat.",
+        _peers,
     ),
-    "scaling": Section("Scaling on paper", _scaling, _scaling_words, _scaling_columns),
+    "scaling": Section(
+        "Scaling on paper",
+        settings("assumptions", "ideal_tokens_s"),
+        _scaling,
+        _scaling_columns,
+        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens a "
+        "second of the whole pipeline, {thousands:.1f} without bubbles, with a synchronous optimizer / with "
+        "post-validation. Every schedule was simulated pass by pass. Assumed:\n\n{lines}\n\nWhat a schedule keeps is "
+        "its limit: zb-h2 needs about twice 1F1B's activations, zb-v's and zb-h1's are 1F1B's, v-half and v-min need a "
+        "half and a third.",
+        lambda of: {"thousands": of["ideal_tokens_s"] / 1e3, "lines": "\n".join(f"* {a}" for a in of["assumptions"])},
+    ),
 }
 """By the name of the bench, in the order of the page."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench import ranks
+from bench import page, ranks
 from megatron.zero_bubble.kernels import Kernels, reference, select
 
 LIBRARY, FUSED, SINGLE, FOLDED = "library", "fused", "one by one", "folded"
@@ -43,9 +43,8 @@ def main() -> None:
     print(f"{options.tokens} tokens, {options.device}, {options.threads} thread(s), ops: {kernels.words}")
     results = [_measure(options, kernels, layer, getattr(torch, dtype)) for dtype in options.dtype]
     device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    machine = ranks.machine() | {"device": device, "threads": options.threads}
-    settings = {"hidden_size": h, "tokens": options.tokens, "rounds": options.rounds}
-    ranks.write(options.output, {"bench": "wgrad", "machine": machine, **settings, "results": results})
+    settings = {"hidden_size": h, "tokens": options.tokens, "rounds": options.rounds, "threads": options.threads}
+    page.report("wgrad", {"device": device, **settings, "results": results}, options.output)
 
 
 def _parse() -> argparse.Namespace:
@@ -69,30 +68,19 @@ def _measure(options: argparse.Namespace, kernels: Kernels, layer: list[Shape], 
         values = ranks.interleaved(_variants(options, kernels, shapes, dtype), options.rounds)
         rows += _rows(dtype, name, work, values, LIBRARY)
     rows += _folding(options, kernels, layer, dtype)
-    print(f"\n{dtype}, medians of {options.rounds} rounds")
-    print(f"  {'weights':<20}{'variant':<16}{'us':>12}{'GFLOPS':>10}{'x first':>11}{'noise':>8}")
-    for row in rows:
-        print(
-            f"  {row['weights']:<20}{row['variant']:<16}{row['us']:>12.1f}{row['gflops']:>10.1f}"
-            f"{row['times_reference']:>11.3f}{row['noise']:>8.1%}"
-        )
     return {"dtype": str(dtype), "rows": rows}
 
 
 def _rows(
     dtype: torch.dtype, weights: str, work: int, values: dict[str, list[float]], base: str
 ) -> list[dict[str, Any]]:
-    ratios = ranks.ratio_to(values, base)
     return [
         {
             "dtype": str(dtype).removeprefix("torch."),
             "weights": weights,
             "variant": variant,
-            "us": median(row),
             "gflops": work / median(row) / 1e3,
-            "times_reference": ratios[variant],
             "reference": base,
-            "noise": ranks.spread(row),
             "rounds_us": row,
         }
         for variant, row in values.items()

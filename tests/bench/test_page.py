@@ -24,6 +24,11 @@ def summary() -> dict[str, Any]:
     return page.summarize(GOLDEN / "run")
 
 
+def blocks(readme: str) -> dict[str, str]:
+    """What stands between the two lines of each bench."""
+    return dict(re.findall(r"<!-- bench: ([\w-]+) -->\n+(.*?)\n+<!-- /bench -->", readme, re.DOTALL))
+
+
 def fake_readme(*names: str) -> str:
     return "# Title\n\n" + "".join(f"<!-- bench: {name} -->\nold\n<!-- /bench -->\n\nown words\n" for name in names)
 
@@ -71,7 +76,7 @@ def test_the_readme_keeps_its_own_words_and_the_blocks_of_what_did_not_run(summa
     ]
     text = page.with_excerpts(fake_readme("post-validation", "emulated"), summary)
     assert text.count("own words") == 2 and text.startswith("# Title\n")
-    found = page.blocks(text)
+    found = blocks(text)
     assert found["post-validation"] == "old" and found["emulated"] == page.excerpts(summary)["emulated"]
     assert "Run 2026-01-02-030405 on Some CPU" in found["emulated"].replace("\n", " ")
 
@@ -97,7 +102,7 @@ def test_lines_are_of_the_width_of_our_texts(summary: dict[str, Any]) -> None:
 
 def test_the_readme_has_one_block_for_every_excerpt() -> None:
     assert README.count("<!-- bench: ") == README.count("<!-- /bench -->") == len(EXCERPTED)
-    assert set(page.blocks(README)) == EXCERPTED
+    assert set(blocks(README)) == EXCERPTED
 
 
 @pytest.mark.skipif(not (ROOT / page.STORED).exists(), reason="no full run was stored yet: bash scripts/bench.sh")
@@ -106,5 +111,13 @@ def test_the_page_and_the_readme_are_those_of_the_stored_run() -> None:
     assert not stored["quick"]
     again = "bash scripts/bench.sh page writes it again"
     assert (ROOT / page.PAGE).read_text() == page.render(stored), again
-    blocks = page.blocks(README)
-    assert {name: blocks[name] for name in page.excerpts(stored)} == page.excerpts(stored), again
+    found = blocks(README)
+    assert {name: found[name] for name in page.excerpts(stored)} == page.excerpts(stored), again
+
+
+def test_a_bench_prints_what_the_page_would_have_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads((GOLDEN / "run/wgrad.json").read_text())
+    page.report("wgrad", content, tmp_path / "wgrad.json")
+    assert json.loads((tmp_path / "wgrad.json").read_text()) == content
+    printed = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
+    assert SECTIONS["wgrad"].table(SECTIONS["wgrad"].summary(content)) == [row for row in printed if len(row) == 6]

@@ -1,0 +1,111 @@
+"""What the report of a bench is made of: a table of columns, and words about its settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+Figures = Mapping[str, Any]
+Getter = Callable[[Figures], Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of every row: ``getter`` takes it from a row of the bench's JSON, the summary has it as ``key``.
+
+    ``unit`` is the format of the figure. A column without a name is in the summary only.
+    """
+
+    name: str
+    key: str
+    unit: str = ""
+    getter: Getter | None = None
+
+    def value(self, row: Figures) -> Any:
+        """The figure of a row of the bench's JSON; None where there is none."""
+        return self.getter(row) if self.getter else row.get(self.key)
+
+    def cell(self, row: Figures) -> str:
+        """The figure of a row of the summary, with the range or quartiles that it may have; a dash without one."""
+        value, ends = row.get(self.key), row.get(f"{self.key}_quartiles", ())
+        if isinstance(value, Mapping):
+            value, ends = value["median"], (value["least"], value["most"])
+        if value is None:
+            return "-"
+        middle, *shown = (format(figure, self.unit).replace("%", " %") for figure in (value, *ends))
+        return f"{middle} ({' to '.join(shown)})" if shown else middle
+
+
+@dataclass(frozen=True)
+class Section:
+    """The report of one bench.
+
+    ``settings`` and ``rows`` are taken from the bench's JSON for its summary. ``words`` is a format string for the
+    settings, the ``machine`` and ``facts`` about both. The README shows the columns of ``excerpt`` as well.
+    """
+
+    title: str
+    settings: Getter
+    rows: Getter
+    columns: Sequence[Column] | Callable[[Sequence[Figures]], Sequence[Column]]
+    words: str
+    facts: Getter = lambda _: {}
+    excerpt: tuple[str, ...] = ()
+
+    def summary(self, content: Figures) -> dict[str, Any]:
+        """What the page shows of a bench's JSON."""
+        rows = self.rows(content)
+        columns = self._columns(rows)
+        return self.settings(content) | {
+            "rows": [{column.key: column.value(row) for column in columns} for row in rows]
+        }
+
+    def text(self, summary: Figures, machine: Figures) -> str:
+        """What was compared with what."""
+        return self.words.format_map({**summary, "machine": machine, **self.facts(summary)})
+
+    def table(self, summary: Figures, names: Sequence[str] = ()) -> list[list[str]]:
+        """The cells, heads first, of the columns with these names; without any, of all that have a name."""
+        rows = summary["rows"]
+        columns = [column for column in self._columns(rows) if column.name in (names or {column.name} - {""})]
+        return [[column.name for column in columns], *([column.cell(row) for column in columns] for row in rows)]
+
+    def _columns(self, rows: Sequence[Figures]) -> Sequence[Column]:
+        return self.columns(rows) if callable(self.columns) else self.columns
+
+
+def measured(values: Sequence[float]) -> dict[str, float]:
+    """The median of some rounds, and their range."""
+    return {"median": median(values), "least": min(values), "most": max(values)}
+
+
+def rounds(key: str, scale: float = 1.0) -> Getter:
+    """Gets a figure of every round."""
+    return lambda row: measured([scale * value for value in row[key]])
+
+
+def ratio(key: str, other: str) -> Getter:
+    """Gets a figure of every round over another of the same round, or of all."""
+
+    def get(row: Figures) -> dict[str, float]:
+        base = row[other] if isinstance(row[other], list) else [row[other]] * len(row[key])
+        return measured([value / by for value, by in zip(row[key], base, strict=True)])
+
+    return get
+
+
+def settings(*keys: str) -> Getter:
+    """Gets these of the bench's settings, which stand beside its results, in each of them or with the machine."""
+
+    def get(content: Figures) -> dict[str, Any]:
+        first = (content.get("results") or [{}])[0]
+        return {key: {**content["machine"], **first, **content}[key] for key in keys}
+
+    return get
+
+
+def named(label: str, key: str) -> Getter:
+    """Gets rows that stand under their names, each with its name under ``label`` and the machine."""
+    return lambda content: [{**row, label: name, "machine": content["machine"]} for name, row in content[key].items()]
