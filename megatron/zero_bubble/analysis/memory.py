@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from heapq import merge
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Kind, Op
+from megatron.zero_bubble.ir import Kind
 
 
 class Kept(NamedTuple):
@@ -54,16 +54,12 @@ def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tupl
     changes = ((start if p.kind is Kind.F else end, memory.delta(p, num_slices)) for p, start, end in spans)
     if not timeline.lanes:
         return changes
-    aside = sorted(_of_ops(timeline.lanes[rank], memory, num_slices))
-    return merge(changes, aside, key=lambda change: (change[0], change[1] > 0))
+    lanes = sorted(change for span in timeline.lanes[rank] for change in _of_op(span, memory, num_slices))
+    return merge(changes, lanes, key=lambda change: (change[0], change[1] > 0))
 
 
-def _of_ops(
-    ops: Iterable[tuple[Op, float, float]], memory: PassMemory, num_slices: int
-) -> Iterator[tuple[float, float]]:
-    for op, start_ms, end_ms in ops:
-        at_start, at_end = op.memory(memory, num_slices)
-        if at_start:
-            yield start_ms, at_start
-        if at_end or not at_start:
-            yield end_ms, at_end
+def _of_op(span: LaneSpan, memory: PassMemory, num_slices: int) -> Iterator[tuple[float, float]]:
+    if not isinstance(span.op, str):
+        at_start, at_end = span.op.memory(memory, num_slices)
+        yield span.start_ms, at_start
+        yield span.end_ms, at_end

@@ -99,7 +99,7 @@ class Run:
             if isinstance(op, Compute):
                 self.spans[rank].append(Span(op.work, start, end))
             elif op.lane is not None:
-                self.lanes[rank].append(LaneSpan(op, start, end))
+                self.lanes[rank].append(LaneSpan(lane, op, start, end))
             own.append(end)
             for token in makes:
                 made[token] = end, rank

@@ -20,9 +20,10 @@ class Span(NamedTuple):
 
 
 class LaneSpan(NamedTuple):
-    """One op that is not a pass, on the clock."""
+    """One op that is not a pass, on the clock; of a trace that was read from a file, what the op printed."""
 
-    op: Op
+    lane: str
+    op: Op | str
     start_ms: float
     end_ms: float
 

@@ -21,7 +21,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.job.rules import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
-from megatron.zero_bubble.plan import lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
 from megatron.zero_bubble.render.text import headline
@@ -118,8 +118,8 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         schedule = _schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
-        plan = lower(schedule)
-        for own in (with_validation(plan) if args.zero_bubble_post_validation else plan, lower_forward_only(schedule)):
+        passes = (communicate, with_validation) if args.zero_bubble_post_validation else (communicate,)
+        for own in (lower(schedule, passes), lower_forward_only(schedule)):
             if one_queue:
                 prove_single_queue(own)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"

@@ -13,7 +13,7 @@ from megatron.zero_bubble.costs.units import (
     refuse_huge,
     spread,
 )
-from megatron.zero_bubble.ir import Kind, Pass, Placement
+from megatron.zero_bubble.ir import Chain, Kind, Pass, Placement
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 
@@ -80,6 +80,17 @@ class PassCosts:
         else:
             whole = self.backward_ms[p.stage] + self.wgrad_ms[p.stage]
         return whole / num_slices
+
+    def hops(self, placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """For every stage of a chain, the milliseconds that the input of its F travels, and that of its B."""
+        chain, rank_of = Chain(placement.num_stages), placement.stage_to_rank
+
+        def hop(p: Pass) -> float:
+            source = chain.source(p)
+            return 0.0 if source is None else self.comm(rank_of[source.stage], rank_of[p.stage])
+
+        stages = range(placement.num_stages)
+        return tuple(hop(Pass(s, Kind.F, 0)) for s in stages), tuple(hop(Pass(s, Kind.B, 0)) for s in stages)
 
     def comm(self, source_rank: int, destination_rank: int) -> float:
         """Milliseconds from the end of a pass on one rank to its result on another; nothing within a rank."""

@@ -31,7 +31,7 @@ class VirtualClock:
         assert op.lane is not None, "an op without a lane takes no time"
         start = max(self.now_ms, ready_ms, self._lane_free.get(op.lane, 0.0))
         end = self._lane_free[op.lane] = start + duration_ms
-        self.lanes.append(LaneSpan(op, start, end))
+        self.lanes.append(LaneSpan(op.lane, op, start, end))
         return end
 
 

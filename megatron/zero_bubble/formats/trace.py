@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.simulate import simulate
-from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir import Op, Pass
 
 FORMAT = 1
 
@@ -32,6 +32,8 @@ _ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
     "settles": (Settled, ("pass", "rank", "start", "end")),
     "validations": (Validated, ("start", "end")),
 }
+_LANES = "lanes"
+"""The key of ops that are no passes and take time; a rank without any has no such key."""
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 _MEMORY = ("activation", "wgrad")
 
@@ -140,12 +142,13 @@ def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
 def _rank(row: RankTrace) -> dict[str, Any]:
     rows = (row.spans, row.sends, row.receives, row.settles, row.validations)
     events = {key: [[_cell(cell) for cell in event] for event in kind] for key, kind in zip(_ROWS, rows, strict=True)}
-    return {"clock_error_ms": round(row.clock_error_ms, 6), **events}
+    lanes = {_LANES: [[_cell(cell) for cell in span] for span in row.lanes]} if row.lanes else {}
+    return {"clock_error_ms": round(row.clock_error_ms, 6), **events, **lanes}
 
 
-def _cell(value: Pass | float) -> str | float:
+def _cell(value: Pass | Op | str | float) -> str | float:
     """Times to a tenth of a microsecond: finer is noise, and twice the file."""
-    return str(value) if isinstance(value, Pass) else round(value, 4)
+    return round(value, 4) if isinstance(value, int | float) else str(value)
 
 
 def _rank_from(row: object, where: str) -> RankTrace:
@@ -157,11 +160,12 @@ def _rank_from(row: object, where: str) -> RankTrace:
     if not spans or times != sorted(times):
         raise UserError(f"{where} must have passes, one after the other; got {len(spans)} that overlap or go back")
     error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
-    return RankTrace(spans, sends, receives, settles, validations, error_ms)
+    lanes = tuple(_events(row, _LANES, where)) if _LANES in row else ()
+    return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
 
 
 def _events(row: dict[str, Any], key: str, where: str) -> Iterator[Any]:
-    kind, columns = _ROWS[key]
+    kind, columns = _ROWS.get(key, (LaneSpan, ("lane", "op", "start", "end")))
     make: Callable[..., Any] = kind
     form = f"[{', '.join(columns)}]"
     for event in read_key(row, key, f"a list of rows {form}", lambda value: isinstance(value, list)):
@@ -175,9 +179,11 @@ def _value(cell: object, column: str, where: str) -> Any:
         return Pass.parse(cell)
     if column == "rank" and type(cell) is int and cell >= 0:
         return cell
-    if column not in ("pass", "rank") and _is_number(cell):
+    if column in ("lane", "op") and isinstance(cell, str):
         return cell
-    form = {"pass": 'a pass such as "2F0"', "rank": "a rank"}.get(column, "ms")
+    if column not in ("pass", "rank", "lane", "op") and _is_number(cell):
+        return cell
+    form = {"pass": 'a pass such as "2F0"', "rank": "a rank", "lane": "a string", "op": "a string"}.get(column, "ms")
     raise UserError(f"{where} must give {column} as {form}; got {json.dumps(cell)[:60]}")
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
 from megatron.zero_bubble.ir import Compute, Message, Op, Pass
+from megatron.zero_bubble.ir.ops import COMPUTE
 from megatron.zero_bubble.measure.clocks import GroupClock, Offset
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.runtime.observer import IterationObserver
@@ -163,5 +164,5 @@ class Marks(NamedTuple):
             tuple(Settled(m.producer, m.target, *ms(*marks)) for m, *marks in self.settled),
             tuple(Validated(*ms(*marks)) for marks in self.validated),
             origin.error_ms,
-            tuple(LaneSpan(op, *ms(*marks)) for op, *marks in self.lanes),
+            tuple(LaneSpan(op.lane or COMPUTE, op, *ms(*marks)) for op, *marks in self.lanes),
         )

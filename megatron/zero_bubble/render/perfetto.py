@@ -1,15 +1,15 @@
 """A recorded iteration for https://ui.perfetto.dev and chrome://tracing: the JSON of the Trace Event Format.
 
 A rank is a process with a thread for its passes, one for its sends, one for when it was ready to receive, one for what
-it waited to receive and one for its other waits; the plan of a rank is a process above it. An arrow leads from every
-send to the end of its receive, and a counter has what the rank keeps. The format is documented by its authors ("Trace
-Event Format", 2016); Perfetto reads the event kinds X, i, C, M and the flows s and f.
+it waited to receive, one for its other waits and one per lane of other ops; the plan of a rank is a process above it.
+An arrow leads from every send to the end of its receive, and a counter has what the rank keeps. The format is
+documented by its authors ("Trace Event Format", 2016); Perfetto reads the event kinds X, i, C, M and the flows s and f.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron.zero_bubble.analysis.difference import Comparison, RankDifference
@@ -28,7 +28,11 @@ Event = dict[str, Any]
 def render_perfetto(compared: Comparison) -> str:
     """The JSON text, an event a line; times are in us, and the first passes of plan and iteration start together."""
     schedule = compared.measured.timeline.schedule
-    events = [*_names(schedule.num_ranks), *_measured(compared), *_planned(compared), *_memory(compared)]
+    sides = {True: compared.planned, False: compared.measured.timeline}
+    lanes = sorted({span.lane for timeline in sides.values() for row in timeline.lanes for span in row})
+    events = [*_names(schedule.num_ranks, lanes), *_measured(compared), *_planned(compared), *_memory(compared)]
+    for planned, timeline in sides.items():
+        events += _on_lanes(timeline, planned, lanes)
     # A rank expects its first input before the first pass of all starts, and no time may be below 0.
     first = min(event.get("ts", 0.0) for event in events)
     for event in events:
@@ -45,17 +49,29 @@ def _pid(rank: int, planned: bool = False) -> int:
     return 100 * (2 * rank + (1 if planned else 2))
 
 
-def _names(num_ranks: int) -> Iterator[Event]:
+def _names(num_ranks: int, lanes: Sequence[str]) -> Iterator[Event]:
+    threads = _THREADS | {_thread(lanes, lane): lane for lane in lanes}
     for rank in range(num_ranks):
         for planned in (True, False):
             pid = _pid(rank, planned)
             yield {"ph": "M", "pid": pid, "name": "process_name", "args": {"name": _process(rank, planned)}}
             yield {"ph": "M", "pid": pid, "name": "process_sort_index", "args": {"sort_index": pid}}
-            for tid, name in _THREADS.items():
-                if tid == PASSES or not planned:
+            for tid, name in threads.items():
+                if tid == PASSES or name in lanes or not planned:
                     yield {"ph": "M", "pid": pid, "tid": pid + tid, "name": "thread_name", "args": {"name": name}}
                     sort = {"name": "thread_sort_index", "args": {"sort_index": tid}}
                     yield {"ph": "M", "pid": pid, "tid": pid + tid} | sort
+
+
+def _thread(lanes: Sequence[str], lane: str) -> int:
+    """Lanes come after the threads that every rank has."""
+    return WAITS + 1 + lanes.index(lane)
+
+
+def _on_lanes(timeline: Timeline, planned: bool, lanes: Sequence[str]) -> Iterator[Event]:
+    for rank, row in enumerate(timeline.lanes):
+        for lane, op, start_ms, end_ms in row:
+            yield _slice(_pid(rank, planned), _thread(lanes, lane), str(op), start_ms, end_ms)
 
 
 def _process(rank: int, planned: bool) -> str:

@@ -24,6 +24,7 @@ MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gr
 _STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
     ".title{font-size:15px;font-weight:600;fill:#111827}.mb{font-size:10px;fill:#fff;text-anchor:middle}"
+    ".lane{fill:#8b6fc4}.of{font-size:8px;text-anchor:end}"
     ".kept{fill:#a7bff5}.due{fill:none;stroke:#111827;stroke-dasharray:3 3}"
     ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
     + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in COLOURS.items())
@@ -31,6 +32,8 @@ _STYLE = (
 _LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
 _CURVE = 34
 """Height of a rank's memory, in pixels."""
+_LANE = 10
+"""Height of a lane below its rank's passes, in pixels."""
 _DIGIT = 6.5
 """Width of a digit of a microbatch number, in pixels."""
 
@@ -85,9 +88,14 @@ def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[st
     pitch = 26 if len(timeline.spans) <= 16 else 18
     text = f"{title}: {headline(timeline)}" if title else headline(timeline)
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{escape(text)}</text>\n']
+    lanes = sorted({span.lane for row in timeline.lanes for span in row})
+    height = pitch + _LANE * len(lanes)
     for rank in range(len(timeline.spans)):
-        lines.extend(_row(timeline, rank, scale, top + _HEADER - 8 + rank * pitch, pitch - 4))
-    return "".join(lines), _HEADER + len(timeline.spans) * pitch
+        y = top + _HEADER - 8 + rank * height
+        lines.extend(_row(timeline, rank, scale, y, pitch - 4))
+        for number, lane in enumerate(lanes):
+            lines.extend(_lane(timeline, rank, lane, scale, y + pitch - 3 + number * _LANE))
+    return "".join(lines), _HEADER + len(timeline.spans) * height
 
 
 def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> Iterator[str]:
@@ -110,6 +118,20 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
         # Later chunks of the same rank are paler.
         yield f'<path class="{kind.value}" fill-opacity="{1 - 0.5 * chunk / chunks:.3g}" d="{"".join(path)}"/>'
     yield "".join(labels) + "\n"
+
+
+def _lane(timeline: Timeline, rank: int, lane: str, scale: float, y: float) -> Iterator[str]:
+    """The ops of one lane, below the passes."""
+    yield f'<text class="of" x="{_LEFT - 8}" y="{y + _LANE - 3:g}">{escape(lane)}</text>'
+    for on, op, start_ms, end_ms in timeline.lanes[rank]:
+        if on == lane:
+            x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
+            drawn = w - min(1.0, 0.15 * w)
+            yield (
+                f'<rect class="lane" x="{x:.2f}" y="{y:g}" width="{drawn:.2f}" height="{_LANE - 2}">'
+                f"<title>{escape(str(op))}</title></rect>"
+            )
+    yield "\n"
 
 
 def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: float, top: float) -> tuple[str, float]:

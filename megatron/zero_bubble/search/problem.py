@@ -16,7 +16,8 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Chain, Kind, Pass, Placement, Schedule
 
 Rows = list[list[int]]
 """For each rank its codes, first to last."""
@@ -54,18 +55,16 @@ class Tables(NamedTuple):
 
 def _routes(rank_of: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Who feeds whom in a chain of stages: the columns ``source``, ``successor``, ``wgrad`` and ``receiver``."""
-    codes, last = range(3 * len(rank_of)), len(rank_of) - 1
+    flow = Chain(len(rank_of))
+    passes = (Pass(stage, kind, 0) for stage in range(len(rank_of)) for kind in _KINDS)
+    codes = {p: code for code, p in enumerate(passes)}
     source, successor, wgrad, receiver = ([NONE for _ in codes] for _ in range(4))
-    for s in range(len(rank_of)):
-        successor[3 * s + F] = 3 * (s + 1) + F if s < last else 3 * s + B
-        successor[3 * s + B] = 3 * (s - 1) + B if s else NONE
-        wgrad[3 * s + B] = 3 * s + W
-    for code in codes:
-        for fed in (successor[code], wgrad[code]):
-            if fed != NONE:
-                source[fed] = code
-                if rank_of[fed // 3] != rank_of[code // 3]:
-                    receiver[code] = rank_of[fed // 3]
+    for p, code in codes.items():
+        if (feeder := flow.source(p)) is not None:
+            source[code] = codes[feeder]
+            (wgrad if p.kind is Kind.W else successor)[codes[feeder]] = code
+            if rank_of[feeder.stage] != rank_of[p.stage]:
+                receiver[codes[feeder]] = rank_of[p.stage]
     return source, successor, wgrad, receiver
 
 
@@ -103,12 +102,9 @@ class Problem:
     ) -> Problem:
         """The problem on ``placement``; ``costs`` and ``memory`` are fitted to it."""
         costs, memory = costs.fit(placement), memory.fit(placement)
-        rank_of = placement.stage_to_rank
-        last = placement.num_stages - 1
-        activation_hop = tuple(costs.comm(rank_of[s - 1], rank_of[s]) if s else 0.0 for s in range(last + 1))
-        gradient_hop = tuple(costs.comm(rank_of[s + 1], rank_of[s]) if s < last else 0.0 for s in range(last + 1))
+        activation_hop, gradient_hop = costs.hops(placement)
         arrival = [0.0]
-        for s in range(1, last + 1):
+        for s in range(1, placement.num_stages):
             arrival.append(arrival[-1] + costs.forward_ms[s - 1] + activation_hop[s])
         starts = tuple(arrival[placement.stages_of(rank)[0]] for rank in range(placement.num_ranks))
         return cls(
@@ -217,7 +213,16 @@ class Problem:
         return all(least <= limit for least, limit in zip(self.least_memory, self.limit, strict=True))
 
     def rows(self, schedule: Schedule) -> Rows:
-        """A schedule of this placement as codes, each BW as a B with its W behind."""
+        """A schedule of this placement as codes, each BW as a B with its W behind.
+
+        Raises:
+            UserError: when its passes do not feed each other as in a chain, which is all that the search knows.
+        """
+        if not isinstance(schedule.flow, Chain):
+            raise UserError(
+                f"the search takes schedules of a chain of stages; {schedule.name!r} has a flow of another kind "
+                f"({type(schedule.flow).__name__}); leave out the search, or start it from another schedule"
+            )
         codes = {Kind.F: (F,), Kind.B: (B,), Kind.W: (W,), Kind.BW: (B, W)}
         return [[3 * p.stage + code for p in row for code in codes[p.kind]] for row in schedule.order]
 

@@ -12,11 +12,12 @@ then by F up, B down, W, are in topological order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from megatron.zero_bubble.analysis.bounds.jackson import one_machine_bound
 from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.ir import Chain, Kind, Pass
 
 _NEVER = -math.inf
 
@@ -44,22 +45,37 @@ class Paths:
     @cached_property
     def before(self) -> Sequence[Sequence[tuple[int, float]]]:
         """For every pass, the passes that end before it starts and the transfer between them."""
-        s, last = self.setting, self.stages - 1
+        s, step = self.setting, 3 * self.stages
         turns = [list(self._forced_by_memory(stage)) for stage in range(self.stages)]
+        by_kind = [list(self._fed_by(kind)) for kind in (Kind.F, Kind.B, Kind.W)]
         edges: list[list[tuple[int, float]]] = []
         for j in range(s.m):
-            for k in range(self.stages):
-                needs = [(self.f(k - 1, j), s.activation_hop[k - 1])] if k else []
-                needs += [(first + j * 3 * self.stages, 0.0) for first, since in turns[k] if j >= since]
-                edges.append(needs)
-            for k in reversed(range(self.stages)):
-                edges.append([(self.b(k + 1, j), s.gradient_hop[k]) if k < last else (self.f(k, j), 0.0)])
-            edges += ([(self.b(k, j), 0.0)] for k in range(self.stages))
+            of_j = ([[(n + j * step, ms) for n, ms in needs] for needs in stages] for stages in by_kind)
+            forwards, backwards, wgrads = of_j
+            for k, needs in enumerate(forwards):
+                edges.append(needs + [(first + j * step, 0.0) for first, since in turns[k] if j >= since])
+            edges += reversed(backwards)
+            edges += wgrads
             if j:
-                step = 3 * self.stages
                 for n in range(j * step, (j + 1) * step):
                     edges[n].append((n - step, 0.0))
         return edges
+
+    def _fed_by(self, kind: Kind) -> Iterator[list[tuple[int, float]]]:
+        """For every stage, the pass of microbatch 0 that decides when the one of ``kind`` can start, and the transfer
+        between them.
+        """
+        s, chain = self.setting, Chain(self.stages)
+        number = {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w}
+        for stage in range(self.stages):
+            source = chain.source(Pass(stage, kind, 0))
+            if source is None:
+                yield []
+                continue
+            hop = 0.0
+            if source.stage != stage:
+                hop = s.activation_hop[stage - 1] if kind is Kind.F else s.gradient_hop[stage]
+            yield [(number[source.kind](source.stage, 0), hop)]
 
     def _forced_by_memory(self, stage: int) -> Iterable[tuple[int, int]]:
         """What F of a microbatch on ``stage`` must follow: a pass's number as if for microbatch 0, and since which one.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
@@ -52,14 +52,12 @@ class Setting:
         fused: bool,
     ) -> Setting:
         """The figures as the bounds want them."""
-        ranks = placement.stage_to_rank
-        hops = list(pairwise(ranks))
+        into_forward, into_backward = costs.hops(placement)
         b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
         if fused:
             b, w, g = tuple(map(sum, zip(b, w, strict=True))), (0.0,) * len(w), (0.0,) * len(g)
-        activation_hop = tuple(costs.comm(source, destination) for source, destination in hops)
-        gradient_hop = tuple(costs.comm(destination, source) for source, destination in hops)
-        return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, activation_hop, gradient_hop, limit)
+        hops = into_forward[1:], into_backward[:-1]
+        return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, *hops, limit)
 
     @property
     def num_stages(self) -> int:
