@@ -11,6 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
+from megatron.zero_bubble.emulate.links import VirtualLinks
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.ir import Op, Plan, Schedule
@@ -28,7 +29,7 @@ _COST_RATIOS = ((10.0, 10.0, 10.0, 0.0), (18.522, 18.086, 9.337, 0.601), (5.0, 9
 def execute(
     plan: Plan,
     stage: Stage,
-    transport: Transport,
+    transport: Transport | VirtualLinks,
     like: torch.Tensor,
     validate: Callable[[], bool] = lambda: True,
     observer: IterationObserver | None = None,
@@ -54,10 +55,10 @@ def virtual_iterations(
     clock = VirtualClock()
     assert dist.group.WORLD is not None
     optimizer = VirtualOptimizer(clock, step_ms, ahead, dist.group.WORLD)
-    stage, like = VirtualStage(schedule, transport.rank, costs, clock), torch.empty(1, dtype=torch.float64)
-    ends = []
+    stage, like = VirtualStage(schedule, costs, clock), torch.empty(1, dtype=torch.float64)
+    links, ends = VirtualLinks(transport, costs), []
     for _ in range(count):
-        execute(plan, stage, transport, like, optimizer.validate)
+        execute(plan, stage, links, like, optimizer.validate)
         optimizer.step()
         ends.append(clock.now_ms)
     optimizer.settle()
@@ -88,7 +89,7 @@ def virtual_deviation_ms(
     transport.open(plan.channels)
     clock = VirtualClock()
     like = torch.empty(num_elements, dtype=torch.float64)
-    execute(plan, VirtualStage(schedule, transport.rank, costs, clock, num_elements), transport, like)
+    execute(plan, VirtualStage(schedule, costs, clock, num_elements), VirtualLinks(transport, costs), like)
     planned = simulate(schedule, costs).spans[transport.rank]
     if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
         return math.inf, "order"

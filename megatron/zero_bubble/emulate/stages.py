@@ -15,25 +15,17 @@ from megatron.zero_bubble.ir import Pass, Schedule, Value
 class VirtualStage:
     """Every stage of one rank, on its clock; the tensors are float64 of ``num_elements``."""
 
-    def __init__(
-        self, schedule: Schedule, rank: int, costs: PassCosts, clock: VirtualClock, num_elements: int = 1
-    ) -> None:
+    def __init__(self, schedule: Schedule, costs: PassCosts, clock: VirtualClock, num_elements: int = 1) -> None:
         self._schedule = schedule
-        self._rank = rank
         self._costs = costs
         self._clock = clock
         self._num_elements = num_elements
 
     def run(self, work: Pass, inputs: Mapping[Value, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        ready_ms = max((self.ready_ms(value, tensor) for value, tensor in inputs.items()), default=0.0)
+        ready_ms = max((float(tensor[0]) for tensor in inputs.values()), default=0.0)
         self._clock.advance(work, ready_ms, self._costs.duration(work, self._schedule.num_slices))
         made = torch.full((self._num_elements,), self._clock.now_ms, dtype=torch.float64)
         return {value.name: made for value in self._schedule.flow.outputs(work)}
-
-    def ready_ms(self, value: Value, tensor: torch.Tensor) -> float:
-        """When ``value`` is on this rank."""
-        source = self._schedule.placement.stage_to_rank[value.producer.stage]
-        return float(tensor[0]) + self._costs.comm(source, self._rank)
 
 
 class SleepingStage:

@@ -1,0 +1,265 @@
+"""The opening, tested from outside: a kind of op that the package does not know is proved, simulated, executed, recorded
+and drawn without a changed line in it.
+
+The op copies what a forward saved to the host, on the ``copy`` lane, which frees memory until it is copied back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
+from megatron.zero_bubble.analysis.difference import Comparison
+from megatron.zero_bubble.analysis.memory import memory_curve
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
+from megatron.zero_bubble.analysis.trace import Trace
+from megatron.zero_bubble.emulate.clock import VirtualClock
+from megatron.zero_bubble.emulate.execute import execute
+from megatron.zero_bubble.emulate.links import VirtualLinks
+from megatron.zero_bubble.emulate.stages import VirtualStage
+from megatron.zero_bubble.errors import PlanError
+from megatron.zero_bubble.formats.trace import Recording, trace_from_json, trace_to_json
+from megatron.zero_bubble.ir import Compute, Effects, Flow, Kind, Op, Plan, Value
+from megatron.zero_bubble.ir.flow import SAVED
+from megatron.zero_bubble.ir.ops import COPY, OPS, Memory, Times
+from megatron.zero_bubble.measure.gather import gather_trace
+from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.plan import communicate, lower, prove
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.render.perfetto import render_perfetto
+from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.ranks import RankPool
+
+COPY_MS = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy(Op):
+    value: Value
+    lane: ClassVar[str] = COPY
+    word: ClassVar[str]
+
+    def __str__(self) -> str:
+        return f"{self.word}({self.value})"
+
+    @property
+    def on_host(self) -> Value:
+        return self.value._replace(name="host")
+
+    def duration_ms(self, times: Times, num_slices: int) -> float:
+        return COPY_MS
+
+    @classmethod
+    def parse(cls, text: str, rank: int) -> _Copy | None:
+        match = re.fullmatch(rf"{cls.word}\((.*)\)", text)
+        return cls(Value.parse(match[1])) if match else None
+
+
+class Offload(_Copy):
+    __slots__ = ()
+    word = "off"
+
+    def effects(self, flow: Flow) -> Effects:
+        return Effects(takes=(self.value,), gives=(self.on_host,))
+
+    def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
+        return 0.0, -memory.size(self.value, num_slices)
+
+
+class Reload(_Copy):
+    __slots__ = ()
+    word = "on"
+
+    def effects(self, flow: Flow) -> Effects:
+        return Effects(takes=(self.on_host,), gives=(self.value,))
+
+    def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
+        return memory.size(self.value, num_slices), 0.0
+
+
+def offload(plan: Plan) -> Plan:
+    """The lowering pass: every microbatch whose backward is more than four passes away is on the host until two passes
+    before it.
+    """
+    return replace(plan, ops=tuple(map(_with_copies, plan.ops)))
+
+
+def _with_copies(row: tuple[Op, ...]) -> tuple[Op, ...]:
+    passes = [op.work for op in row if isinstance(op, Compute)]
+    back = {(p.stage, p.microbatch): place for place, p in enumerate(passes) if p.kind in (Kind.B, Kind.BW)}
+    away = {p: back[p.stage, p.microbatch] for place, p in enumerate(passes) if p.kind is Kind.F}
+    away = {p: end for p, end in away.items() if end - passes.index(p) > 4}
+    ops: list[Op] = []
+    for op in row:
+        if isinstance(op, Compute):
+            ops += [Reload(Value(p, SAVED)) for p, end in away.items() if passes[end - 2] == op.work]
+        ops.append(op)
+        if isinstance(op, Compute) and op.work in away:
+            ops.append(Offload(Value(op.work, SAVED)))
+    return tuple(ops)
+
+
+def schedule_and_costs(name: str) -> tuple[Schedule, PassCosts, PassMemory]:
+    schedule = build(name, num_ranks=4, num_microbatches=8)
+    on = schedule.placement
+    return schedule, PassCosts.uniform(on, 5.0, 6.0, 4.0, 0.5), PassMemory.uniform(on, 8.0, 2.0)
+
+
+def offloaded(name: str) -> Plan:
+    return lower(schedule_and_costs(name)[0], (communicate, offload))
+
+
+NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_frees_memory_while_it_is_away(name: str) -> None:
+    schedule, costs, memory = schedule_and_costs(name)
+    without, timeline = simulate(schedule, costs, memory), simulate(offloaded(name), costs, memory)
+    assert max(timeline.peak_activation) < max(without.peak_activation)
+    for curve in memory_curve(timeline, memory):
+        assert curve[-1].amount == pytest.approx(0.0)
+        assert min(kept.amount for kept in curve) >= -1e-9
+    for row in timeline.lanes:
+        assert all(before.end_ms <= after.start_ms for before, after in zip(row, row[1:], strict=False))
+        assert {span.lane for span in row} <= {COPY}
+
+
+def test_a_backward_waits_for_its_copy() -> None:
+    """With copies slower than the passes in between, the plan is later than without."""
+    schedule, costs, _ = schedule_and_costs("zb-h2")
+    timeline = simulate(offloaded("zb-h2"), costs)
+    ends = {(rank, str(span.op)): span.end_ms for rank, row in enumerate(timeline.lanes) for span in row}
+    for rank, row in enumerate(timeline.spans):
+        for p, start_ms, _ in row:
+            if p.kind is Kind.B:
+                saved = Value(p._replace(kind=Kind.F), SAVED)
+                assert start_ms >= ends.get((rank, str(Reload(saved))), 0.0)
+    assert timeline.makespan_ms > simulate(schedule, costs).makespan_ms
+
+
+def test_it_parses_what_it_prints() -> None:
+    plan = offloaded("zb-h2")
+    read = Plan.from_text(plan.schedule, plan.to_text(), (Offload, Reload, *OPS))
+    assert read.ops == plan.ops and read.digest == plan.digest
+
+
+def _place(row: tuple[Op, ...], kind: type[Op]) -> int:
+    return next(place for place, op in enumerate(row) if isinstance(op, kind))
+
+
+def without_reload(row: tuple[Op, ...]) -> tuple[Op, ...]:
+    at = _place(row, Reload)
+    return (*row[:at], *row[at + 1 :])
+
+
+def reloaded_late(row: tuple[Op, ...]) -> tuple[Op, ...]:
+    at = _place(row, Reload)
+    return (*row[:at], *row[at + 1 :], row[at])
+
+
+def offloaded_early(row: tuple[Op, ...]) -> tuple[Op, ...]:
+    at = _place(row, Offload)
+    return (row[at], *row[:at], *row[at + 1 :])
+
+
+def offloaded_at_the_end(row: tuple[Op, ...]) -> tuple[Op, ...]:
+    """After its last use."""
+    away, back = row[_place(row, Offload)], row[_place(row, Reload)]
+    return (*(op for op in row if op not in (away, back)), away)
+
+
+def never_fetched(row: tuple[Op, ...]) -> tuple[Op, ...]:
+    """Moved away once more, of a value that no op uses any more."""
+    return (*row, Reload(Value(row[0].work, SAVED)))  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("edit", "what"),
+    [
+        (without_reload, "is used by 0B0 and not there: it is not computed yet, or it was moved away"),
+        (reloaded_late, "is used by 0B0 and not there"),
+        (offloaded_early, "is used by off\\(0F0:saved\\) and not there"),
+        (offloaded_at_the_end, "is used by off\\(0F0:saved\\) and not there"),
+        (never_fetched, "needs 0F0:host, which rank 0 does not have"),
+    ],
+)
+def test_it_is_caught_where_it_is_misplaced(edit: Callable[[tuple[Op, ...]], tuple[Op, ...]], what: str) -> None:
+    plan = offloaded("zb-h2")
+    prove(plan)
+    with pytest.raises(PlanError, match=what):
+        prove(replace(plan, ops=(edit(plan.ops[0]), *plan.ops[1:])))
+
+
+def test_what_is_left_on_the_host_is_caught() -> None:
+    """An evaluation needs nothing of what its forwards save, so nothing would ever bring it back."""
+
+    class Keep(Offload):
+        __slots__ = ()
+
+        def effects(self, flow: Flow) -> Effects:
+            return Effects(gives=(self.on_host,))
+
+    plan = offloaded("1f1b")
+    row = (*plan.ops[0], Keep(Value(plan.ops[0][0].work, SAVED)))  # type: ignore[attr-defined]
+    with pytest.raises(PlanError, match="off\\(0F0:saved\\) leaves 0F0:host behind"):
+        prove(replace(plan, ops=(row, *plan.ops[1:])))
+
+
+Ran = tuple[list[Span], list[LaneSpan], Trace]
+
+
+def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
+    """What the virtual clock saw on this rank, and the recording of all."""
+    assert dist.group.WORLD is not None
+    transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
+
+    def copy(op: _Copy, inputs: list[Any]) -> dict[Value, torch.Tensor]:
+        (held,) = inputs
+        end_ms = clock.occupy(op, float(held[0]), COPY_MS)
+        return {op.on_host if isinstance(op, Offload) else op.value: torch.full_like(held, end_ms)}
+
+    recorder = Recorder(select("cpu"))
+    recorder.start(dist.group.WORLD)
+    execute(
+        plan,
+        VirtualStage(plan.schedule, costs, clock),
+        VirtualLinks(transport, costs),
+        torch.empty(1, dtype=torch.float64),
+        observer=recorder,
+        more={Offload: copy, Reload: copy},
+    )
+    trace = gather_trace(plan.schedule.name, recorder.stop(), dist.group.WORLD)
+    transport.close()
+    return clock.spans, clock.lanes, trace
+
+
+@pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
+def test_it_is_executed_as_planned_recorded_and_drawn(ranks: RankPool, name: str) -> None:
+    _, costs, memory = schedule_and_costs(name)
+    plan = offloaded(name)
+    planned = simulate(plan, costs, memory)
+    trace: Trace
+    for rank, (spans, lanes, trace) in enumerate(ranks.run(4, run, plan, costs)):
+        assert tuple(spans) == planned.spans[rank]
+        assert tuple(lanes) == planned.lanes[rank]
+    copies = [[str(op) for op in row if isinstance(op, _Copy)] for row in plan.ops]
+    assert [[str(span.op) for span in row.lanes] for row in trace.ranks] == copies
+    read = trace_from_json(trace_to_json(Recording(costs, {1: trace}, memory)))
+    assert [[(span.lane, span.op) for span in row.lanes] for row in read.traces[1].ranks] == [
+        [(COPY, text) for text in row] for row in copies
+    ]
+    drawn = render_svg(planned, trace.timeline)
+    assert drawn.count("<title>off(") == 2 * sum(text.startswith("off") for row in copies for text in row)
+    assert ">copy</text>" in drawn
+    events = render_perfetto(Comparison(1, planned, trace, costs, memory))
+    assert events.count('"name": "on(') == drawn.count("<title>on(")
+    assert events.count('"args": {"name": "copy"}') == 8
