@@ -21,16 +21,23 @@ def _headers(folder: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(f"csrc/{folder}/*.h"))
 
 
-def _planner() -> Extension:
-    """The search's loops: plain C++."""
-    return Extension(
-        f"{PACKAGE}._planner",
+def _planner() -> list[Extension]:
+    """The search's loops. Where they are not built, the same search runs in Python, on a smaller budget."""
+    try:
+        import pybind11
+    except ImportError as error:
+        remedy = "install pybind11 first, then install this with `pip install --no-build-isolation`"
+        return _say(f"no compiled search, because pybind11 is not importable here ({error}): {remedy}")
+    planner = Extension(
+        f"{PACKAGE}.search._planner",
         sources=["csrc/planner.cpp"],
         depends=_headers("planner"),
+        include_dirs=[pybind11.get_include()],
         # No fused multiply-add: the search's results are the same to the last bit on every machine.
-        extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off"],
-        optional=True,  # without it the same search runs in Python, on a smaller budget
+        extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden"],
+        optional=True,
     )
+    return [planner]
 
 
 def _ops() -> tuple[list[Extension], dict]:
@@ -102,11 +109,12 @@ setup(
     packages=find_namespace_packages(include=["megatron.zero_bubble", "megatron.zero_bubble.*"]),
     package_data={
         PACKAGE: ["py.typed"],
+        f"{PACKAGE}.search": ["*.pyi"],
         f"{PACKAGE}.patching": ["*.json"],
         f"{PACKAGE}.render.page": ["*.css", "*.js"],
         f"{PACKAGE}.cli.playground.page": ["*.html", "*.css", "*.js"],
     },
-    ext_modules=[_planner(), *OPS],
+    ext_modules=[*_planner(), *OPS],
     cmdclass=COMMANDS,
     options={"build_ext": {"force": True}},  # what was built for another torch, or without CUDA, looks new
     install_requires=[

@@ -1,70 +1,55 @@
-// The hot loops of the schedule search: evaluate, compact, refill and refine rows of passes.
+// The hot loops of the schedule search for Python: evaluate, compact, refill and refine rows of passes.
 //
 // Each does, operation by operation, what its namesake in megatron/zero_bubble/search does, so that both give the same
-// numbers to the last bit (build without fused multiply-add); the Python is the reference and says why. A plain C
-// interface without Python's headers: any host can load it.
+// numbers to the last bit (build without fused multiply-add); the Python is the reference and says why. The types that
+// Python sees are in megatron/zero_bubble/search/_planner.pyi; the headers in planner/ are plain C++.
 //
-// A row holds codes 3 * stage + kind (0 F, 1 B, 2 W); the n-th of a code is for microbatch n. The rows of all ranks lie
-// one behind the other.
+// A row holds codes 3 * stage + kind (0 F, 1 B, 2 W); the n-th of a code is for microbatch n.
 
-#include <algorithm>
-#include <cstdint>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <utility>
 #include <vector>
 
-#include "planner/compact.h"
-#include "planner/problem.h"
-#include "planner/refill.h"
-#include "planner/refine.h"
-#include "planner/timeline.h"
+#include "planner/planner.h"
 
-using namespace zb;
+namespace py = pybind11;
+using namespace pybind11::literals;
+using zb::PackedRows, zb::Planner, zb::Problem;
 
-extern "C" {
+namespace {
 
-// A problem with the memory that its loops work in; the arrays of the problem must outlive it.
-struct zb_planner {
-  const zb_problem problem;
-  Timeline line;
-  Compactor compactor;
-  Refiller refiller;
+using Codes = std::vector<int>;
+using Figures = std::vector<double>;
 
-  explicit zb_planner(const zb_problem& p) : problem(p), line(problem), compactor(problem), refiller(problem) {}
-};
-
-zb_planner* zb_open(const zb_problem* problem) { return new zb_planner(*problem); }
-
-void zb_close(zb_planner* planner) { delete planner; }
-
-// The cost of rows (infinity where infeasible); *mean is its mean over ranks.
-double zb_evaluate(zb_planner* planner, const int32_t* rows, double* mean) {
-  const Cost found = planner->line.evaluate(rows);
-  *mean = found.mean;
-  return found.cost;
+Problem problem_of(
+    int num_ranks, int num_stages, int num_microbatches, Codes rank, Codes source, Codes successor, Codes wgrad,
+    Codes receiver, Figures duration, Figures hop, Figures delta, Figures limit, Figures work, Figures origin) {
+  return {num_ranks, num_stages, num_microbatches, std::move(rank), std::move(source), std::move(successor),
+          std::move(wgrad), std::move(receiver), std::move(duration), std::move(hop), std::move(delta),
+          std::move(limit), std::move(work), std::move(origin)};
 }
 
-// Rows run backwards in time, in place.
-void zb_mirror(zb_planner* planner, int32_t* rows) {
-  const std::vector<int>& begin = planner->line.begin;
-  for (size_t r = 0; r + 1 < begin.size(); ++r) std::reverse(rows + begin[r], rows + begin[r + 1]);
-  for (int i = 0; i < begin.back(); ++i) {
-    const int kind = rows[i] % 3;
-    rows[i] += kind == kForward ? 1 : kind == kBackward ? -1 : 0;
-  }
-}
+}  // namespace
 
-// Reorders rows in place; 0 where they deadlock or do not fit. With backwards, problem and rows are mirrored ones.
-int32_t zb_compact(zb_planner* planner, int32_t* rows, const int32_t* most_held, double haste, int32_t backwards) {
-  return planner->compactor.run(rows, most_held, haste, backwards);
-}
+PYBIND11_MODULE(_planner, module) {
+  using without_gil = py::call_guard<py::gil_scoped_release>;
 
-// Writes rows with their W's placed anew into full; 0 where they deadlock or do not fit.
-int32_t zb_refill(zb_planner* planner, const int32_t* rows, double eagerness, double target, int32_t* full) {
-  return planner->refiller.run(rows, eagerness, target, full);
+  py::class_<Problem>(module, "Problem", py::is_final())
+      .def(
+          py::init(&problem_of), py::kw_only(), "num_ranks"_a, "num_stages"_a, "num_microbatches"_a, "rank"_a,
+          "source"_a, "successor"_a, "wgrad"_a, "receiver"_a, "duration"_a, "hop"_a, "delta"_a, "limit"_a, "work"_a,
+          "origin"_a);
+  py::class_<PackedRows>(module, "PackedRows", py::is_final());
+  py::class_<Planner>(module, "Planner", py::is_final())
+      .def(py::init<Problem, Problem>(), "problem"_a, "mirrored"_a)
+      .def("pack", &Planner::pack, "rows"_a)
+      .def("unpack", &Planner::unpack, "rows"_a)
+      .def("evaluate", &Planner::evaluate, "rows"_a, without_gil())
+      .def(
+          "compact", &Planner::compact, "rows"_a, "most_held"_a = py::none(), "haste"_a = 0.0, "backwards"_a = false,
+          without_gil())
+      .def("refill", &Planner::refill, "rows"_a, "eagerness"_a, "target"_a, without_gil())
+      .def("refine", &Planner::refine, "rows"_a, "tries"_a, "heat"_a, "seed"_a, without_gil());
 }
-
-// Improves rows in place and returns their cost.
-double zb_refine(zb_planner* planner, int32_t* rows, int64_t tries, double heat, int64_t seed) {
-  return Refiner(planner->problem, planner->line, static_cast<uint64_t>(seed)).run(rows, tries, heat);
-}
-
-}  // extern "C"

@@ -23,7 +23,7 @@ _zb_setup() (
     set -euo pipefail
     python="${ZB_PYTHON:-python3}"
     stamp="$_zb_venv/.zero-bubble-stamp"
-    wanted="$(cd "$_zb_root" && find setup.py csrc scripts/constraints.txt scripts/setup_env.sh -type f |
+    wanted="$(cd "$_zb_root" && find setup.py pyproject.toml csrc scripts/constraints.txt scripts/setup_env.sh -type f |
         LC_ALL=C sort | xargs cat | cksum) ${ZB_BUILD:-auto} $_zb_root"
     if [[ -x "$_zb_venv/bin/python" && -f "$stamp" && "$(<"$stamp")" == "$wanted" ]]; then
         exit 0
@@ -43,8 +43,8 @@ _zb_setup() (
     [[ -t 1 ]] && quiet=()
     install=("$_zb_venv/bin/python" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"}
         --constraint "$_zb_root/scripts/constraints.txt")
-    # torch first: our ops are compiled against it, so the build must see it (no isolation).
-    "${install[@]}" torch setuptools &&
+    # First what the build must see (no isolation): our ops are compiled against torch, the search's loops with pybind11.
+    "${install[@]}" torch setuptools pybind11 &&
         "${install[@]}" --no-build-isolation --use-pep517 --editable "$_zb_root[dev,tensorboard]" ||
         _zb_fail "pip could not install the dependencies, see above; run this again once that is mended"
     printf '%s\n' "$wanted" >"$stamp"

@@ -13,7 +13,7 @@ namespace zb {
 
 class Compactor {
  public:
-  explicit Compactor(const zb_problem& problem)
+  explicit Compactor(const Problem& problem)
       : p(problem),
         m(problem.num_microbatches),
         begin(row_begins(problem)),
@@ -81,7 +81,7 @@ class Compactor {
     most_held = most_held_;
     late = 1.0 - haste;
     backwards = backwards_;
-    std::copy(p.delta, p.delta + 3 * p.num_stages, delta.begin());
+    delta = p.delta;
     std::fill(num_landed.begin(), num_landed.end(), 0);
     std::fill(arrived.begin(), arrived.end(), 0);
     std::fill(count.begin(), count.end(), 0);
@@ -144,7 +144,7 @@ class Compactor {
     return kNone;
   }
 
-  const zb_problem& p;
+  const Problem& p;
   const int m;
   int32_t* rows = nullptr;
   const int32_t* most_held = nullptr;

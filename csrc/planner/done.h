@@ -10,7 +10,7 @@ namespace zb {
 
 class Done {
  public:
-  explicit Done(const zb_problem& problem)
+  explicit Done(const Problem& problem)
       : p(problem),
         ends(3 * problem.num_stages * problem.num_microbatches),
         count(3 * problem.num_stages),
@@ -56,7 +56,7 @@ class Done {
   }
 
  private:
-  const zb_problem& p;
+  const Problem& p;
   std::vector<double> ends;
   std::vector<int> count, waits_for, runnable;
 };

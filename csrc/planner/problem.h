@@ -1,29 +1,8 @@
 // The problem that the loops work on; search/problem.py.
 #pragma once
 
-#include <cstdint>
 #include <limits>
 #include <vector>
-
-extern "C" {
-
-// One scheduling problem; arrays by code, except limit, work and origin, which are by rank.
-struct zb_problem {
-  int32_t num_ranks, num_stages, num_microbatches;
-  const int32_t* rank;
-  const int32_t* source;
-  const int32_t* successor;
-  const int32_t* wgrad;
-  const int32_t* receiver;
-  const double* duration;
-  const double* hop;
-  const double* delta;
-  const double* limit;
-  const double* work;
-  const double* origin;
-};
-
-}  // extern "C"
 
 namespace zb {
 
@@ -31,8 +10,16 @@ constexpr int kNone = -1;
 constexpr int kForward = 0, kBackward = 1, kWgrad = 2;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
+// One scheduling problem; columns by code, except limit, work and origin, which are by rank.
+struct Problem {
+  int num_ranks, num_stages, num_microbatches;
+  std::vector<int> rank, source, successor, wgrad, receiver;
+  std::vector<double> duration, hop, delta;
+  std::vector<double> limit, work, origin;
+};
+
 // Where each rank's row begins.
-inline std::vector<int> row_begins(const zb_problem& p) {
+inline std::vector<int> row_begins(const Problem& p) {
   std::vector<int> begin(p.num_ranks + 1, 0);
   for (int c = 0; c < 3 * p.num_stages; ++c) begin[p.rank[c] + 1] += p.num_microbatches;
   for (int r = 0; r < p.num_ranks; ++r) begin[r + 1] += begin[r];

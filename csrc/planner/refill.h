@@ -14,7 +14,7 @@ namespace zb {
 
 class Refiller {
  public:
-  explicit Refiller(const zb_problem& problem)
+  explicit Refiller(const Problem& problem)
       : p(problem),
         begin(row_begins(problem)),
         done(problem),
@@ -91,7 +91,7 @@ class Refiller {
     return true;
   }
 
-  const zb_problem& p;
+  const Problem& p;
   const std::vector<int> begin;
   Done done;
   std::vector<int> position, placed;

@@ -13,7 +13,7 @@ namespace zb {
 
 class Refiner {
  public:
-  Refiner(const zb_problem& problem, Timeline& line, uint64_t seed) : p(problem), line(line), dice(seed) {}
+  Refiner(const Problem& problem, Timeline& line, uint64_t seed) : p(problem), line(line), dice(seed) {}
 
   // Returns the cost; rows become the best found.
   double run(int32_t* best, int64_t tries, double heat) {
@@ -114,7 +114,7 @@ class Refiner {
     }
   }
 
-  const zb_problem& p;
+  const Problem& p;
   Timeline& line;
   std::vector<Move> moves;
   Dice dice;

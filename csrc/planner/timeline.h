@@ -12,7 +12,7 @@ namespace zb {
 
 class Timeline {
  public:
-  explicit Timeline(const zb_problem& problem)
+  explicit Timeline(const Problem& problem)
       : p(problem),
         m(problem.num_microbatches),
         begin(row_begins(problem)),
@@ -68,7 +68,7 @@ class Timeline {
     }
   }
 
-  const zb_problem& p;
+  const Problem& p;
   const int m;
   const std::vector<int> begin;
   std::vector<double> starts;

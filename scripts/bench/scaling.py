@@ -188,7 +188,7 @@ def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
         problem = Problem.of(on, schedule.num_microbatches, costs, PassMemory.uniform(on), unlimited, metric)
         loop = loops(problem)
         rows = loop.pack(problem.rows(schedule)) if rows is None else rows
-        lengths[metric] = loop.evaluate(rows).cost
+        lengths[metric] = loop.evaluate(rows)[0]
     return lengths
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.search.loops import library
+from megatron.zero_bubble.search.loops import compiled
 
 ROOT = Path(__file__).parents[2]
 PLANS = sorted((ROOT / "configs/plans").glob("*.txt"))
@@ -19,7 +19,7 @@ def test_every_configuration_has_its_plan() -> None:
     assert {path.stem for path in PLANS} == configs
 
 
-@pytest.mark.skipif(library() is None, reason="without its C++ part the search is on a smaller budget")
+@pytest.mark.skipif(compiled() is None, reason="without its C++ part the search is on a smaller budget")
 @pytest.mark.parametrize("file", PLANS, ids=lambda path: path.stem)
 def test_a_stored_plan_is_what_its_command_prints(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

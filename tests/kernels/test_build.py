@@ -29,6 +29,16 @@ def test_the_build_says_what_it_builds() -> None:
     assert "no compiled ops, as ZB_BUILD=none asks" in setup("--version", ZB_BUILD="none").stdout
 
 
+def test_without_pybind11_the_search_is_not_compiled(tmp_path: Path) -> None:
+    (tmp_path / "pybind11.py").write_text("raise ImportError('hidden')")
+    without = setup("--version", ZB_BUILD="none", PYTHONPATH=str(tmp_path))
+    assert not without.returncode
+    assert (
+        "no compiled search, because pybind11 is not importable here (hidden): install pybind11 first" in without.stdout
+    )
+    assert "no compiled search" not in setup("--version", ZB_BUILD="none").stdout
+
+
 def test_what_cannot_be_built_is_refused() -> None:
     unknown = setup("--version", ZB_BUILD="gpu")
     assert unknown.returncode and "ZB_BUILD must be auto, cpu, cuda or none; got 'gpu'" in unknown.stderr

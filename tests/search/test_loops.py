@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import islice, product
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement
-from megatron.zero_bubble.search.loops import Compiled, Reference, library
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, search
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.search.loops import Loops, Reference, compiled, loops
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.seeds import seeds, serial
 
@@ -32,16 +40,16 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.fixture(scope="module")
-def compiled() -> type:
-    found = library()
+def make() -> Callable[[Problem], Loops[Any]]:
+    found = compiled()
     assert found is not None, "setup_env.sh builds the package with its compiled loops"
-    return lambda problem: Compiled(problem, found)
+    return found
 
 
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 40))
-def test_same_bits(compiled: type, problem: Problem, skip: int) -> None:
-    fast, slow = compiled(problem), Reference(problem)
+def test_same_bits(make: Callable[[Problem], Loops[Any]], problem: Problem, skip: int) -> None:
+    fast, slow = make(problem), Reference(problem)
     rows = next(islice(seeds(problem), skip, None), serial)(problem)
     packed = fast.pack(rows)
     assert fast.unpack(packed) == rows
@@ -55,3 +63,113 @@ def test_same_bits(compiled: type, problem: Problem, skip: int) -> None:
     for heat in (0.0, 5.0, max(problem.forward)):
         cost, found = fast.refine(packed, 40, heat, 7)
         assert (cost, fast.unpack(found)) == slow.refine(rows, 40, heat, 7)
+
+
+def equal_passes(placement: Placement, num_microbatches: int) -> Problem:
+    costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
+    return Problem.of(placement, num_microbatches, costs, memory, (9.0,) * placement.num_ranks, "span")
+
+
+@pytest.mark.parametrize(
+    "rows, sentence",
+    [
+        ([[0, 1, 2]], "rows are needed for 2 ranks; got 1"),
+        ([[0, 1, 2], [3, 4]], "rows must have each code 1 times; got code 5 0 times"),
+        ([[0, 1, 2, 2], [3, 4, 5]], "got code 2 2 times"),
+        ([[0, 1, 2], [3, 4, 2]], "the row of rank 1 must have codes of its stages; got 2"),
+        ([[0, 1, 2], [3, 4, 6]], "the row of rank 1 must have codes of its stages; got 6"),
+        ([[0, 1, 2], [3, 4, -1]], "the row of rank 1 must have codes of its stages; got -1"),
+    ],
+)
+def test_rows_that_do_not_fit_the_problem_are_refused(
+    make: Callable[[Problem], Loops[Any]], rows: list[list[int]], sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        make(equal_passes(Placement.linear(2), 1)).pack(rows)
+
+
+def test_packed_rows_serve_every_problem_of_their_shape(make: Callable[[Problem], Loops[Any]]) -> None:
+    """Whatever its costs; one of another shape refuses them, in every loop."""
+    problem, other = equal_passes(Placement.linear(2), 3), equal_passes(Placement.vee(2), 3)
+    packed = make(problem).pack(serial(problem))
+    assert make(equal_passes(Placement.linear(2), 3)).unpack(packed) == serial(problem)
+    wrong = make(other)
+    for call in (
+        lambda: wrong.unpack(packed),
+        lambda: wrong.evaluate(packed),
+        lambda: wrong.compact(packed),
+        lambda: wrong.refill(packed, 0.5, 9.0),
+        lambda: wrong.refine(packed, 9, 0.0, 1),
+    ):
+        with pytest.raises(ValueError, match="were packed for other ranks, stages or microbatches"):
+            call()
+    with pytest.raises(ValueError, match="most_held must be one number for each of the 4 stages; got 2"):
+        wrong.compact(wrong.pack(serial(other)), [1, 1])
+
+
+@pytest.mark.parametrize(
+    "column, figures, sentence",
+    [
+        ("rank", [0, 0, 0, 1, 1, 2], "rank must be from 0 to below 2; got 2"),
+        ("rank", [0, 0, 0, 1, 1, 0], "a stage must be on one rank; stage 1 is not"),
+        ("rank", [0] * 6, "rank 1 must have a stage"),
+        ("duration", [1.0] * 5, "duration must have 6 figures; got 5"),
+        ("hop", [float("nan")] * 6, "hop must have numbers; got nan"),
+        ("successor", [3, -1, -1, 4, 1, 9], "successor must be from -1 to below 6; got 9"),
+        ("successor", [3, -1, -1, 4, 3, -1], "must be the inverse of source; code 4 feeds 3"),
+        ("wgrad", [-1, 1, -1, -1, 5, -1], "wgrad must be a W; got code 1"),
+    ],
+)
+def test_a_table_that_the_loops_would_misread_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Problem], Loops[Any]],
+    column: str,
+    figures: list[Any],
+    sentence: str,
+) -> None:
+    problem = equal_passes(Placement.linear(2), 2)
+    monkeypatch.setitem(vars(problem), "tables", problem.tables._replace(**{column: figures}))
+    with pytest.raises(ValueError, match=sentence):
+        make(problem)
+
+
+def test_other_threads_run_during_a_long_call(make: Callable[[Problem], Loops[Any]]) -> None:
+    problem = equal_passes(Placement.linear(8), 64)
+    fast = make(problem)
+    packed = fast.compact(fast.pack(serial(problem)))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(fast.refine(packed, 20_000, 1.0, 0)))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        turns += 1
+        time.sleep(0.001)
+    assert results and turns > 10
+
+
+@pytest.fixture
+def looked_up_again() -> Iterator[None]:
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("looked_up_again")
+def test_the_reference_searches_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.zero_bubble.search._planner", None)
+    monkeypatch.delattr(search, "_planner", raising=False)
+    assert compiled() is None
+    assert isinstance(loops(equal_passes(Placement.linear(2), 1)), Reference)
+
+
+@pytest.mark.usefixtures("looked_up_again")
+def test_a_file_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / f"_planner{EXTENSION_SUFFIXES[0]}"
+    file.write_text("not what this Python loads")
+    monkeypatch.delitem(sys.modules, "megatron.zero_bubble.search._planner", raising=False)
+    monkeypatch.delattr(search, "_planner", raising=False)
+    monkeypatch.setattr(search, "__path__", [str(tmp_path)])
+    with pytest.raises(
+        UserError, match="does not load from .*_planner.* install this package again, or delete that file"
+    ):
+        compiled()

@@ -20,9 +20,10 @@ from megatron.zero_bubble.planning.plans import ADAPTING, Plan, auto, bound, fit
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.render.text import headline, render_text
 from megatron.zero_bubble.schedules import SCHEDULES, build
-from megatron.zero_bubble.search.loops import library
+from megatron.zero_bubble.search.loops import compiled
 
 _TEXT_WIDTH = 160
+_SLOW = " by Python alone, which searches less; for its C++ part, install this again with pybind11 and a compiler"
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -180,6 +181,5 @@ def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) ->
     lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this placement and limit ({where})")
     if kept:
         lines.append(f"gap {certificate.gap(timeline):.2%}: no other schedule is shorter by more")
-    slow = "" if library() else " by Python alone: without its C++ part, which needs a compiler, it searches less"
-    lines.append(f"planned in {certificate.seconds:.2f} s{slow}")
+    lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else _SLOW}")
     return "\n".join(lines) + "\n"

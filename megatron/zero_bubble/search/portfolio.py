@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
-from megatron.zero_bubble.search.loops import Packed, library, loops
+from megatron.zero_bubble.search.loops import Packed, compiled, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.seeds import Seed, classics, seeds, serial
 
@@ -164,10 +164,10 @@ class Draft:
 
     def __init__(self, problem: Problem, effort: float, known: Iterable[Rows] = ()) -> None:
         self.problem = problem
-        compiled = library() is not None
+        is_compiled = compiled() is not None
         passes = 3 * problem.num_stages * problem.num_microbatches
         part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
-        budget = effort * (_BUDGET[compiled] * part + _BUDGET_A_PASS[compiled] * passes)
+        budget = effort * (_BUDGET[is_compiled] * part + _BUDGET_A_PASS[is_compiled] * passes)
         small = _miniature(problem, _SCREENED * budget)
         workbench = Workbench(small, budget)
         pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
