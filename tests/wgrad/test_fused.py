@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -67,7 +66,7 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
-    patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
+    from megatron.zero_bubble.job import source
     from megatron.zero_bubble.wgrad.store import WgradStore
 
     stores: list[WgradStore] = []
@@ -90,7 +89,7 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
         return replace(schedule, order=((*(p for p in row if p not in tail), *tail), *schedule.order[1:]))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patches, "build", with_a_tail)
+        patch.setattr(source, "build", with_a_tail)
         patch.setattr(WgradStore, "__init__", noted_make)
         patch.setattr(BucketGroup, "start_grad_sync", noted_start)
         return train(rank, flags, schedules), left
@@ -114,7 +113,7 @@ def train_half_split(
     rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
 ) -> list[Outcome]:
     """Training whose own schedules have every second backward split, W right behind B."""
-    patches = importlib.import_module("megatron.zero_bubble.patching.apply")  # the package has a function of that name
+    from megatron.zero_bubble.job import source
 
     def half_split(name: str, **figures: Any) -> Schedule:
         schedule = build(name, **figures)
@@ -126,7 +125,7 @@ def train_half_split(
         return (p._replace(kind=Kind.B), p._replace(kind=Kind.W)) if is_split else (p,)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patches, "build", half_split)
+        patch.setattr(source, "build", half_split)
         return run(rank, flags, schedules)
 
 
