@@ -51,7 +51,7 @@ def main() -> int:
     if ranks.is_first():
         path = options.output or Path(f"runs/bench/emulated_compute_{options.clock}.json")
         page.report("virtual" if options.clock == "virtual" else "emulated", result, path)
-    dist.destroy_process_group()
+    ranks.leave()
     return int(options.clock == "virtual" and differs(result["results"]))
 
 

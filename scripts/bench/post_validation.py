@@ -73,7 +73,7 @@ def _period(options: argparse.Namespace) -> dict[str, Any]:
     sizes = options.num_ranks, options.num_microbatches
     schedule = zb_auto(costs, memory, *sizes, 2.0 * sizes[0], placement="linear", objective="span")
     times = ranks.interleaved(_iterations(schedule, costs, options.step_ms), options.rounds)
-    dist.destroy_process_group()
+    ranks.leave()
     rows = {
         name: {"predicted_ms": period_ms(schedule, costs, options.step_ms, name == AHEAD), "rounds_ms": values}
         for name, values in times.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
@@ -34,6 +35,14 @@ def launch(bench: str, num_ranks: int, arguments: Sequence[str]) -> None:
 def on_ranks() -> bool:
     """Whether this process is one that ``launch`` started."""
     return "RANK" in os.environ
+
+
+def leave() -> None:
+    """End the process groups, those in reference cycles too: gloo aborts if one lives until Python ends."""
+    import torch.distributed as dist
+
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def is_first() -> bool:

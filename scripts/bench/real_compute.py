@@ -60,12 +60,11 @@ def main() -> int:
         ranks.launch("real_compute", options.num_ranks, sys.argv[1:])
         return 0
     results = [_measure(options, num_microbatches) for num_microbatches in options.num_microbatches]
-    import torch.distributed as dist
 
     if ranks.is_first():
         section = "passes" if options.num_ranks == 1 else "real-compute"
         page.report(section, {"device": options.device, "results": results}, options.output)
-    dist.destroy_process_group()
+    ranks.leave()
     return 0
 
 

@@ -39,7 +39,7 @@ def main() -> int:
     if ranks.is_first():
         settings = {key: getattr(options, key) for key in ("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds")}
         page.report("tracing", settings | {"schedules": rows}, options.output)
-    dist.destroy_process_group()
+    ranks.leave()
     return 0
 
 
