@@ -1,4 +1,4 @@
-"""Place the W's of rows anew: they fill the gaps that the order of F's and B's leaves.
+"""Place the W's of rows again: they fill the gaps that the order of F's and B's leaves.
 
 Before each F and B its start is known, because everything it waits for has been placed: W's that fit before it run
 there. One more runs, delaying what follows, when the gap is more than ``eagerness`` of the time it takes, or when the
@@ -16,9 +16,7 @@ _SLACK = 1e-9
 
 def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Rows | None:  # noqa: C901 (one hot loop)
     """New rows, each pass as early as possible; None when they deadlock or do not fit. Linear in the passes."""
-    tables = problem.tables
-    duration, source, hop, receiver = tables.duration, tables.source, tables.hop, tables.receiver
-    wgrads, delta = tables.wgrad, tables.delta
+    _, duration, source, hop, _, wgrads, receiver, delta = problem.tables
     ends: list[list[float]] = [[] for _ in duration]
     ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
     num_ranks = problem.num_ranks
@@ -76,6 +74,4 @@ def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Row
         free[rank], kept[rank] = now, held
     if any(at < len(row) for at, row in zip(position, rows, strict=True)):
         return None
-    for waiting, out in zip(pending, full, strict=True):
-        out.extend(waiting)
-    return full
+    return [out + list(waiting) for waiting, out in zip(pending, full, strict=True)]

@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     import torch
     from megatron.core.transformer import TransformerConfig
 
+    from megatron.zero_bubble.adapter.pipeline import Pipeline
+    from megatron.zero_bubble.adapter.tracer import Tracer
+    from megatron.zero_bubble.measure.recorder import Recorder
     from megatron.zero_bubble.platforms import Platform
-    from megatron.zero_bubble.runtime.observer import IterationObserver
     from megatron.zero_bubble.training.checkpoint import Trained, TrainState
     from megatron.zero_bubble.training.report import Progress
 
@@ -120,58 +122,26 @@ def _train_rank(
 ) -> None:
     """Build and train on a rank that has joined the others."""
     with quiet():
-        from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
         from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
-        from megatron.zero_bubble.measure.recorder import Recorder
-        from megatron.zero_bubble.training import checkpoint, loop, model, stop
+        from megatron.zero_bubble.training import loop, stop
         from megatron.zero_bubble.training import report as progress
         from megatron.zero_bubble.training.data import batches as data
         from megatron.zero_bubble.training.data import tokenizer
         from megatron.zero_bubble.training.distributed import describe_rank
-        from megatron.zero_bubble.training.schedule import apply_schedule, step_ahead
+        from megatron.zero_bubble.training.schedule import apply_schedule
 
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
-    observers: list[IterationObserver] = [] if meter is None else [meter]
-    tracer = None
-    if records(args):
-
-        def number() -> int:
-            return trainer.state.iteration + 1  # it is built below, when the schedule is in force
-
-        def end(first: int) -> int:
-            return end_of_run(first, args.train_iters, args.exit_interval)
-
-        recorder = Recorder(platform)
-        name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
-        tracer = Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations)
-        observers += [tracer, recorder]
-    applied = apply_schedule(args, observers)
+    # The trainer is built below, when the schedule is in force.
+    tracer, recorder = _tracer(args, platform, lambda: trainer.state.iteration + 1) if records(args) else (None, None)
+    applied = apply_schedule(args, [one for one in (meter, tracer, recorder) if one is not None])
     if launch.rank == 0:
-        print(
-            f"zero-bubble: {launch.world_size} ranks on {platform.describe()} over {backend}; tensor "
-            f"{args.tensor_model_parallel_size} x pipeline {args.pipeline_model_parallel_size} x data "
-            f"{args.data_parallel_size}, expert {args.expert_model_parallel_size}; {config.transformer_impl} layers; "
-            f"{applied.phrase}",
-            flush=True,
-        )
-        if args.pipeline_model_parallel_layout:
-            print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
-    for flag, directory in (
-        ("--save", args.save),
-        ("--zero-bubble-trace", args.zero_bubble_trace),
-        ("--zero-bubble-record-costs", args.zero_bubble_record_costs and Path(args.zero_bubble_record_costs).parent),
-    ):
-        if directory:
-            checkpoint.prepare(flag, directory)
+        _print_start(args, launch, f"{platform.describe()} over {backend}", config, applied.phrase)
+    _make_folders(args)
     vocabulary = tokenizer.build_tokenizer(args)
     with quiet() if args.mock_data else nullcontext():
         splits = data.build_splits(args, vocabulary)
     vocab_size = tokenizer.padded_vocab_size(args, vocabulary)
-    chunks = model.build_model(args, config, vocab_size, device)
-    optimizer = model.build_optimizer(args, chunks)
-    model.connect(args, chunks, optimizer)
-    optimizer = step_ahead(args, applied.pipeline, optimizer, chunks)
-    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
+    trained = _build(args, config, vocab_size, device, applied.pipeline)
     # The last rank holds the last stage, which knows the loss.
     reporting = launch.rank == launch.world_size - 1
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
@@ -189,6 +159,62 @@ def _train_rank(
             directory, file = (Path(p) if p else None for p in (args.zero_bubble_trace, args.zero_bubble_record_costs))
             for sentence in tracer.write(directory, file, applied.pipeline):
                 print(f"zero-bubble: {sentence}", flush=True)
+
+
+def _tracer(args: argparse.Namespace, platform: Platform, number: Callable[[], int]) -> tuple[Tracer, Recorder]:
+    from megatron.zero_bubble.adapter.tracer import Tracer, end_of_run
+    from megatron.zero_bubble.measure.recorder import Recorder
+
+    def end(first: int) -> int:
+        return end_of_run(first, args.train_iters, args.exit_interval)
+
+    recorder = Recorder(platform)
+    name = args.zero_bubble_schedule or args.zero_bubble_schedule_file or "stock 1f1b"
+    return Tracer(recorder, name, number, end, args.zero_bubble_trace_iterations), recorder
+
+
+def _print_start(
+    args: argparse.Namespace, launch: Launch, where: str, config: TransformerConfig, schedule: str
+) -> None:
+    print(
+        f"zero-bubble: {launch.world_size} ranks on {where}; tensor {args.tensor_model_parallel_size} x pipeline "
+        f"{args.pipeline_model_parallel_size} x data {args.data_parallel_size}, expert "
+        f"{args.expert_model_parallel_size}; {config.transformer_impl} layers; {schedule}",
+        flush=True,
+    )
+    if args.pipeline_model_parallel_layout:
+        print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
+
+
+def _make_folders(args: argparse.Namespace) -> None:
+    """Now, and not after hours of training."""
+    from megatron.zero_bubble.training import checkpoint
+
+    for flag, directory in (
+        ("--save", args.save),
+        ("--zero-bubble-trace", args.zero_bubble_trace),
+        ("--zero-bubble-record-costs", args.zero_bubble_record_costs and Path(args.zero_bubble_record_costs).parent),
+    ):
+        if directory:
+            checkpoint.prepare(flag, directory)
+
+
+def _build(
+    args: argparse.Namespace,
+    config: TransformerConfig,
+    vocab_size: int,
+    device: torch.device,
+    pipeline: Pipeline | None,
+) -> Trained:
+    """Model, optimizer and scheduler."""
+    from megatron.zero_bubble.training import checkpoint, model
+    from megatron.zero_bubble.training.schedule import step_ahead
+
+    chunks = model.build_model(args, config, vocab_size, device)
+    own = model.build_optimizer(args, chunks)
+    model.connect(args, chunks, own)
+    optimizer = step_ahead(args, pipeline, own, chunks)
+    return checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
 
 
 def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:
