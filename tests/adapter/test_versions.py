@@ -21,16 +21,16 @@ def alone(rank: int, test: Callable[[], None]) -> None:
 
 
 def takes_all_that_a_wrapper_takes() -> None:
-    from megatron.zero_bubble.adapter.versions import known
+    from megatron.zero_bubble.adapter.versions import supported_kwargs
 
     def exact(model: Any, pg_collection: Any = None) -> None: ...
 
     def wrapper(*args: Any, **kwargs: Any) -> None: ...
 
     arguments = {"pg_collection": 1, "force_all_reduce": True}
-    assert known(exact, **arguments) == {"pg_collection": 1}
-    assert known(wrapper, **arguments) == arguments
-    assert known(functools.wraps(exact)(lambda **kwargs: None), **arguments) == {"pg_collection": 1}
+    assert supported_kwargs(exact, **arguments) == {"pg_collection": 1}
+    assert supported_kwargs(wrapper, **arguments) == arguments
+    assert supported_kwargs(functools.wraps(exact)(lambda **kwargs: None), **arguments) == {"pg_collection": 1}
 
 
 def uses_upstreams_builder() -> None:

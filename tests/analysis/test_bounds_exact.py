@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.analysis.bounds import least_memory, lower_bound
-from tests.helpers.exact import Exact, solve
+from tests.helpers.exact import ExactSchedule, solve
 from tests.helpers.instances import Instance, peak_memory, random_instance, random_schedule
 
 pytestmark = pytest.mark.skipif(
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def small_case(seed: int) -> tuple[Instance, bool, float, str, Exact]:
+def small_case(seed: int) -> tuple[Instance, bool, float, str, ExactSchedule]:
     """A random pipeline with a limit between the least and what a random schedule keeps, solved."""
     rng = random.Random(seed)
     case = random_instance(rng, most_ranks=3, most_microbatches=3, whole=True)

@@ -26,7 +26,7 @@ _MOST_MS = 1e12
 
 
 @dataclass(frozen=True)
-class Exact:
+class ExactSchedule:
     """What the solver found: ``cost_ms`` of ``schedule``, and ``bound_ms``, below which no schedule is.
 
     ``optimal`` says that ``bound_ms`` is reached. With the span as objective that may take a first pass which starts
@@ -51,7 +51,7 @@ def solve(
     hint: Schedule | None = None,
     seconds: float = 60.0,
     workers: int = 1,
-) -> Exact:
+) -> ExactSchedule:
     """The shortest schedule within ``memory_limit`` (unit of ``memory``), as far as ``seconds`` allow.
 
     ``hint`` is a schedule to start from, on the same placement; it need not keep the limit.
@@ -80,7 +80,7 @@ def solve(
     schedule = model.schedule(solver)
     timeline = simulate(schedule, costs, memory)
     cost = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
-    return Exact(schedule, cost, solver.best_objective_bound * model.tick, status == cp_model.OPTIMAL)
+    return ExactSchedule(schedule, cost, solver.best_objective_bound * model.tick, status == cp_model.OPTIMAL)
 
 
 class _Model:

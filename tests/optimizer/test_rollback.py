@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.optimizer.rollback import Exact, Inverse
+from megatron.zero_bubble.optimizer.rollback import InverseAdamRollback, SnapshotRollback
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 
 
@@ -62,7 +62,7 @@ def test_exact_restores_every_bit(name: str, steps_before: int) -> None:
     for seed in range(steps_before):
         step(optimizer, weights, seed)
     before = contents(optimizer)
-    rollback, options = Exact([optimizer]), StepOptions([optimizer])
+    rollback, options = SnapshotRollback([optimizer]), StepOptions([optimizer])
     options.keep()
     rollback.keep()
     num_elements = sum(weight.numel() for weight in weights)
@@ -104,7 +104,7 @@ def test_a_repeated_step_has_the_options_of_its_time_and_the_next_one_those_of_t
 
 def test_nothing_is_kept_of_a_step_that_was_right() -> None:
     weights = parameters()
-    rollback = Exact([OPTIMIZERS["adamw"](weights)])
+    rollback = SnapshotRollback([OPTIMIZERS["adamw"](weights)])
     rollback.keep()
     rollback.forget()
     assert rollback.num_bytes == 0
@@ -120,7 +120,7 @@ def test_inverse_restores_to_rounding(name: str, steps_before: int) -> None:
         step(optimizer, weights, seed)
     before = contents(optimizer)
     states = [[optimizer.state[w][key].clone() for key in ("exp_avg", "exp_avg_sq")] for w in weights if steps_before]
-    rollback = Inverse([optimizer])
+    rollback = InverseAdamRollback([optimizer])
     rollback.keep()
     step(optimizer, weights, 100)
     rollback.undo()
@@ -142,18 +142,18 @@ def test_inverse_restores_to_rounding(name: str, steps_before: int) -> None:
 def test_inverse_knows_a_step_that_leaves_too_few_bits() -> None:
     weights = parameters()
     optimizer = OPTIMIZERS["adamw"](weights)
-    rollback = Inverse([optimizer])
+    rollback = InverseAdamRollback([optimizer])
     for seed in range(5):
         step(optimizer, weights, seed)
     assert rollback.is_safe()
     weights[1].grad[3] = 1e4
     assert not rollback.is_safe()
-    assert Exact([optimizer]).is_safe()
+    assert SnapshotRollback([optimizer]).is_safe()
 
 
 def test_inverse_is_for_adamw_only() -> None:
     weights = parameters()
     with pytest.raises(UserError, match="inverse computes torch's AdamW backwards; this run has SGD; use .* exact"):
-        Inverse([OPTIMIZERS["sgd"](weights)])
+        InverseAdamRollback([OPTIMIZERS["sgd"](weights)])
     with pytest.raises(UserError, match="AdamW amsgrad"):
-        Inverse([torch.optim.AdamW(weights, amsgrad=True)])
+        InverseAdamRollback([torch.optim.AdamW(weights, amsgrad=True)])

@@ -87,7 +87,7 @@ def test_work_beside_the_passes_of_a_gpu_is_ordered() -> None:
     """It begins behind what was queued before it, and what follows a join is behind it."""
     platform = select("cuda")
     platform.setup(0)
-    beside = platform.beside()
+    beside = platform.side_stream()
     before, copy = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
 
     def take_a_while() -> None:

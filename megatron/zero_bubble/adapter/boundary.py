@@ -10,7 +10,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from megatron.zero_bubble.adapter.versions import known
+from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Message
 
@@ -49,7 +49,7 @@ class Boundary:
         Args:
             adjust: the job's ``adjust_tensor_shapes_fn``.
         """
-        of_version = known(
+        of_version = supported_kwargs(
             schedules.get_tensor_shapes,
             tp_group=groups.tp,
             cp_group=groups.cp,

@@ -22,7 +22,7 @@ from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.iteration import Iteration
 from megatron.zero_bubble.adapter.loss_reports import LossReports
 from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepResults
-from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, known, process_groups
+from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, process_groups, supported_kwargs
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
@@ -329,9 +329,9 @@ def _finalized(
         yield
         return
     clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
-    embedding = clear(config, chunks[-1], **known(clear, is_last_stage=prepared.has_last_stage))
+    embedding = clear(config, chunks[-1], **supported_kwargs(clear, is_last_stage=prepared.has_last_stage))
     yield
-    finish(config, embedding, **known(finish, is_last_stage=prepared.has_last_stage, tp_group=groups.tp))
+    finish(config, embedding, **supported_kwargs(finish, is_last_stage=prepared.has_last_stage, tp_group=groups.tp))
     num_tokens = results.num_tokens if config.calculate_per_token_loss else None
     if num_tokens is not None and prepared.last_stage_rank != groups.pp.size() - 1:
         # Megatron takes it from the last rank, we from the rank that counted.

@@ -2,7 +2,7 @@
 
 Megatron places stage s on pipeline rank s mod P as its chunk s div P, and derives layers, embedding, loss and
 checkpoints from these two numbers. A stage that lies elsewhere, on a V for example, is therefore built, run and saved
-while Megatron believes it to be on rank s mod P. Every placement whose ranks hold one stage of 0..P-1, one of P..2P-1,
+while Megatron takes it to be on rank s mod P. Every placement whose ranks hold one stage of 0..P-1, one of P..2P-1,
 and so on, can be had this way.
 """
 
@@ -27,13 +27,13 @@ def is_megatrons_own(placement: Placement) -> bool:
     return all(rank == stage % placement.num_ranks for stage, rank in enumerate(placement.stage_to_rank))
 
 
-def believed_rank(placement: Placement, rank: int, chunk: int) -> int:
+def megatron_rank(placement: Placement, rank: int, chunk: int) -> int:
     """The pipeline rank on which Megatron expects the stage that is chunk number ``chunk`` of ``rank``."""
     return placement.stages_of(rank)[chunk] % placement.num_ranks
 
 
 @contextlib.contextmanager
-def believing(rank: int) -> Iterator[None]:
+def as_pipeline_rank(rank: int) -> Iterator[None]:
     """Within, megatron-core takes this process for pipeline rank ``rank``."""
     before = parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
     parallel_state.set_pipeline_model_parallel_rank(rank)
@@ -43,16 +43,16 @@ def believing(rank: int) -> Iterator[None]:
         parallel_state.set_pipeline_model_parallel_rank(before)
 
 
-def groups_believing(rank: int, groups: Any = None) -> Any:
+def groups_as(rank: int, groups: Any = None) -> Any:
     """Process groups, Megatron's own unless given, for a chunk that takes itself for one of pipeline rank ``rank``."""
     groups = groups or models_process_groups()
     if groups.pp.rank() != rank:
         groups = copy(groups)
-        groups.pp = group_believing(groups.pp, rank)
+        groups.pp = group_as(groups.pp, rank)
     return groups
 
 
-def group_believing(group: Any, rank: int) -> Any:
+def group_as(group: Any, rank: int) -> Any:
     """``group`` for what only asks it for this process's rank, which is answered with ``rank``."""
     return _Believing(group, rank)
 

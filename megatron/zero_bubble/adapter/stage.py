@@ -14,8 +14,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
-from megatron.zero_bubble.adapter.placement import believed_rank, believing
-from megatron.zero_bubble.adapter.versions import known
+from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
+from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
 from megatron.zero_bubble.ir.flow import OPERANDS, OUT, SAVED
 from megatron.zero_bubble.runtime.handlers import received
@@ -73,7 +73,7 @@ class StageFacts:
     Attributes:
         is_last: whether it computes the loss.
         vp_stage: its number among the rank's chunks, None where there is one.
-        believed_rank: the pipeline rank that Megatron must take this process for; None where it is the true one.
+        megatron_rank: the pipeline rank that Megatron must take this process for; None where it is the true one.
         last_backward: the microbatch whose backward comes last, -1 where there is none.
         max_in_flight: the most microbatches whose F ran and whose backward did not.
         fused: the (microbatch, slice) whose backward is one BW.
@@ -83,7 +83,7 @@ class StageFacts:
     stage: int
     is_last: bool
     vp_stage: int | None
-    believed_rank: int | None
+    megatron_rank: int | None
     last_backward: int
     max_in_flight: int
     fused: frozenset[tuple[int, int]]
@@ -102,8 +102,8 @@ class StageFacts:
             in_flight += 1 if p.kind is Kind.F else -1
             most = max(most, in_flight)
         vp_stage = placement.chunk_of(stage) if len(placement.stages_of(rank)) > 1 else None
-        believed = believed_rank(placement, rank, placement.chunk_of(stage))
-        elsewhere = None if believed == rank else believed
+        taken_for = megatron_rank(placement, rank, placement.chunk_of(stage))
+        elsewhere = None if taken_for == rank else taken_for
         row = schedule.order[rank]
         tail = takewhile(lambda p: p.kind is Kind.W, reversed(row))
         own = tuple(reversed([p for p in tail if p.stage == stage]))
@@ -159,7 +159,7 @@ class MegatronStage:
         x = received(inputs)
         if x is not None:
             x = x.detach().requires_grad_(not step.forward_only)
-        with self._believing(), self._store.defer(work) if split and not step.forward_only else nullcontext():
+        with self._as_stage_rank(), self._store.defer(work) if split and not step.forward_only else nullcontext():
             y, num_tokens = schedules.forward_step(
                 step.forward_step_func,
                 self._data_iterator,
@@ -175,7 +175,9 @@ class MegatronStage:
                 ),
                 current_microbatch=work.microbatch,
                 vp_stage=self._facts.vp_stage,
-                **known(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last),
+                **supported_kwargs(
+                    schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last
+                ),
             )
         self._results.num_tokens += num_tokens
         output = None if self._facts.is_last else y.detach()
@@ -192,8 +194,8 @@ class MegatronStage:
             self._sync.enable()
         if not split:
             self._store.join()
-        with self._believing(), self._store.defer(work, split):
-            of_type = known(schedules.backward_step, model_type=self._model_type)
+        with self._as_stage_rank(), self._store.defer(work, split):
+            of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
             grad = schedules.backward_step(x, y, received(inputs), config=self._step.config, **of_type)
         return {OUT: grad, OPERANDS: None}
 
@@ -207,9 +209,9 @@ class MegatronStage:
         self._store.run(work, lambda origin: origin.microbatch != last, self._sync.paused)
         return {}
 
-    def _believing(self) -> AbstractContextManager[None]:
-        believed = self._facts.believed_rank
-        return nullcontext() if believed is None else believing(believed)
+    def _as_stage_rank(self) -> AbstractContextManager[None]:
+        taken_for = self._facts.megatron_rank
+        return nullcontext() if taken_for is None else as_pipeline_rank(taken_for)
 
     def _recomputes(self, microbatch: int) -> bool | None:
         """Megatron's ``num_microbatches_with_partial_activation_checkpoints`` (arXiv 2205.05198, appendix C)."""

@@ -25,7 +25,7 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
 
-def known(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+def supported_kwargs(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that this version's function has: all of them where it takes ``**kwargs``."""
     names = _parameters(function)
     return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
@@ -35,10 +35,10 @@ def finalize_arguments(finalize: Callable[..., Any], groups: Any, force_all_redu
     """What upstream's schedules hand to ``config.finalize_model_grads_func`` beside chunks and tokens: what
     megatron-core's own such function takes, as far as the job's takes it.
     """
-    of_version = known(
+    of_version = supported_kwargs(
         finalize_model_grads, pg_collection=groups, grad_finalize_pgs=groups, force_all_reduce=force_all_reduce
     )
-    return known(finalize, **of_version)
+    return supported_kwargs(finalize, **of_version)
 
 
 def process_groups(pg_collection: Any) -> Any:

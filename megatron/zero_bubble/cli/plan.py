@@ -16,7 +16,15 @@ from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_sc
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import ADAPTING, Plan, auto, bound, fitted, limit_verdict, rank_memory
+from megatron.zero_bubble.planning.plans import (
+    ADAPTING,
+    PlannedSchedule,
+    auto,
+    bound,
+    fitted,
+    limit_verdict,
+    rank_memory,
+)
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.render.text import headline, render_text
 from megatron.zero_bubble.schedules import SCHEDULES, build
@@ -74,7 +82,7 @@ def plan(options: argparse.Namespace) -> str:
     return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
+def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     """What the flags of ``plan`` ask for, as a value.
 
     Raises:
@@ -98,7 +106,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     certificate = None
     if options.schedule == AUTO or options.memory_limit is not None:
         certificate = _certify(options, costs, schedule, seconds)
-    return Plan(timeline, costs, certificate)
+    return PlannedSchedule(timeline, costs, certificate)
 
 
 def searches(options: argparse.Namespace) -> bool:

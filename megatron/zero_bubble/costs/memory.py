@@ -38,7 +38,7 @@ class PassMemory:
         """Every rank keeps the same; ``wgrad`` is ``activation`` unless given, the most that W may have to keep.
 
         Raises:
-            UserError: also for a figure above ``MOST``.
+            UserError: also for a figure above ``MAX_FIGURE``.
         """
         kept = activation if wgrad is None else wgrad
         refuse_huge(activation=activation, wgrad=kept)

@@ -50,7 +50,7 @@ class PassCosts:
         """Every rank costs the same; each of its chunks gets an equal part of the rank's figures.
 
         Raises:
-            UserError: also for a figure above ``MOST``.
+            UserError: also for a figure above ``MAX_FIGURE``.
         """
         refuse_huge(forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms, comm_ms=comm_ms)
         f, b, w = (spread(placement, ms) for ms in (forward_ms, backward_ms, wgrad_ms))

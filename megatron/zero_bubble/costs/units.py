@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
-MOST = 1e15
+MAX_FIGURE = 1e15
 """Nobody measures more, in whatever unit, and no sum or product of what is less overflows."""
 
 
 def refuse_huge(**figures: object) -> None:
-    """``UserError`` for a number above ``MOST``; what is no finite number at all is somebody else's to refuse."""
+    """``UserError`` for a number above ``MAX_FIGURE``; what is no finite number at all is somebody else's to refuse."""
     for name, value in figures.items():
-        if isinstance(value, (int, float)) and MOST < value < math.inf:
-            raise UserError(f"{name} must be at most {MOST:g}; got {value!r}; give a smaller one")
+        if isinstance(value, (int, float)) and MAX_FIGURE < value < math.inf:
+            raise UserError(f"{name} must be at most {MAX_FIGURE:g}; got {value!r}; give a smaller one")
 
 
 def checked_figure(name: str, value: object) -> float:

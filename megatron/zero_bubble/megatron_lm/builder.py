@@ -10,12 +10,12 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.placement import (
-    believed_rank,
-    believing,
+    as_pipeline_rank,
     copy_tied_embedding,
     embedding_ranks,
-    group_believing,
-    groups_believing,
+    group_as,
+    groups_as,
+    megatron_rank,
 )
 from megatron.zero_bubble.ir import Placement
 
@@ -34,7 +34,7 @@ class Builder:
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
-        self._believed: int | None = None
+        self._rank_of_chunk: int | None = None
 
     def building(self, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for a function whose first argument builds one chunk."""
@@ -58,7 +58,7 @@ class Builder:
         @functools.wraps(get_group)
         def get_pipeline_model_parallel_group(*args: Any, **kwargs: Any) -> Any:
             group = get_group(*args, **kwargs)
-            return group if self._believed is None else group_believing(group, self._believed)
+            return group if self._rank_of_chunk is None else group_as(group, self._rank_of_chunk)
 
         return get_pipeline_model_parallel_group
 
@@ -66,27 +66,27 @@ class Builder:
         """One chunk; Megatron hands over the process groups first, or among the keywords, or not at all."""
         rank = parallel_state.get_pipeline_model_parallel_group().rank()
         stage = self._placement.stages_of(rank)[vp_stage]
-        believed = believed_rank(self._placement, rank, vp_stage)
+        rank_of_chunk = megatron_rank(self._placement, rank, vp_stage)
         kwargs["pre_process"] = stage == 0
         kwargs["post_process"] = stage == self._placement.num_stages - 1
         if kwargs.get("pg_collection") is not None:
-            kwargs["pg_collection"] = groups_believing(believed, kwargs["pg_collection"])
-        with believing(believed):
-            self._believed = believed
+            kwargs["pg_collection"] = groups_as(rank_of_chunk, kwargs["pg_collection"])
+        with as_pipeline_rank(rank_of_chunk):
+            self._rank_of_chunk = rank_of_chunk
             try:
-                chunk = build_chunk(*(groups_believing(believed, g) for g in groups), vp_stage=vp_stage, **kwargs)
+                chunk = build_chunk(*(groups_as(rank_of_chunk, g) for g in groups), vp_stage=vp_stage, **kwargs)
             finally:
-                self._believed = None
-        _describe_state_where(chunk, believed)
+                self._rank_of_chunk = None
+        _describe_state_where(chunk, rank_of_chunk)
         return chunk
 
 
-def _describe_state_where(chunk: Any, believed: int) -> None:
+def _describe_state_where(chunk: Any, rank_of_chunk: int) -> None:
     """Have a chunk describe its state for checkpoints as Megatron would on the rank where it expects the chunk."""
     describe = chunk.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        with believing(believed):
+        with as_pipeline_rank(rank_of_chunk):
             return describe(*args, **kwargs)
 
     chunk.sharded_state_dict = sharded_state_dict

@@ -27,8 +27,8 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, refused_together
-from megatron.zero_bubble.optimizer.rollback import Exact, Optimizers, Rollback
-from megatron.zero_bubble.optimizer.step import How, Known, Outcome, Step, Tally
+from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
+from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
@@ -72,7 +72,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         optimizer: MegatronOptimizer,
         chunks: Sequence[DistributedDataParallel],
         pipeline: dist.ProcessGroup,
-        rollback: Callable[[Optimizers], Rollback] = Exact,
+        rollback: Callable[[Optimizers], Rollback] = SnapshotRollback,
         replicas: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
@@ -118,7 +118,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         updated, norm, zeros = self._optimizer.step()
         if updated and norm is not None:
             self._norms.append(norm)
-        self.counts[How.SYNCHRONOUS.value] += 1
+        self.counts[StepMode.SYNCHRONOUS.value] += 1
         return updated, norm, zeros
 
     @torch.no_grad()
@@ -128,7 +128,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         step, known = self._begin()
         self._options.keep()
         self._decide(step, known)
-        if step.how is How.SYNCHRONOUS:
+        if step.how is StepMode.SYNCHRONOUS:
             self._complete(step)
         else:
             self._pending = step
@@ -148,7 +148,9 @@ class PostValidatedOptimizer(OptimizerSurface):
         """The final steps so far, of all ranks; a collective call of theirs."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, self.counts)
-        waited, repeated = (sum(of_rank[how.value] for of_rank in counts) for how in (How.WAITED, How.REPEATED))
+        waited, repeated = (
+            sum(of_rank[how.value] for of_rank in counts) for how in (StepMode.WAITED, StepMode.REPEATED)
+        )
         return Tally(counts[0], waited, repeated, len(counts))
 
     def summary(self) -> str:
@@ -179,7 +181,7 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     def before_forwards(self) -> None:
         """Step now where this rank has waited: its forwards need the weights."""
-        if self._pending is not None and self._pending.how is How.WAITED:
+        if self._pending is not None and self._pending.how is StepMode.WAITED:
             self._complete(self._pending)
 
     def validate(self) -> bool:
@@ -199,7 +201,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         if self._pending is not None:
             self._complete(self._pending)
 
-    def _begin(self) -> tuple[Step, Known]:
+    def _begin(self) -> tuple[Step, PartialState]:
         """Bring the gradients into the optimizer's form and send their figures off; the second is of this stage."""
         with self._reducing_alone():
             found = [_prepare(part) for part in self._parts]
@@ -214,7 +216,7 @@ class PostValidatedOptimizer(OptimizerSurface):
             can_be_wrong=self._optimizer.config.clip_grad > 0 or bool(scaled),
         )
         unsafe = step.can_be_wrong and not self._near_the_clip() and not self._rollback.is_safe()
-        known = Known()
+        known = PartialState()
         for i, infinite in enumerate(found):
             square = squares[i] if i < len(squares) else 0.0
             figures = self._state.of_stage(i, [square, infinite, unsafe])
@@ -248,23 +250,23 @@ class PostValidatedOptimizer(OptimizerSurface):
             return []
         return [self._optimizer.count_zeros()] if self._one_norm else [part.count_zeros() for part in self._parts]
 
-    def _decide(self, step: Step, known: Known) -> None:
+    def _decide(self, step: Step, known: PartialState) -> None:
         """Step now, or find that this would be blind."""
         before = self._chain.receive(4)
         if before is not None:
             known.add(float(before[0]), found_inf=bool(before[1]), waits=bool(before[2]))
         clip = self._optimizer.config.clip_grad
         exceeds = clip > 0 and not clip / (math.sqrt(known.square) + 1.0e-6) >= 1.0  # NaN does
-        reasons = ((How.SYNCHRONOUS, self._near_the_clip()), (How.SKIPPED, known.found_inf))
-        for how, holds in (*reasons, (How.WAITED, known.waits or exceeds)):
-            if step.how is How.AHEAD and self._any_replica(holds):
+        reasons = ((StepMode.SYNCHRONOUS, self._near_the_clip()), (StepMode.SKIPPED, known.found_inf))
+        for how, holds in (*reasons, (StepMode.WAITED, known.waits or exceeds)):
+            if step.how is StepMode.AHEAD and self._any_replica(holds):
                 step.how = how
         # Who is behind a rank that waits, waits: the first rank tells for all whether one is ahead.
-        known.waits = step.how is How.WAITED
-        step.someone_ahead = step.how is How.AHEAD if before is None else bool(before[3])
+        known.waits = step.how is StepMode.WAITED
+        step.someone_ahead = step.how is StepMode.AHEAD if before is None else bool(before[3])
         figures = [known.square, known.found_inf, known.waits, step.someone_ahead]
         self._chain.send(torch.tensor(figures, dtype=torch.float64))
-        if step.how is How.AHEAD:
+        if step.how is StepMode.AHEAD:
             if step.can_be_wrong:
                 self._rollback.keep()
             self._optimizer.step_with_ready_grads()
@@ -291,13 +293,13 @@ class PostValidatedOptimizer(OptimizerSurface):
         zeros = sum(reduction.wait() for reduction in step.zeros) if step.zeros else None
         clip = self._optimizer.config.clip_grad
         updated = not any(found)
-        assert step.how is not How.SKIPPED or not updated, "who skips has heard of an infinite gradient"
+        assert step.how is not StepMode.SKIPPED or not updated, "who skips has heard of an infinite gradient"
         wrong = self._any_replica(not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0))
-        if step.how is How.AHEAD and wrong:
-            step.how = How.REPEATED
+        if step.how is StepMode.AHEAD and wrong:
+            step.how = StepMode.REPEATED
             with self._options.of_step():
                 self._undo(norm, repeat=updated)
-        elif step.how is not How.AHEAD and updated:
+        elif step.how is not StepMode.AHEAD and updated:
             with self._options.of_step():
                 self._clip_and_step(norm, clip)
         self._rollback.forget()

@@ -41,7 +41,7 @@ class Rollback(Protocol):
         ...
 
 
-class Exact:
+class SnapshotRollback:
     """Keeps everything that a step overwrites, on its device, until the step is validated.
 
     Exact for every optimizer whose state is in ``state`` and ``param_groups``, whatever its arithmetic: 12 bytes per
@@ -94,7 +94,7 @@ class Exact:
         self.forget()
 
 
-class Inverse:
+class InverseAdamRollback:
     """Computes AdamW backwards from the gradients, which are kept anyway: no memory, right to rounding only.
 
     With m' = b1 m + (1 - b1) g and v' = b2 v + (1 - b2) g^2, an old moment comes out as a difference, so it loses the
@@ -166,7 +166,10 @@ class Inverse:
             state["step"] -= 1
 
 
-ROLLBACKS: dict[str, type[Exact | Inverse]] = {"exact": Exact, "inverse": Inverse}
+ROLLBACKS: dict[str, type[SnapshotRollback | InverseAdamRollback]] = {
+    "exact": SnapshotRollback,
+    "inverse": InverseAdamRollback,
+}
 """By the names of ``--zero-bubble-rollback``."""
 
 

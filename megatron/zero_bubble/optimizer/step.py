@@ -10,7 +10,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.optimizer.global_state import Reduction
 
 
-class How(enum.Enum):
+class StepMode(enum.Enum):
     """How a rank did one step; the values are the words of the log."""
 
     AHEAD = "ahead"
@@ -24,7 +24,7 @@ class Tally(NamedTuple):
     """How steps were taken so far.
 
     Attributes:
-        first: by the first rank, in the words of ``How``.
+        first: by the first rank, in the words of ``StepMode``.
         waited, repeated: by all ranks together.
     """
 
@@ -63,12 +63,12 @@ class Step:
     squares: list[Reduction]
     zeros: list[Reduction]
     can_be_wrong: bool
-    how: How = How.AHEAD
+    how: StepMode = StepMode.AHEAD
     someone_ahead: bool = False
 
 
 @dataclass
-class Known:
+class PartialState:
     """What is known when a rank must decide: of its stage and of those before it.
 
     Attributes:

@@ -152,7 +152,7 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
         return GradAccumulator()
     if not config.wgrad_stream:
         return FusedAccumulator()
-    return FusedAccumulator(lambda device_type: select(device_type).beside())
+    return FusedAccumulator(lambda device_type: select(device_type).side_stream())
 
 
 class _StockPasses:

@@ -17,7 +17,7 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedSchedule:
     """A schedule on the clock, the figures that it was planned with, and how good it is where a limit was given."""
 
     timeline: Timeline

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.platforms.streams import Beside
+from megatron.zero_bubble.platforms.streams import SideStream
 
 NAMES = ("cpu", "cuda", "auto")
 
@@ -57,7 +57,7 @@ class Platform(Protocol):
     def peak_memory_bytes(self) -> int:
         """The most memory in use at once: allocated by torch on a GPU, resident in the process on the CPU."""
 
-    def beside(self) -> Beside:
+    def side_stream(self) -> SideStream:
         """For work of the current device that the passes need not wait for."""
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 
 
-class SideStream:
-    """A ``Beside`` on a stream of the lowest priority, which is also that of the passes."""
+class CudaSideStream:
+    """A ``SideStream`` on a stream of the lowest priority, which is also that of the passes."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=0)
@@ -74,5 +74,5 @@ class CudaPlatform:
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated()
 
-    def beside(self) -> SideStream:
-        return SideStream(self.current_device())
+    def side_stream(self) -> CudaSideStream:
+        return CudaSideStream(self.current_device())

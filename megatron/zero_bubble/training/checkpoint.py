@@ -28,7 +28,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron.zero_bubble.adapter.placement import believed_rank, believing
+from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.optimizer import random_state
@@ -219,7 +219,7 @@ def _contents(
     contents: dict[str, Any] = {}
     for index, chunk in enumerate(trained.model):
         rank = parallel_state.get_pipeline_model_parallel_rank()
-        with believing(believed_rank(args.placement, rank, index)):
+        with as_pipeline_rank(megatron_rank(args.placement, rank, index)):
             contents[_model_key(trained, index)] = chunk.module.sharded_state_dict(metadata=metadata)
     if optimizer:
         contents["optimizer"] = trained.optimizer.sharded_state_dict(contents, is_loading=loading, metadata=metadata)

@@ -24,7 +24,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.adapter.placement import believed_rank, believing, copy_tied_embedding, groups_believing
+from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_tied_embedding, groups_as, megatron_rank
 from megatron.zero_bubble.errors import UserError
 
 # Megatron's rule for when gradients of one bucket are large enough to be worth reducing while others are computed.
@@ -119,10 +119,10 @@ def build_model(
     stages = args.placement.stages_of(rank)
     chunks: list[torch.nn.Module] = []
     for chunk in range(len(stages)):
-        believed = believed_rank(args.placement, rank, chunk)
-        with believing(believed):
+        rank_of_chunk = megatron_rank(args.placement, rank, chunk)
+        with as_pipeline_rank(rank_of_chunk):
             module: torch.nn.Module = build_chunk(
-                args, config, vocab_size, chunk if len(stages) > 1 else None, groups_believing(believed)
+                args, config, vocab_size, chunk if len(stages) > 1 else None, groups_as(rank_of_chunk)
             )
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

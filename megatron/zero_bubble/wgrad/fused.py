@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.kernels import select
-from megatron.zero_bubble.platforms.streams import Beside, RightAway
+from megatron.zero_bubble.platforms.streams import Inline, SideStream
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.store import Product
 
@@ -21,15 +21,15 @@ class FusedAccumulator(GradAccumulator):
     It works for its users as apex's ``fused_weight_gradient_mlp_cuda`` does, and takes its place.
 
     Args:
-        beside: from the type of a device to where gradients are computed there that nobody waits for.
+        side_stream: for a type of device, where gradients are computed that no pass waits for.
     """
 
     with_bias = True
 
-    def __init__(self, beside: Callable[[str], Beside] = lambda device_type: RightAway()) -> None:
+    def __init__(self, side_stream: Callable[[str], SideStream] = lambda device_type: Inline()) -> None:
         super().__init__()
-        self._make_beside = functools.cache(beside)
-        self._beside: Beside = RightAway()
+        self._make_stream = functools.cache(side_stream)
+        self._stream: SideStream = Inline()
 
     def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
         """In one call; what data parallelism waits for at once, the rest elsewhere if that was asked for."""
@@ -43,12 +43,12 @@ class FusedAccumulator(GradAccumulator):
                         self._tell(parameter)
         elif products:
             operands = [tensor for product in products for tensor in (product.x, product.grad_output)]
-            self._beside = self._make_beside(operands[0].device.type)
-            self._beside.run(lambda: self._accumulate(products), operands)
+            self._stream = self._make_stream(operands[0].device.type)
+            self._stream.run(lambda: self._accumulate(products), operands)
 
     def join(self) -> None:
         """Wait for what is computed elsewhere."""
-        self._beside.join()
+        self._stream.join()
 
     @torch.no_grad()
     def _accumulate(self, products: list[Product]) -> None:

@@ -9,7 +9,7 @@ import time
 
 import torch
 
-from megatron.zero_bubble.platforms.streams import RightAway
+from megatron.zero_bubble.platforms.streams import Inline
 
 CPU = torch.device("cpu")
 
@@ -54,8 +54,8 @@ class CpuPlatform:
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def beside(self) -> RightAway:
-        return RightAway()
+    def side_stream(self) -> Inline:
+        return Inline()
 
 
 def _keep_freed_memory() -> None:
