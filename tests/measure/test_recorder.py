@@ -10,7 +10,7 @@ from megatron.zero_bubble import PassCosts, Schedule, build
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.emulate.execute import execute
 from megatron.zero_bubble.emulate.stages import SleepingStage
-from megatron.zero_bubble.ir import Chain, Compute, Kind, Message, Pass, Recv, Send, Settle, Validate, Value
+from megatron.zero_bubble.ir import Compute, Kind, Message, Pass, Recv, Send, Settle, Validate, Value
 from megatron.zero_bubble.measure.clocks import Offset
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
@@ -108,9 +108,9 @@ def test_waiting_is_between_its_marks() -> None:
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     peer = _Peer()
-    ops = handlers(Chain(2), {}, peer, lambda _: torch.zeros(1), recorder)
+    ops = handlers({}, peer, lambda _: torch.zeros(1), recorder)
     message = Message(Value(Pass(0, Kind.F, 0)), 0, 1)
-    receive = ops[Recv](Recv(message), [])[message.value]
+    receive = ops[Recv](Recv(message), [])[0]
     meanwhile = MARK()
     receive.wait("1F0")
     ops[Settle](Settle(message), [])
@@ -126,7 +126,7 @@ def test_a_second_run_forgets_the_first() -> None:
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     for right in (False, True):
-        ops = handlers(Chain(2), {}, _Peer(), lambda _: torch.zeros(1), recorder, lambda right=right: right)
+        ops = handlers({}, _Peer(), lambda _: torch.zeros(1), recorder, lambda right=right: right)
         for microbatch in (0, 1):
             work = Pass(0, Kind.F, microbatch)
             recorder.begin(Compute(work))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -224,10 +224,10 @@ def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
     assert dist.group.WORLD is not None
     transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
 
-    def copy(op: _Copy, inputs: list[Any]) -> dict[Value, torch.Tensor]:
+    def copy(op: _Copy, inputs: Sequence[Any]) -> list[torch.Tensor]:
         (held,) = inputs
         end_ms = clock.occupy(op, float(held[0]), COPY_MS)
-        return {op.on_host if isinstance(op, Offload) else op.value: torch.full_like(held, end_ms)}
+        return [torch.full_like(held, end_ms)]
 
     recorder = Recorder(select("cpu"))
     recorder.start(dist.group.WORLD)

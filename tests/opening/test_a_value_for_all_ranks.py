@@ -7,7 +7,7 @@ would, and the last stage's backward takes the sum of what they made. Both colle
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -256,13 +256,12 @@ class _Shards(VirtualStage):
         super().__init__(*of_a_stage, 2)
         self.sums: list[float] = []
 
-    def run(self, work: Pass, inputs: Mapping[Value, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        parts = [float(tensor[1]) for value, tensor in inputs.items() if value.name == PART]
-        if parts:
-            self.sums.append(sum(parts))
+    def run(self, work: Pass, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if work.stage == RANKS - 1 and work.kind is Kind.B:
+            self.sums.append(sum(float(part[1]) for part in inputs[:RANKS]))
         outputs = super().run(work, inputs)
-        if PART in outputs:
-            outputs[PART][1] = work.stage
+        if work.stage >= RANKS:
+            outputs[0][1] = work.stage
         return outputs
 
 
@@ -272,13 +271,12 @@ Ran = tuple[list[Span], list[LaneSpan], list[float], Trace]
 def run(rank: int, plan: Plan) -> Ran:
     """What the virtual clock saw on this rank, the sums, and the recording of all."""
     assert dist.group.WORLD is not None
-    transport, clock, flow = Transport(dist.group.WORLD, plan.channels), VirtualClock(), plan.schedule.flow
-    assert isinstance(flow, Sharded)
+    transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
     last = RANKS - 1
     to_all, to_last = (dist.new_group(list(range(RANKS))) for _ in range(2))  # a kind of collective has an order
     under_way: list[Any] = []
 
-    def spread(op: Spread, inputs: list[Any]) -> dict[Value, torch.Tensor] | None:
+    def spread(op: Spread, inputs: Sequence[Any]) -> list[torch.Tensor] | None:
         ready = inputs[0].clone() if rank == last else torch.empty(2, dtype=torch.float64)
         if rank == last:
             ready[0] = clock.occupy(op, float(ready[0]), COLLECTIVE_MS)
@@ -287,9 +285,9 @@ def run(rank: int, plan: Plan) -> Ran:
             return None
         under_way.pop().wait()
         ready[0] = clock.occupy(op, float(ready[0]) + HOP_MS, COLLECTIVE_MS)
-        return {Value(Pass(last, Kind.F, op.microbatch)): ready}
+        return [ready]
 
-    def add(op: Sum, inputs: list[Any]) -> dict[Value, torch.Tensor] | None:
+    def add(op: Sum, inputs: Sequence[Any]) -> list[torch.Tensor] | None:
         (part,) = inputs
         total, times = part[1:].clone(), torch.zeros(RANKS, dtype=torch.float64)
         times[rank] = part[0] if rank == last else clock.occupy(op, float(part[0]), COLLECTIVE_MS) + HOP_MS
@@ -302,8 +300,7 @@ def run(rank: int, plan: Plan) -> Ran:
         total, times = both[:1], both[1:]
         end_ms = clock.occupy(op, float(times.max()), COLLECTIVE_MS)
         nothing = torch.tensor([end_ms, 0.0], dtype=torch.float64)
-        parts = flow.parts(op.microbatch)
-        return {**dict.fromkeys(parts[:-1], nothing), parts[-1]: torch.cat((nothing[:1], total))}
+        return [nothing] * last + [torch.cat((nothing[:1], total))]
 
     stage, recorder = _Shards(plan.schedule, costs(), clock), Recorder(select("cpu"))
     recorder.start(dist.group.WORLD)

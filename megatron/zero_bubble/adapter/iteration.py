@@ -85,6 +85,5 @@ class Iteration:
             facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
             for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)
         }
-        flow, rank = self.plan.schedule.flow, self.transport.rank
-        by_op = handlers(flow, stages, self.transport, self.boundary.new_buffer, self.observer, validate)
-        return Executor(self.plan, rank, by_op, self.observer).run()
+        by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
+        return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -16,9 +16,7 @@ from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
 from megatron.zero_bubble.adapter.versions import supported_kwargs
-from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
-from megatron.zero_bubble.ir.flow import OPERANDS, OUT, SAVED
-from megatron.zero_bubble.runtime.handlers import received
+from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
 
@@ -148,15 +146,15 @@ class MegatronStage:
             Kind.W: self._backward_weight,
         }
 
-    def run(self, work: Pass, inputs: Mapping[Value, Any]) -> dict[str, Any]:
-        """Run one pass; tensors are of the shape that crosses the stage's boundary."""
+    def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
+        """Run one pass of a chain: see ``ir.Chain`` for what it takes and makes."""
         return self._run[work.kind](work, inputs)
 
-    def _forward(self, work: Pass, inputs: Mapping[Value, Any]) -> dict[str, Any]:
+    def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """The stage's output, detached, unless it is the loss, and what its backward starts from."""
         step = self._step
         split = (work.microbatch, work.slice) not in self._facts.fused
-        x = received(inputs)
+        x = inputs[0] if inputs else None
         if x is not None:
             x = x.detach().requires_grad_(not step.forward_only)
         with self._as_stage_rank(), self._store.defer(work) if split and not step.forward_only else nullcontext():
@@ -180,15 +178,15 @@ class MegatronStage:
                 ),
             )
         self._results.num_tokens += num_tokens
-        output = None if self._facts.is_last else y.detach()
+        output = () if self._facts.is_last else (y.detach(),)
         if step.forward_only:
-            return {OUT: output}
+            return output
         schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
-        return {OUT: output, SAVED: (x, y)}
+        return (*output, (x, y))
 
-    def _backward(self, work: Pass, inputs: Mapping[Value, Any]) -> dict[str, Any]:
+    def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """The gradient of the stage's input. What W needs stays in the store."""
-        x, y = received(inputs, SAVED)
+        *received, (x, y) = inputs
         split = work.kind is Kind.B
         if self._sync is not None and work.microbatch == self._facts.last_backward:
             self._sync.enable()
@@ -196,18 +194,19 @@ class MegatronStage:
             self._store.join()
         with self._as_stage_rank(), self._store.defer(work, split):
             of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
-            grad = schedules.backward_step(x, y, received(inputs), config=self._step.config, **of_type)
-        return {OUT: grad, OPERANDS: None}
+            grad = schedules.backward_step(x, y, received[0] if received else None, config=self._step.config, **of_type)
+        output = (grad,) if self._facts.stage else ()
+        return (*output, None) if split else output
 
-    def _backward_weight(self, work: Pass, _inputs: Mapping[Value, Any]) -> dict[str, Any]:
+    def _backward_weight(self, work: Pass, _inputs: Sequence[Any]) -> Sequence[Any]:
         if self._sync is None or not self._sync.enabled:
             self._store.run(work)
-            return {}
+            return ()
         if len(self._facts.tail) > 1 and work == self._facts.tail[0]:
             self._store.group(self._facts.tail)
         last = self._facts.last_backward
         self._store.run(work, lambda origin: origin.microbatch != last, self._sync.paused)
-        return {}
+        return ()
 
     def _as_stage_rank(self) -> AbstractContextManager[None]:
         taken_for = self._facts.megatron_rank

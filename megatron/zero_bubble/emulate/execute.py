@@ -40,9 +40,9 @@ def execute(
     Args:
         more: handlers of other ops than passes and messages.
     """
-    rank, flow = transport.rank, plan.schedule.flow
+    rank = transport.rank
     stages = dict.fromkeys(plan.schedule.placement.stages_of(rank), stage)
-    own = handlers(flow, stages, transport, lambda _message: torch.empty_like(like), observer, validate)
+    own = handlers(stages, transport, lambda _message: torch.empty_like(like), observer, validate)
     Executor(plan, rank, {**own, **(more or {})}, observer).run()
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock, sleep_until
-from megatron.zero_bubble.ir import Pass, Schedule, Value
+from megatron.zero_bubble.ir import Pass, Schedule
 
 
 class VirtualStage:
@@ -21,11 +21,11 @@ class VirtualStage:
         self._clock = clock
         self._num_elements = num_elements
 
-    def run(self, work: Pass, inputs: Mapping[Value, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        ready_ms = max((float(tensor[0]) for tensor in inputs.values()), default=0.0)
+    def run(self, work: Pass, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ready_ms = max((float(tensor[0]) for tensor in inputs), default=0.0)
         self._clock.advance(work, ready_ms, self._costs.duration(work, self._schedule.num_slices))
         made = torch.full((self._num_elements,), self._clock.now_ms, dtype=torch.float64)
-        return {value.name: made for value in self._schedule.flow.outputs(work)}
+        return [made] * len(self._schedule.flow.outputs(work))
 
 
 class SleepingStage:
@@ -36,6 +36,6 @@ class SleepingStage:
         self._costs = costs
         self._output = torch.zeros(shape)
 
-    def run(self, work: Pass, inputs: Mapping[Value, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def run(self, work: Pass, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sleep_until(time.perf_counter() + self._costs.duration(work, self._schedule.num_slices) / 1e3)
-        return {value.name: self._output for value in self._schedule.flow.outputs(work)}
+        return [self._output] * len(self._schedule.flow.outputs(work))

@@ -51,8 +51,8 @@ class Token(NamedTuple):
 
 
 class Effects(NamedTuple):
-    """What an op needs and what it brings about. It holds values, and whatever else a rank has and must not lose: the
-    buffer of a message under way, named by the message, or a copy in host memory.
+    """What an op needs and what it brings about. What is given and taken are values, which are handed to the op's
+    handler, and whatever else a rank has and must not lose: the buffer of a message under way, named by the message.
 
     Attributes:
         uses: what must be on its rank.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from megatron.zero_bubble.ir.flow import Value
 from megatron.zero_bubble.ir.ops import OPS, Compute, Effects, Message, Op, Recv, Send, parse_op
+from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
 
 Channel = tuple[int, int]
@@ -62,10 +61,12 @@ class Plan:
         return tuple(tuple([op.effects(flow) for op in row]) for row in self.ops)
 
     @cached_property
-    def shared(self) -> tuple[Mapping[Value, int], ...]:
-        """Of every rank, the values that several of its ops use, and how many do."""
-        counts = (Counter(value for effects in row for value in effects.uses) for row in self.effects)
-        return tuple({value: count for value, count in uses.items() if count > 1} for uses in counts)
+    def allocations(self) -> tuple[Allocation, ...]:
+        """Of every rank, where its values are while it runs."""
+        flow = self.schedule.flow
+        drains = self.drain or ((),) * len(self.ops)
+        rows = zip(self.effects, drains, strict=True)
+        return tuple(allocate(row, [op.effects(flow) for op in drain]) for row, drain in rows)
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """``ops`` as strings."""

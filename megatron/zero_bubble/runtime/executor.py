@@ -6,31 +6,30 @@ loop trains a GPT, and runs stages that only keep a clock (``emulate``).
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.zero_bubble.ir import Effects, Op, Plan, Value
+from megatron.zero_bubble.ir import Op, Plan
+from megatron.zero_bubble.ir.registers import Registers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 
 STOP = object()
 """What a handler returns when the plan must stop here, with all other ranks."""
 
-
-Handler = Callable[[Any, list[Any]], Any]
+Handler = Callable[[Any, Sequence[Any]], Any]
 """Runs the ops of one class.
 
-It gets the op, and what the op uses and then takes, as its ``effects`` list them. It returns what the op gives, by what
-its ``effects`` list, None where the executor need not keep it, or ``STOP``.
+It gets the op, and the values that the op uses and then takes, as its ``effects`` list them. It returns the values that
+the op gives, in that order, or ``STOP``.
 """
 
 
-class Awaited(ABC):
+class Awaited:
     """Something that is still on its way."""
 
-    @abstractmethod
     def wait(self, needed_by: object) -> Any:
         """The thing itself, once it is here."""
+        raise NotImplementedError
 
 
 class Executor:
@@ -46,13 +45,12 @@ class Executor:
     def __init__(
         self, plan: Plan, rank: int, handlers: Mapping[type[Op], Handler], observer: IterationObserver | None = None
     ) -> None:
+        self._ops = plan.ops[rank]
+        self._drain = plan.drain[rank] if plan.drain else ()
+        self._registers = plan.allocations[rank]
         self._handlers = handlers
         self._observer = observer
-        self._row = plan.ops[rank], plan.effects[rank]
-        drain = plan.drain[rank] if plan.drain else ()
-        self._drain = drain, [op.effects(plan.schedule.flow) for op in drain]
-        self._uses_left = dict(plan.shared[rank])
-        self._table: dict[Hashable, Any] = {}
+        self._table: list[Any] = [None] * self._registers.size
 
     def run(self) -> bool:
         """Execute every op, in order.
@@ -64,27 +62,30 @@ class Executor:
         Raises:
             PeerError: another rank died or hangs; the text names it, the pass and the channel.
         """
-        if self._execute(*self._row):
-            assert not self._table, "a proved plan leaves nothing behind"
+        if self._execute(self._ops, self._registers.row):
+            assert self._table.count(None) == len(self._table), "a proved plan leaves nothing behind"
             return True
         # Stop here, with all other ranks: take and give what is under way, for nothing.
-        self._uses_left.clear()
-        self._execute(*self._drain)
-        for held in self._table.values():
+        self._execute(self._drain, self._registers.drain)
+        for held in self._table:
             if isinstance(held, Awaited):
                 held.wait("stop")
-        self._table.clear()
+        self._table = [None] * len(self._table)
         if self._observer is not None:
             self._observer.restarted()
         return False
 
-    def _execute(self, ops: Sequence[Op], effects: Sequence[Effects]) -> bool:
+    def _execute(self, ops: Sequence[Op], registers: Sequence[Registers]) -> bool:
         """Run ``ops``; False where a handler says stop."""
-        handlers, observer, table, take = self._handlers, self._observer, self._table, self._take
-        for op, (uses, _, takes, *_) in zip(ops, effects, strict=True):
-            inputs = [take(value, op) for value in uses]
-            if takes:
-                inputs += [table.pop(resource, None) for resource in takes]
+        handlers, observer, table = self._handlers, self._observer, self._table
+        for op, (reads, may_wait, ends, writes) in zip(ops, registers, strict=True):
+            inputs = []
+            for register in reads:
+                inputs.append(table[register])
+            if may_wait:
+                self._await(op, reads, inputs)
+            for register in ends:
+                table[register] = None
             if observer is None or op.lane is None:
                 outputs = handlers[type(op)](op, inputs)
             else:
@@ -93,16 +94,12 @@ class Executor:
                 observer.end(op)
             if outputs is STOP:
                 return False
-            if outputs is not None:
-                table.update(outputs)
+            for place, register in enumerate(writes):
+                table[register] = outputs[place]
         return True
 
-    def _take(self, value: Value, needed_by: Op) -> Any:
-        """What ``needed_by`` uses; its last user takes it out of the table."""
-        held = self._table.pop(value, None)
-        if isinstance(held, Awaited):
-            held = held.wait(needed_by)
-        if self._uses_left and (left := self._uses_left.pop(value, 1)) > 1:
-            self._uses_left[value] = left - 1
-            self._table[value] = held
-        return held
+    def _await(self, op: Op, reads: Sequence[int], inputs: list[Any]) -> None:
+        """Wait until all that ``op`` reads is there."""
+        for place, held in enumerate(inputs):
+            if isinstance(held, Awaited):
+                inputs[place] = self._table[reads[place]] = held.wait(op)  # another op may read it too

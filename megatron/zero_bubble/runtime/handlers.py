@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from megatron.zero_bubble.ir import Compute, Flow, Message, Op, Pass, Recv, Send, Settle, Validate, Value
-from megatron.zero_bubble.ir.flow import OUT
+from megatron.zero_bubble.ir import Compute, Message, Op, Pass, Recv, Send, Settle, Validate
 from megatron.zero_bubble.runtime.executor import STOP, Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
 
@@ -16,15 +15,15 @@ from megatron.zero_bubble.runtime.observer import IterationObserver
 class Stage(Protocol):
     """One stage of the model, held by this rank."""
 
-    def run(self, work: Pass, inputs: Mapping[Value, Any]) -> Mapping[str, Any]:
+    def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run one pass.
 
         Args:
-            inputs: what the flow lists as the inputs of ``work``. ``out`` of another stage is a tensor of the shape
-                that crosses their boundary; what this stage made for itself is whatever it returned.
+            inputs: what ``work`` takes, in the order of ``flow.inputs(work)``. ``out`` of another stage is a tensor of
+                the shape that crosses their boundary; what this stage made for itself is whatever it returned.
 
         Returns:
-            by name, at least what the flow lists as the outputs of ``work``.
+            what ``work`` makes, in the order of ``flow.outputs(work)``.
         """
         ...
 
@@ -39,13 +38,7 @@ class Channels(Protocol):
     def settle(self, message: Message) -> None: ...
 
 
-def received(inputs: Mapping[Value, Any], name: str = OUT) -> Any:
-    """The input that is called ``name``; None where there is none."""
-    return next((held for value, held in inputs.items() if value.name == name), None)
-
-
 def handlers(
-    flow: Flow,
     stages: Mapping[int, Stage],
     channels: Channels,
     new_buffer: Callable[[Message], torch.Tensor],
@@ -55,7 +48,6 @@ def handlers(
     """The handlers of one iteration.
 
     Args:
-        flow: of the schedule that runs.
         stages: our stages by number.
         new_buffer: an empty tensor, on the compute device, of the shape and dtype of a message.
         observer: sees messages and waits.
@@ -63,12 +55,10 @@ def handlers(
     """
     messages = _Messages(channels, new_buffer) if observer is None else _Observed(channels, new_buffer, observer)
 
-    def compute(op: Compute, inputs: list[Any]) -> dict[Hashable, Any]:
-        work = op.work
-        outputs = stages[work.stage].run(work, dict(zip(flow.inputs(work), inputs, strict=True)))
-        return {value: outputs[value.name] for value in flow.outputs(work)}
+    def compute(op: Compute, inputs: Sequence[Any]) -> Sequence[Any]:
+        return stages[op.work.stage].run(op.work, inputs)
 
-    def learn_validity(_op: Validate, _inputs: list[Any]) -> object:
+    def learn_validity(_op: Validate, _inputs: Sequence[Any]) -> object:
         if observer is not None:
             observer.waiting()
         right = validate()
@@ -91,16 +81,16 @@ class _Messages:
         self._channels = channels
         self._new_buffer = new_buffer
 
-    def send(self, op: Send, inputs: list[Any]) -> None:
+    def send(self, op: Send, inputs: Sequence[Any]) -> None:
         message, (tensor,) = op.message, inputs
         # Where the ranks stop, what was not computed is sent for nothing.
         self._channels.send(message, self._new_buffer(message) if tensor is None else tensor)
 
-    def post(self, op: Recv, _inputs: list[Any]) -> dict[Hashable, Any]:
+    def post(self, op: Recv, _inputs: Sequence[Any]) -> tuple[Awaited]:
         message = op.message
-        return {message.value: self._channels.post(message, self._new_buffer(message))}
+        return (self._channels.post(message, self._new_buffer(message)),)
 
-    def settle(self, op: Settle, _inputs: list[Any]) -> None:
+    def settle(self, op: Settle, _inputs: Sequence[Any]) -> None:
         self._channels.settle(op.message)
 
 
@@ -113,17 +103,17 @@ class _Observed(_Messages):
         super().__init__(channels, new_buffer)
         self._observer = observer
 
-    def send(self, op: Send, inputs: list[Any]) -> None:
+    def send(self, op: Send, inputs: Sequence[Any]) -> None:
         super().send(op, inputs)
         self._observer.sent(op.message)
 
-    def post(self, op: Recv, _inputs: list[Any]) -> dict[Hashable, Any]:
+    def post(self, op: Recv, _inputs: Sequence[Any]) -> tuple[Awaited]:
         message = op.message
         buffer = self._new_buffer(message)
         self._observer.posted(message)
-        return {message.value: _ObservedReceive(self._channels.post(message, buffer), message, self._observer)}
+        return (_ObservedReceive(self._channels.post(message, buffer), message, self._observer),)
 
-    def settle(self, op: Settle, _inputs: list[Any]) -> None:
+    def settle(self, op: Settle, _inputs: Sequence[Any]) -> None:
         self._observer.waiting()
         self._channels.settle(op.message)
         self._observer.settled(op.message)
