@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -139,16 +139,10 @@ class MegatronStage:
         self._data_iterator = data_iterator
         self._store = store
         self._sync = sync
-        self._run = {
-            Kind.F: self._forward,
-            Kind.B: self._backward,
-            Kind.BW: self._backward,
-            Kind.W: self._backward_weight,
-        }
 
     def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run one pass of a chain: see ``ir.Chain`` for what it takes and makes."""
-        return self._run[work.kind](work, inputs)
+        return _PASSES[work.kind](self, work, inputs)
 
     def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """The stage's output, detached, unless it is the loss, and what its backward starts from."""
@@ -216,3 +210,11 @@ class MegatronStage:
         """Megatron's ``num_microbatches_with_partial_activation_checkpoints`` (arXiv 2205.05198, appendix C)."""
         partial = self._step.config.num_microbatches_with_partial_activation_checkpoints
         return None if partial is None else microbatch % self._facts.max_in_flight >= partial
+
+
+_PASSES: Mapping[Kind, Callable[[MegatronStage, Pass, Sequence[Any]], Sequence[Any]]] = {
+    Kind.F: MegatronStage._forward,
+    Kind.B: MegatronStage._backward,
+    Kind.BW: MegatronStage._backward,
+    Kind.W: MegatronStage._backward_weight,
+}
