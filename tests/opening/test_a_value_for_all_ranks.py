@@ -113,7 +113,7 @@ class _Collective(Op):
         return cls(int(match[1]), rank) if match else None
 
     @classmethod
-    def faults(cls, plan: Plan) -> Any:
+    def faults(cls, plan: Plan, stopped: bool) -> Any:
         """All ranks take part in the same order."""
         orders = [[op.microbatch for op in row if isinstance(op, cls)] for row in plan.ops]
         for rank, order in enumerate(orders):

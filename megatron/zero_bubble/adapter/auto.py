@@ -72,35 +72,35 @@ class AutoSchedule(IterationObserver):
         self._passes = passes
         self._memory = memory
         self._say = say
-        self._planned: dict[int, Schedule] = {}
-        self._first: dict[int, Schedule] = {}
+        self._planned: dict[tuple[int, int], Schedule] = {}  # by ranks and microbatches
+        self._first: dict[tuple[int, int], Schedule] = {}
         self._costs: PassCosts | None = None
-        self._hopeless: set[int] = set()
+        self._hopeless: set[tuple[int, int]] = set()
         self._timelines: list[Timeline] = []
         self._iteration = 0
         self._next_measurement = options.warm_up
         self._planner: Planner | None = None
-        self._planning_for = 0  # microbatches
+        self._planning_for = (0, 0)
         self._waiting = False
         self._start: IterationStart | None = None  # of the iteration under way, if it is measured
 
     def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule to run now."""
-        if num_microbatches in self._planned:
-            return self._planned[num_microbatches]
-        if num_microbatches not in self._first:
-            first = build(self._options.first, num_ranks=num_ranks, num_microbatches=num_microbatches)
-            self._first[num_microbatches] = first
-        return self._first[num_microbatches]
+        size = num_ranks, num_microbatches
+        if size in self._planned:
+            return self._planned[size]
+        if size not in self._first:
+            self._first[size] = build(self._options.first, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return self._first[size]
 
     def begin_iteration(self, start: IterationStart) -> None:
         """It may be the first of a new plan, or be measured."""
-        num_microbatches = start.num_microbatches
+        size = start.group.size(), start.num_microbatches
         if self._waiting:
             self._switch_if_planned()
-        if self._timelines and self._timelines[-1].schedule.num_microbatches != num_microbatches:
+        if self._timelines and _size(self._timelines[-1].schedule) != size:
             self._timelines.clear()  # the batch has grown: a measurement is of one size
-        self._plan_for(num_microbatches)
+        self._plan_for(size)
         self._start = start if self._measuring() else None
         if self._start is not None:
             self._passes.start(start.group)
@@ -122,17 +122,18 @@ class AutoSchedule(IterationObserver):
     def _measuring(self) -> bool:
         return not self._waiting and self._iteration >= self._next_measurement
 
-    def _plan_for(self, num_microbatches: int) -> None:
+    def _plan_for(self, size: tuple[int, int]) -> None:
         """A size without a plan is measured as soon as the first measurement was due."""
-        if num_microbatches not in self._planned and num_microbatches not in self._hopeless:
+        if size not in self._planned and size not in self._hopeless:
             self._next_measurement = min(self._next_measurement, max(self._iteration, self._options.warm_up))
 
     def _evaluate(self, group: dist.ProcessGroup, num_microbatches: int) -> None:
         """After a measurement: say how the plan did, and decide, on one rank for all, whether to make a new one."""
         timelines, self._timelines = self._timelines, []
+        size = group.size(), num_microbatches
         costs = median_costs(timelines)
         memory = self._memory.gather(group)
-        plan_anew = False
+        replan = False
         if dist.get_rank() == 0:
             schedule = self.make(group.size(), num_microbatches)
             predicted = simulate(schedule, costs).makespan_ms
@@ -141,9 +142,9 @@ class AutoSchedule(IterationObserver):
                 f"zb-auto: iteration {self._iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from the "
                 f"measured passes, measured {measured:.1f} ms"
             )
-            known = num_microbatches in self._planned or num_microbatches in self._hopeless
-            plan_anew = self._costs is None or not known or self._drifted(schedule, costs)
-            if plan_anew:
+            known = size in self._planned or size in self._hopeless
+            replan = self._costs is None or not known or self._drifted(schedule, costs)
+            if replan:
                 self._costs = costs
                 options = self._options
                 self._planner = Planner(
@@ -156,8 +157,8 @@ class AutoSchedule(IterationObserver):
                         "span" if options.post_validation else "makespan",
                     )
                 )
-        self._waiting = bool(_from_first_rank(int(plan_anew)))
-        self._planning_for = num_microbatches
+        self._waiting = bool(_from_first_rank(int(replan)))
+        self._planning_for = size
         self._next_measurement = self._iteration + self._options.check_every
 
     def _drifted(self, schedule: Schedule, costs: PassCosts) -> bool:
@@ -178,8 +179,12 @@ class AutoSchedule(IterationObserver):
         if box[0] is None:
             self._hopeless.add(self._planning_for)
         else:
-            self._planned[box[0].num_microbatches] = box[0]
+            self._planned[_size(box[0])] = box[0]
             self._next_measurement = self._iteration + 1
+
+
+def _size(schedule: Schedule) -> tuple[int, int]:
+    return schedule.num_ranks, schedule.num_microbatches
 
 
 def _from_first_rank(number: int) -> int:

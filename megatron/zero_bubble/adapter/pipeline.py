@@ -260,7 +260,7 @@ class Pipeline:
             self._transport, self._group = Transport(group, plan.channels, self._timeout), group
         else:
             self._transport.open(plan.channels)
-        if self._reports is None and plan.schedule.placement.stage_to_rank[-1] != group.size() - 1:
+        if self._reports is None and _loss_rank(plan.schedule) != group.size() - 1:
             self._reports = LossReports(group, wait=not self._validates, timeout=self._timeout)
 
 
@@ -291,8 +291,7 @@ class _Prepared:
 
     @property
     def last_stage_rank(self) -> int:
-        (last,) = self.schedule.flow.sinks
-        return self.schedule.placement.stage_to_rank[last]
+        return _loss_rank(self.schedule)
 
     @property
     def has_last_stage(self) -> bool:
@@ -338,6 +337,12 @@ def _finalized(
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     finalize = config.finalize_model_grads_func
     finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
+
+
+def _loss_rank(schedule: Schedule) -> int:
+    """The rank of the one stage that computes the loss."""
+    (last,) = schedule.flow.sinks
+    return schedule.placement.stage_to_rank[last]
 
 
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:

@@ -190,6 +190,7 @@ class MegatronStage:
             of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
             grad = schedules.backward_step(x, y, received[0] if received else None, config=self._step.config, **of_type)
         output = (grad,) if self._facts.stage else ()
+        assert None not in output, f"{work} has a consumer but no output: no gradient reached the stage's input"
         return (*output, None) if split else output
 
     def _backward_weight(self, work: Pass, _inputs: Sequence[Any]) -> Sequence[Any]:

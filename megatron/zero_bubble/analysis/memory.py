@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir.ops import memory_of
 
 
 class Kept(NamedTuple):
@@ -50,8 +50,11 @@ def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Kept]:
 def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:
     """When what the rank keeps changes, and by how much. At equal times memory is freed before more is added."""
     num_slices = timeline.schedule.num_slices
-    spans = timeline.spans[rank]
-    changes = ((start if p.kind is Kind.F else end, memory.delta(p, num_slices)) for p, start, end in spans)
+    changes = (
+        (start_ms, at_start) if at_start else (end_ms, at_end)
+        for p, start_ms, end_ms in timeline.spans[rank]
+        for at_start, at_end in (memory_of(p, memory, num_slices),)
+    )
     if not timeline.lanes:
         return changes
     lanes = sorted(change for span in timeline.lanes[rank] for change in _of_op(span, memory, num_slices))

@@ -13,6 +13,7 @@ from dataclasses import replace
 from megatron.zero_bubble.analysis.simulate import Run
 from megatron.zero_bubble.analysis.steps import steps
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Kind, Pass, Plan, Schedule, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
 
@@ -80,8 +81,13 @@ def _leading_forwards(row: tuple[Pass, ...]) -> tuple[Pass, ...]:
 
 def validation_positions(plan: Plan) -> list[int]:
     """Where every rank has to know that the last step was right: at its first pass that cannot be done again."""
-    rows = zip(plan.ops, repeatable(plan.schedule), strict=True)
-    return [
-        next(position for position, op in enumerate(row) if isinstance(op, Compute) and op.work not in kept)
-        for row, kept in rows
-    ]
+    found = []
+    for rank, (row, kept) in enumerate(zip(plan.ops, repeatable(plan.schedule), strict=True)):
+        passes = (position for position, op in enumerate(row) if isinstance(op, Compute) and op.work not in kept)
+        if (first := next(passes, None)) is None:
+            raise PlanError(
+                f"rank {rank} of {plan.schedule.name!r} has forwards only, and these can all be run again; validate "
+                "steps in a plan with backwards"
+            )
+        found.append(first)
+    return found

@@ -1,8 +1,8 @@
 """How long a plan takes and what it keeps, by the rules of the Zero Bubble paper (arXiv 2401.10241, section 2).
 
 Every rank starts its ops in order. An op starts when the rank has come to it, its lane is free, and what it needs is
-there; what another rank makes is there one transfer later, which occupies nobody. The rank goes on when the op ends, or
-at once where the op is on a lane of its own beside the passes.
+there; what another rank makes is there one transfer later, which occupies no lane. The rank goes on when the op ends,
+or at once where the op is on another lane than the passes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Run:
     """Iterations of a plan on the clock, one after the other.
 
     Attributes:
-        free: when every rank is done with its last op, in ms; the next iteration starts there.
+        free: when every rank is done with its passes, in ms; the next iteration starts there, while the ops of other
+            lanes may go on.
         spans, lanes: of the last iteration, for every rank its passes and its ops on other lanes.
     """
 
@@ -66,6 +67,7 @@ class Run:
         self._steps = rows
         self._costs, self._num_slices = costs, schedule.num_slices
         self.free = [0.0] * len(rows)
+        self._lane_free: list[dict[str, float]] = [{} for _ in rows]
 
     def iteration(self, given_ms: Mapping[Token, float]) -> None:
         """Run the plan once; ``given_ms`` are tokens of the iteration before, and when they came true.
@@ -74,11 +76,11 @@ class Run:
             Blocked: when the ranks wait for each other.
         """
         costs, free, num_slices, comm = self._costs, self.free, self._num_slices, self._costs.comm
+        lane_free = self._lane_free
         made: dict[object, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
         ends: list[list[float]] = [[] for _ in free]
         self.spans: list[list[Span]] = [[] for _ in free]
         self.lanes: list[list[LaneSpan]] = [[] for _ in free]
-        lane_free: list[dict[str, float]] = [{} for _ in free]
         for rank, _, (op, after, waits, makes) in advance(self._steps, tuple(given_ms)):
             start, own, lane = free[rank], ends[rank], op.lane or COMPUTE
             if lane != COMPUTE:

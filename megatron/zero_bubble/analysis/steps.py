@@ -37,8 +37,8 @@ def steps(plan: Plan, report: Report = lambda *_: None, stopped: bool = False) -
     """The steps of every rank.
 
     Args:
-        report: called for every op that uses what is not on its rank, or leaves something there for ever.
-        stopped: the ranks stop before their last passes and forget what these made and would have made.
+        report: called for every op that uses what is not on its rank, or leaves something there that no op takes.
+        stopped: the ranks stop before their last passes, and forget all values.
     """
     return [_Row(plan, rank, report, stopped).steps() for rank in range(len(plan.ops))]
 
@@ -84,22 +84,23 @@ class _Row:
         """No op of the row has given ``value`` yet: without messages it travels by itself."""
         if not self._plan.has_messages:
             return None, value
-        if self._stopped and self._is_of_a_pass(value):
+        if self._stopped and isinstance(value, Value):
             return None, None
         op = self._ops[position]
         if not self._is_of_a_pass(value):
             why = f"{op} needs {value}, which rank {self._rank} does not have"
         elif self._plan.schedule.placement.stage_to_rank[value.producer.stage] == self._rank:
-            why = f"the output {value} is used by {op} and not there: it is not computed yet, or it was moved away"
+            why = f"the output {value} is used by {op} but is not there: it is not computed yet, or it was moved away"
         else:
             why = f"the output of {value} is used by {op} but no receive was posted for it"
         self._report(why, self._rank, position)
         return None, None
 
     def _check_left(self, given: Mapping[Hashable, tuple[int, Hashable]]) -> None:
-        forgiven = self._stopped or not self._plan.has_messages  # then it may be for another rank
         for value, (position, _) in given.items():
-            if not (forgiven and self._is_of_a_pass(value)):
+            forgotten = self._stopped and isinstance(value, Value)
+            is_for_another_rank = not self._plan.has_messages and self._is_of_a_pass(value)
+            if not (forgotten or is_for_another_rank):
                 op = self._ops[position]
                 self._report(f"{op} leaves {value} behind: no later op takes it", self._rank, position)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.ir import Op, Pass, Schedule
+from megatron.zero_bubble.ir.ops import COMPUTE
 
 Metric = Literal["makespan", "span"]
 
@@ -49,7 +51,8 @@ class Timeline:
     @cached_property
     def makespan_ms(self) -> float:
         """End of everything minus start of everything: an iteration whose optimizer waits for all ranks."""
-        return max((row[-1].end_ms for row in self.spans if row), default=0.0) - self.start_ms
+        lanes = (span.end_ms for row in self.lanes for span in row)
+        return max((*(row[-1].end_ms for row in self.spans if row), *lanes), default=0.0) - self.start_ms
 
     @cached_property
     def span_ms(self) -> float:
@@ -59,7 +62,9 @@ class Timeline:
     @cached_property
     def work_ms(self) -> float:
         """What the busiest rank computes."""
-        return max((sum(end - start for _, start, end in row) for row in self.spans), default=0.0)
+        passes = [sum(end - start for _, start, end in row) for row in self.spans]
+        more = [sum(end - start for lane, _, start, end in row if lane == COMPUTE) for row in self.lanes]
+        return max((a + b for a, b in zip_longest(passes, more, fillvalue=0.0)), default=0.0)
 
     def bubble_rate(self, metric: Metric) -> float:
         """The part of ``metric`` in which the busiest rank has nothing to do: (cost - work) / cost."""

@@ -6,13 +6,14 @@ Later rules lean on earlier ones: once every pass is there exactly once and on i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.steps import Blocked, advance, steps_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
-from megatron.zero_bubble.ir.flow import SAVED
+from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
 
 __all__ = ["ScheduleError", "validate"]
 
@@ -96,13 +97,14 @@ def every_forward(schedule: Schedule) -> Faults:
 def every_backward(schedule: Schedule) -> Faults:
     """Every F has its backward, and a B has its W."""
     present = set(schedule.passes())
+    schedule = replace(schedule, evaluates=False) if schedule.evaluates else schedule
     for p in _forwards(schedule):
-        (backward,) = schedule.flow.consumers(Value(p, SAVED))
-        if backward not in present:
-            yield _missing(schedule, backward)
-        wgrad = Pass(p.stage, Kind.W, p.microbatch, p.slice)
-        if backward.kind is Kind.B and wgrad not in present:
-            yield _missing(schedule, wgrad)
+        for backward in _consumers(schedule, p, SAVED):
+            if backward not in present:
+                yield _missing(schedule, backward)
+            for wgrad in _consumers(schedule, backward, OPERANDS):
+                if wgrad not in present:
+                    yield _missing(schedule, wgrad)
 
 
 def no_backward(schedule: Schedule) -> Faults:
@@ -135,6 +137,12 @@ def _cells(schedule: Schedule) -> Iterator[Cell]:
     for rank, row in enumerate(schedule.order):
         for column, p in enumerate(row):
             yield rank, column, p
+
+
+def _consumers(schedule: Schedule, p: Pass, name: str) -> tuple[Pass, ...]:
+    """The passes that take the output of ``p`` called ``name``; none where it has no such output."""
+    value = Value(p, name)
+    return schedule.flow.consumers(value) if value in schedule.flow.outputs(p) else ()
 
 
 def _forwards(schedule: Schedule) -> Iterator[Pass]:

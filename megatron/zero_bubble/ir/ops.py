@@ -97,7 +97,9 @@ class Op:
         return 0.0
 
     def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
-        """By how much it changes what its rank keeps: when it starts, and when it ends."""
+        """By how much it changes what its rank keeps: when it starts, and when it ends. An op that changes it has a
+        lane, even if it takes no time.
+        """
         return 0.0, 0.0
 
     @classmethod
@@ -106,8 +108,12 @@ class Op:
         return None
 
     @classmethod
-    def faults(cls, plan: Plan) -> Iterator[tuple[str, int]]:
-        """What no single op shows: a sentence and a rank for every rule of the class that ``plan`` breaks."""
+    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+        """What no single op shows: a sentence and a rank for every rule of the class that ``plan`` breaks.
+
+        Args:
+            stopped: the ops are those of ranks that stop at their ``Validate``, with the drain behind them.
+        """
         return iter(())
 
 
@@ -137,6 +143,12 @@ class Message(NamedTuple):
         return self.producer.kind is Kind.F
 
 
+def memory_of(p: Pass, memory: Memory, num_slices: int) -> tuple[float, float]:
+    """F saves from its start on; a backward and a W free, or replace, at their end."""
+    delta = memory.delta(p, num_slices)
+    return (delta, 0.0) if p.kind is Kind.F else (0.0, delta)
+
+
 @dataclass(frozen=True, slots=True)
 class Compute(Op):
     """Run one pass on the device."""
@@ -154,16 +166,14 @@ class Compute(Op):
         return times.duration(self.work, num_slices)
 
     def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
-        """F saves from its start on; a backward and a W free, or replace, at their end."""
-        delta = memory.delta(self.work, num_slices)
-        return (delta, 0.0) if self.work.kind is Kind.F else (0.0, delta)
+        return memory_of(self.work, memory, num_slices)
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Compute | None:
         return cls(Pass.parse(text)) if re.fullmatch(r"\d+[A-Z]+[\d.]+", text) else None
 
     @classmethod
-    def faults(cls, plan: Plan) -> Iterator[tuple[str, int]]:
+    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
         """Every pass of the schedule, on its rank, once."""
         seen: set[Pass] = set()
         for rank, row in enumerate(plan.ops):
@@ -173,7 +183,7 @@ class Compute(Op):
                         yield f"pass {op.work} runs twice", rank
                     seen.add(op.work)
         missing = [p for p in plan.schedule.passes() if p not in seen]
-        if missing:
+        if missing and not stopped:
             rank = plan.schedule.placement.stage_to_rank[missing[0].stage]
             yield f"{len(missing)} passes are never computed, {min(map(str, missing))} among them", rank
 
@@ -193,12 +203,21 @@ class Send(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Send | None:
-        value, sign, target = text.partition(">")
-        return cls(Message(Value.parse(value), rank, int(target))) if sign else None
+        match = re.fullmatch(r"(.+)>(\d+)", text)
+        return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
     @classmethod
-    def faults(cls, plan: Plan) -> Iterator[tuple[str, int]]:
-        """Sent from where it is made, and the n-th send of a channel is its n-th receive."""
+    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+        """Sent from its source and received at its target, the n-th send of a channel as its n-th receive."""
+        for rank, row in enumerate(plan.ops):
+            for op in row:
+                at_home = (
+                    op.message.source == rank
+                    if isinstance(op, (Send, Settle))
+                    else not isinstance(op, Recv) or op.message.target == rank
+                )
+                if not at_home:
+                    yield f"{op} is not for rank {rank}", rank
         sent, posted = plan.messages(Send), plan.messages(Recv)
         for channel in sorted(sent.keys() | posted.keys()):
             source, target = channel
@@ -226,8 +245,8 @@ class Recv(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Recv | None:
-        value, sign, source = text.partition("<")
-        return cls(Message(Value.parse(value), int(source), rank)) if sign else None
+        match = re.fullmatch(r"(.+)<(\d+)", text)
+        return cls(Message(Value.parse(match[1]), int(match[2]), rank)) if match else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +263,8 @@ class Settle(Op):
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Settle | None:
-        value, sign, target = text.partition("=")
-        return cls(Message(Value.parse(value), rank, int(target))) if sign else None
+        match = re.fullmatch(r"(.+)=(\d+)", text)
+        return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
 
 STEPPED = Token("stepped", None)
@@ -267,7 +286,7 @@ class Validate(Op):
         return cls() if text == "valid?" else None
 
     @classmethod
-    def faults(cls, plan: Plan) -> Iterator[tuple[str, int]]:
+    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
         """All ranks stop together, so each has one place to do so."""
         for rank, row in enumerate(plan.ops):
             if (count := row.count(cls())) != 1:

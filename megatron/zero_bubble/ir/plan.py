@@ -41,7 +41,7 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint that is equal on two ranks exactly when they execute the same plan."""
+        """A fingerprint of the ops of all ranks."""
         text = "\n".join(" ".join(row) for row in self.to_text())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -65,8 +65,11 @@ class Plan:
         """Of every rank, where its values are while it runs."""
         flow = self.schedule.flow
         drains = self.drain or ((),) * len(self.ops)
-        rows = zip(self.effects, drains, strict=True)
-        return tuple(allocate(row, [op.effects(flow) for op in drain]) for row, drain in rows)
+        rows = zip(self.ops, self.effects, drains, strict=True)
+        return tuple(
+            allocate((*ops, *drain), (*effects, *(op.effects(flow) for op in drain)), len(ops))
+            for ops, effects, drain in rows
+        )
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """``ops`` as strings."""

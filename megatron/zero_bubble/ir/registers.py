@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.ir.flow import Value
-from megatron.zero_bubble.ir.ops import Effects
+from megatron.zero_bubble.ir.ops import COMPUTE, Effects, Op
 
 
 class Registers(NamedTuple):
@@ -30,33 +30,36 @@ class Allocation(NamedTuple):
     size: int
 
 
-def allocate(row: Sequence[Effects], drain: Sequence[Effects]) -> Allocation:
-    """A register for each value; what an op of ``row`` is the last to use is gone behind it."""
-    number: dict[Value, int] = {}
-    arriving: set[Value] = set()
-    for effects in (*row, *drain):
-        for value in _values((*effects.uses, *effects.takes, *effects.gives)):
-            number.setdefault(value, len(number))
-        if effects.arrives is not None:
-            arriving.update(_values(effects.gives))
-    last_use = {value: position for position, effects in enumerate(row) for value in effects.uses}
+def allocate(ops: Sequence[Op], effects: Sequence[Effects], end: int) -> Allocation:
+    """A register for each value; what an op is the last to use is gone behind it.
 
-    def registers(position: int, effects: Effects) -> Registers:
-        takes = _values(effects.takes)
-        reads = (*effects.uses, *takes)
-        ends = [value for value in effects.uses if last_use.get(value, position) == position]
+    Args:
+        ops: a rank's, and its drain behind them, from ``end`` on.
+        effects: of each of the ops.
+    """
+    number: dict[Value, int] = {}
+    arriving: set[Value] = set()  # from another rank, or from a lane that the rank does not wait for
+    for op, (uses, gives, takes, *_, arrives) in zip(ops, effects, strict=True):
+        for value in _values((*uses, *takes, *gives)):
+            number.setdefault(value, len(number))
+        if arrives is not None or op.lane not in (None, COMPUTE):
+            arriving.update(_values(gives))
+    last_use = {value: position for position in range(end) for value in effects[position].uses}
+
+    def registers(position: int) -> Registers:
+        uses, gives, takes, *_ = effects[position]
+        taken = _values(takes)
+        reads = (*uses, *taken)
+        ends = [value for value in uses if last_use.get(value, position) <= position]
         return Registers(
             tuple([number[value] for value in reads]),
             not arriving.isdisjoint(reads),
-            tuple([number[value] for value in (*ends, *takes)]),
-            tuple([number[value] for value in _values(effects.gives)]),
+            tuple([number[value] for value in (*ends, *taken)]),
+            tuple([number[value] for value in _values(gives)]),
         )
 
-    return Allocation(
-        tuple([registers(position, effects) for position, effects in enumerate(row)]),
-        tuple([registers(len(row), effects) for effects in drain]),
-        len(number),
-    )
+    rows = [registers(position) for position in range(len(ops))]
+    return Allocation(tuple(rows[:end]), tuple(rows[end:]), len(number))
 
 
 def _values(resources: Iterable[Hashable]) -> list[Value]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Any
 
 from megatron.zero_bubble.ir.flow import Chain, Flow
 from megatron.zero_bubble.ir.passes import Kind, Pass
@@ -13,8 +14,7 @@ from megatron.zero_bubble.ir.placement import Placement
 
 def chain_of(schedule: Schedule) -> Chain:
     """Who feeds whom in a transformer cut into stages."""
-    forward_only = all(p.kind is Kind.F for p in schedule.passes())
-    return Chain(schedule.num_stages, schedule.num_slices, schedule.fused, forward_only)
+    return Chain(schedule.num_stages, schedule.num_slices, schedule.fused, schedule.evaluates)
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Schedule:
 
     Attributes:
         make_flow: says who feeds whom among the passes.
+        evaluates: whether it has forwards only, so that none saves anything.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Schedule:
     order: tuple[tuple[Pass, ...], ...]
     num_slices: int = 1
     make_flow: Callable[[Schedule], Flow] = chain_of
+    evaluates: bool = False
 
     @property
     def num_ranks(self) -> int:
@@ -39,6 +41,10 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what can be derived again: schedules travel between ranks."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def passes(self) -> Iterator[Pass]:
         """Every pass of every rank."""
@@ -62,7 +68,7 @@ class Schedule:
     def forward_only(self) -> Schedule:
         """The same placement and order of forwards without any backward: what an evaluation runs."""
         order = tuple(tuple(p for p in row if p.kind is Kind.F) for row in self.order)
-        return replace(self, name=f"{self.name} (forward only)", order=order)
+        return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True)
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """``order`` as strings, the form of the ``"order"`` key of ``zero-bubble plan --format json``."""

@@ -97,6 +97,11 @@ class Recorder(IterationObserver):
             self._lanes,
         )
 
+    def end_iteration(self, completed: bool) -> None:
+        if not completed:
+            self._origin = None
+            self._clear()
+
     def begin(self, op: Op) -> None:
         if self._origin is not None:
             self._begun = self._mark()

@@ -13,7 +13,7 @@ Three rules, each linear in the number of passes:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,11 +55,11 @@ class _Routes:
         self.channels: dict[tuple[int, int], list[Message]] = {}
         sent: list[list[tuple[_Leg, ...]]] = []
         arriving: list[dict[Value, _Leg]] = [{} for _ in plan.ops]
-        own = [{value for effects in row for value in effects.gives} for row in plan.effects]
+        targets = _targets(plan)
         for rank, row in enumerate(plan.effects):
             sent.append([])
             for effects in row:
-                legs = [self._leg(message) for message in _messages(plan, effects, rank, own)]
+                legs = [self._leg(message) for message in _messages(effects, rank, targets)]
                 for leg in legs:
                     arriving[leg.message.target][leg.message.value] = leg
                 sent[rank].append(tuple(legs))
@@ -79,15 +79,22 @@ class _Routes:
         return _Leg(message, len(channel) - 1)
 
 
-def _messages(plan: Plan, effects: Effects, source: int, own: list[set[Hashable]]) -> Iterator[Message]:
-    """What an op makes for other ranks, as far as no op of these ranks has it."""
-    consumers, stage_to_rank = plan.schedule.flow.consumers, plan.schedule.placement.stage_to_rank
+def _targets(plan: Plan) -> dict[Value, list[int]]:
+    """The ranks that use a value which no op of theirs gives them."""
+    targets: dict[Value, list[int]] = {}
+    for rank, row in enumerate(plan.effects):
+        own = {value for effects in row for value in effects.gives}
+        for value in dict.fromkeys(value for effects in row for value in effects.uses):
+            if value not in own:
+                targets.setdefault(value, []).append(rank)
+    return targets
+
+
+def _messages(effects: Effects, source: int, targets: dict[Value, list[int]]) -> Iterator[Message]:
+    """What an op makes for other ranks, once."""
     for value in effects.gives:
         if isinstance(value, Value):
-            targets = {stage_to_rank[consumer.stage] for consumer in consumers(value)}
-            for target in sorted(targets - {source}) if len(targets) > 1 else targets:
-                if target != source and value not in own[target]:
-                    yield Message(value, source, target)
+            yield from (Message(value, source, target) for target in targets.pop(value, ()))
 
 
 def _acknowledge(row: list[_Step]) -> None:

@@ -12,12 +12,12 @@ issues after.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Token, Validate
+from megatron.zero_bubble.ir import Compute, Message, Op, Plan, Recv, Send, Token, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
 
 
@@ -26,20 +26,14 @@ def prove(plan: Plan, single_queue: bool = False) -> None:
     stopped and drained.
 
     Raises:
-        PlanError: a pass without its inputs, a send and a receive that do not match, a buffer never released, or ranks
-            that wait for each other; with the op of each rank marked.
+        PlanError: a pass without its inputs, a send and a receive that do not match, a buffer never released, with the
+            place on the rank; or ranks that wait for each other, with the op of each rank marked.
     """
-    for kind in dict.fromkeys(type(op) for row in plan.ops for op in row):
-        for sentence, rank in kind.faults(plan):
-            raise _error(plan, sentence, [0] * len(plan.ops), rank)
     _prove_run(plan, single_queue)
     if plan.drain:
         begun = (ops[: ops.index(Validate())] for ops in plan.ops)
         stopped = tuple((*ops, *drain) for ops, drain in zip(begun, plan.drain, strict=True))
-        plan = replace(plan, ops=stopped)
-        for sentence, rank in Send.faults(plan):
-            raise _error(plan, f"{sentence}, when the ranks stop", [len(row) for row in stopped], rank)
-        _prove_run(plan, single_queue, stopped=True)
+        _prove_run(replace(plan, ops=stopped), single_queue, stopped=True)
 
 
 def prove_single_queue(plan: Plan) -> None:
@@ -58,8 +52,14 @@ def prove_single_queue(plan: Plan) -> None:
 
 
 def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> None:
+    kinds = dict.fromkeys(type(op) for row in plan.ops for op in row)
+    always: tuple[type[Op], ...] = (Compute,) if stopped or not plan.drain else (Compute, Validate)
+    for kind in dict.fromkeys((*always, *kinds)):
+        for sentence, rank in kind.faults(plan, stopped):
+            raise PlanError(f"plan for {plan.schedule.name!r} refused: rank {rank}: {sentence}.")
+
     def refuse(sentence: str, rank: int, position: int) -> None:
-        raise _error(plan, sentence, [position if row == rank else 0 for row in range(len(plan.ops))], rank)
+        raise _error(plan, sentence, {rank: position}, rank)
 
     rows = steps(plan, refuse, stopped)
     if single_queue:
@@ -68,7 +68,7 @@ def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> None:
         for _ in advance(rows, (STEPPED,)):  # the iteration before has ended by itself
             pass
     except Blocked as blocked:
-        raise _error(plan, "the ranks wait for each other", blocked.positions) from None
+        raise _error(plan, "the ranks wait for each other", dict(enumerate(blocked.positions))) from None
 
 
 def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
@@ -88,12 +88,14 @@ def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
     return [list(map(held_back, row)) for row in rows]
 
 
-def _error(plan: Plan, what: str, positions: Sequence[int], rank: int | None = None) -> PlanError:
+def _error(plan: Plan, what: str, positions: Mapping[int, int], bad: int | None = None) -> PlanError:
+    """``positions`` are how far the ranks came, those that matter."""
     lines = [f"plan for {plan.schedule.name!r} refused: {what}."]
-    for row, (position, ops) in enumerate(zip(positions, plan.ops, strict=True)):
+    for rank, position in positions.items():
+        ops = plan.ops[rank]
         before = " ".join(map(str, ops[max(0, position - 6) : position]))
         after = " ".join(map(str, ops[position + 1 : position + 4]))
         here = f"[{ops[position]}]" if position < len(ops) else "(end)"
-        mark = ">" if rank in (None, row) and position < len(ops) else " "
-        lines.append(f"{mark} rank {row}: ... {before} {here} {after}")
+        mark = ">" if bad in (None, rank) and position < len(ops) else " "
+        lines.append(f"{mark} rank {rank}: ... {before} {here} {after}")
     return PlanError("\n".join(lines))

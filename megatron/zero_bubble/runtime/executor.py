@@ -16,6 +16,9 @@ from megatron.zero_bubble.runtime.observer import IterationObserver
 STOP = object()
 """What a handler returns when the plan must stop here, with all other ranks."""
 
+FORGOTTEN = object()
+"""What stands for a value that the ranks gave up, or never made, when they stopped."""
+
 Handler = Callable[[Any, Sequence[Any]], Any]
 """Runs the ops of one class.
 
@@ -66,6 +69,7 @@ class Executor:
             assert self._table.count(None) == len(self._table), "a proved plan leaves nothing behind"
             return True
         # Stop here, with all other ranks: take and give what is under way, for nothing.
+        self._table = [FORGOTTEN if held is None else held for held in self._table]
         self._execute(self._drain, self._registers.drain)
         for held in self._table:
             if isinstance(held, Awaited):

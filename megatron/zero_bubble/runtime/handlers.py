@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.zero_bubble.ir import Compute, Message, Op, Pass, Recv, Send, Settle, Validate
-from megatron.zero_bubble.runtime.executor import STOP, Awaited, Handler
+from megatron.zero_bubble.runtime.executor import FORGOTTEN, STOP, Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
 
 
@@ -83,8 +83,9 @@ class _Messages:
 
     def send(self, op: Send, inputs: Sequence[Any]) -> None:
         message, (tensor,) = op.message, inputs
+        assert tensor is not None, f"{message.producer} has a consumer on rank {message.target} but no output"
         # Where the ranks stop, what was not computed is sent for nothing.
-        self._channels.send(message, self._new_buffer(message) if tensor is None else tensor)
+        self._channels.send(message, self._new_buffer(message) if tensor is FORGOTTEN else tensor)
 
     def post(self, op: Recv, _inputs: Sequence[Any]) -> tuple[Awaited]:
         message = op.message

@@ -39,10 +39,10 @@ class IterationObserver:
         """Before the first op, and before the plan is made."""
 
     def begin(self, op: Op) -> None:
-        """An op that occupies a lane begins; what it needs is there."""
+        """An op that occupies a lane begins, with what it needs there; on other lanes than ``compute`` it is issued."""
 
     def end(self, op: Op) -> None:
-        """It has ended."""
+        """It has ended, or, on another lane than ``compute``, was issued."""
 
     def sent(self, message: Message) -> None:
         """A message was handed to the transport."""
@@ -125,8 +125,9 @@ class Observers(IterationObserver):
             observer.restarted()
 
     def end_iteration(self, completed: bool) -> None:
-        for observer in self._inner_first:
-            observer.end_iteration(completed)
+        with contextlib.ExitStack() as ending:  # all end, whatever happens in one of them
+            for observer in self._observers:
+                ending.callback(observer.end_iteration, completed)
 
     def close(self) -> None:
         for observer in self._observers:
@@ -136,9 +137,9 @@ class Observers(IterationObserver):
 @contextlib.contextmanager
 def observed(observer: IterationObserver, start: IterationStart) -> Iterator[None]:
     """Around an iteration, which may end in an exception."""
-    observer.begin_iteration(start)
     completed = False
     try:
+        observer.begin_iteration(start)
         yield
         completed = True
     finally:

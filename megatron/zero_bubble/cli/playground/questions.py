@@ -17,6 +17,8 @@ from megatron.zero_bubble.cli.plan import add_plan, make_plan, searches
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
+from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
@@ -121,6 +123,12 @@ def _check_size(options: argparse.Namespace) -> None:
             raise UserError(f"the playground has at most {most:g} {what}; got {size:g}; zero-bubble plan takes more")
 
 
+def _waited_for(schedule: Schedule, p: Pass) -> list[Pass]:
+    """What ``p`` depends on; of a backward that waits for another stage, not its own F, which was there before."""
+    inputs = schedule.flow.inputs(p)
+    return [value.producer for value in inputs if value.name != SAVED or value is inputs[0]]
+
+
 def _arrivals(timeline: Timeline, costs: PassCosts) -> list[list[list[tuple[str, float]]]]:
     """For every pass of every rank: what it depends on, and when that is there."""
     schedule = timeline.schedule
@@ -129,7 +137,7 @@ def _arrivals(timeline: Timeline, costs: PassCosts) -> list[list[list[tuple[str,
 
     def needs(rank: int, row: Sequence[Any]) -> list[list[tuple[str, float]]]:
         return [
-            [(str(d), end[d] + costs.comm(rank_of[d.stage], rank)) for d in schedule.dependencies(span.pass_)]
+            [(str(d), end[d] + costs.comm(rank_of[d.stage], rank)) for d in _waited_for(schedule, span.pass_)]
             for span in row
         ]
 
