@@ -273,6 +273,7 @@ def test_it_is_executed_as_planned_recorded_and_drawn(ranks: RankPool, name: str
     assert [[(span.lane, span.op) for span in row.lanes] for row in read.traces[1].ranks] == [
         [(COPY, text) for text in row] for row in copies
     ]
+    assert read.compared(1).memory is None, "what is read from a file does not say how it changes memory"
     drawn = render_svg(planned, trace.timeline)
     assert drawn.count("<title>off(") == 2 * sum(text.startswith("off") for row in copies for text in row)
     assert ">copy</text>" in drawn

@@ -53,10 +53,13 @@ class Recording:
     memory: PassMemory | None = None
 
     def compared(self, iteration: int) -> Comparison:
-        """An iteration beside what its order would have taken."""
+        """An iteration next to what its order would have taken. How ops that were read from a file change memory is
+        unknown, so there is no curve of it.
+        """
         trace = self.traces[iteration]
         planned = simulate(trace.timeline.schedule, self.costs, self.memory)
-        return Comparison(iteration, planned, trace, self.costs, self.memory)
+        known = not any(isinstance(span.op, str) for row in trace.timeline.lanes for span in row)
+        return Comparison(iteration, planned, trace, self.costs, self.memory if known else None)
 
     @property
     def typical(self) -> int:
