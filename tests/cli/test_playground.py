@@ -92,7 +92,8 @@ def test_times_and_arrivals_are_those_of_the_passes(address: str) -> None:
     assert max(ends.values()) == answer["plan"]["makespan_ms"]
     for rank, (row, waits, times) in enumerate(zip(schedule.order, answer["waits_for"], answer["times"], strict=True)):
         for p, needs, (start, _) in zip(row, waits, times, strict=True):
-            assert tuple(Pass.parse(text) for text, _ in needs) == schedule.dependencies(p)
+            # What else it takes, its own forward, was there before.
+            assert tuple(Pass.parse(text) for text, _ in needs) == schedule.dependencies(p)[:1]
             for text, arrives in needs:
                 source = Pass.parse(text)
                 assert arrives == ends[source] + (0.5 if rank_of[source.stage] != rank else 0.0)

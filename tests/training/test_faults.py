@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(300)  # whole runs, some with their imports; te
 # takes a few seconds; one whose cores are lent out elsewhere was seen to take more than 20.
 LIMIT_S = 60.0
 
-BACKWARD = "megatron.zero_bubble.adapter.stage:MegatronStage.backward"
+BACKWARD = "megatron.zero_bubble.adapter.stage:MegatronStage._backward"
 OPTIMIZER = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
 VALIDATE = "megatron.zero_bubble.optimizer.post_validation:PostValidatedOptimizer.validate"
 SAVE = "megatron.core.dist_checkpointing:save"
@@ -46,7 +46,7 @@ def exit_in_backward(rank: int) -> None:
     if rank == 1:
         from megatron.zero_bubble.adapter.stage import MegatronStage
 
-        MegatronStage.backward = lambda *_, **__: sys.exit(3)  # type: ignore[method-assign, assignment]
+        MegatronStage._backward = lambda *_, **__: sys.exit(3)  # type: ignore[method-assign, assignment]
 
 
 def check_survivors(ended: list[Ended], victim: int) -> None:

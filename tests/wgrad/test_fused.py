@@ -166,7 +166,7 @@ def train_beside(rank: int, flags: str, schedules: Sequence[str | None]) -> list
 
     UntilJoined.num_late = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "beside", lambda self: UntilJoined())
+        patch.setattr(CpuPlatform, "side_stream", lambda self: UntilJoined())
         outcomes = train(rank, f"{flags} --zero-bubble-wgrad-stream", schedules)
     assert UntilJoined.num_late, "W's went there"
     return outcomes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -109,6 +109,10 @@ class StageFacts:
         return cls(stage, stage in schedule.flow.sinks, vp_stage, elsewhere, last_backward, most, fused, own)
 
 
+# By name: a table of bound methods would be a reference cycle, which keeps a model until the collector runs.
+_METHODS = {Kind.F: "_forward", Kind.B: "_backward", Kind.BW: "_backward", Kind.W: "_backward_weight"}
+
+
 class MegatronStage:
     """One model chunk during one iteration.
 
@@ -142,7 +146,8 @@ class MegatronStage:
 
     def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run one pass of a chain: see ``ir.Chain`` for what it takes and makes."""
-        return _PASSES[work.kind](self, work, inputs)
+        run: Callable[[Pass, Sequence[Any]], Sequence[Any]] = getattr(self, _METHODS[work.kind])
+        return run(work, inputs)
 
     def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """The stage's output, detached, unless it is the loss, and what its backward starts from."""
@@ -211,11 +216,3 @@ class MegatronStage:
         """Megatron's ``num_microbatches_with_partial_activation_checkpoints`` (arXiv 2205.05198, appendix C)."""
         partial = self._step.config.num_microbatches_with_partial_activation_checkpoints
         return None if partial is None else microbatch % self._facts.max_in_flight >= partial
-
-
-_PASSES: Mapping[Kind, Callable[[MegatronStage, Pass, Sequence[Any]], Sequence[Any]]] = {
-    Kind.F: MegatronStage._forward,
-    Kind.B: MegatronStage._backward,
-    Kind.BW: MegatronStage._backward,
-    Kind.W: MegatronStage._backward_weight,
-}

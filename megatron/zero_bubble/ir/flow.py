@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
@@ -101,28 +100,6 @@ class Chain:
 
     def inputs(self, p: Pass) -> tuple[Value, ...]:
         """What ``p`` takes; ``source`` makes the first."""
-        found = self._inputs.get(p)
-        if found is None:
-            found = self._inputs[p] = self._inputs_of(p)
-        return found
-
-    def outputs(self, p: Pass) -> tuple[Value, ...]:
-        """What ``p`` makes, as far as some pass takes it."""
-        found = self._outputs.get(p)
-        if found is None:
-            found = self._outputs[p] = self._outputs_of(p)
-        return found
-
-    # Every analysis of a plan asks for the same values; making them costs more than looking them up.
-    @cached_property
-    def _inputs(self) -> dict[Pass, tuple[Value, ...]]:
-        return {}
-
-    @cached_property
-    def _outputs(self) -> dict[Pass, tuple[Value, ...]]:
-        return {}
-
-    def _inputs_of(self, p: Pass) -> tuple[Value, ...]:
         stage, kind, microbatch, slice_ = p
         if kind is Kind.W:
             return (Value(Pass(stage, Kind.B, microbatch, slice_), OPERANDS),)
@@ -137,7 +114,8 @@ class Chain:
             inputs.append(Value(self.backward_of(stage, microbatch, slice_ + 1), HISTORY))
         return tuple(inputs)
 
-    def _outputs_of(self, p: Pass) -> tuple[Value, ...]:
+    def outputs(self, p: Pass) -> tuple[Value, ...]:
+        """What ``p`` makes, as far as some pass takes it."""
         stage, kind, _, slice_ = p
         if kind is Kind.W:
             return ()
