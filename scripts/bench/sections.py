@@ -248,7 +248,7 @@ SECTIONS = {
         "`zb-auto` against {schedules} of {of_schedules} schedules of public schedulers (the authors' fork, Primus, "
         "DualPipeV), each time with the same costs and in the same memory ({questions} of {of_questions} questions, "
         "{drawn}), by the span and by the makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by "
-        "what a rank may keep (1 p: what 1F1B keeps), beside what no schedule can beat.",
+        "memory limit (1 p: the peak of 1F1B), next to the lower bound for any schedule.",
         _peers,
     ),
     "scaling": Section(
