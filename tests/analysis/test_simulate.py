@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, ScheduleError, Timeline, build, simulate
 from tests.helpers.strategies import costs_for, schedules
+from tests.helpers.work import lines_run
 
 
 def by_hand(rows: list[str], placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -123,14 +122,13 @@ def test_no_time_is_no_bubble() -> None:
     assert Timeline(schedule, ()).makespan_ms == 0.0
 
 
-def test_cost_grows_with_the_number_of_passes() -> None:
-    """Eight times the passes in well under eight squared the time: 32 ranks, 256 microbatches, 24576 passes."""
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v"])
+def test_work_grows_with_the_number_of_passes(name: str) -> None:
+    """Eight times the microbatches take eight times the work: nothing looks at all passes for each of them."""
 
-    def seconds(p: int, m: int) -> float:
-        schedule = build("zb-h2", num_ranks=p, num_microbatches=m)
+    def work(m: int) -> int:
+        schedule = build(name, num_ranks=8, num_microbatches=m)
         costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0, 0.1)
-        start = time.process_time()
-        simulate(schedule, costs)
-        return time.process_time() - start
+        return lines_run(lambda: simulate(schedule, costs))
 
-    assert min(seconds(32, 256) for _ in range(2)) < 24 * min(seconds(32, 32) for _ in range(3)) + 0.05
+    assert work(128) < 8.5 * work(16)

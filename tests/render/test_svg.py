@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from xml.etree import ElementTree
 
 import pytest
@@ -70,10 +69,7 @@ def test_later_chunks_are_paler() -> None:
 
 
 def test_numbers_are_left_out_where_they_do_not_fit_and_a_large_plan_stays_small() -> None:
-    large = timeline("zb-h2", 32, 256)
-    start = time.process_time()
-    svg = render_svg(large)
-    assert time.process_time() - start < 5.0
+    svg = render_svg(timeline("zb-h2", 32, 256))
     assert len(svg) < 1_000_000
     assert 'class="mb"' not in svg
     assert len(boxes(parse(svg), Kind.W)) == 32 * 256
