@@ -1,9 +1,8 @@
 """Train one GPT twice, under Megatron's own 1F1B and under a zero-bubble schedule, and compare.
 
 The corpus is the source of the Python standard library, byte by byte. Both runs take the same steps on the same data,
-so with ``--zero-bubble-exact`` their losses must be equal to the last bit; the table at the end says so, and what the
-schedule did to the bubble.
-Timelines, metrics and traces are left in the output folder.
+so with ``--zero-bubble-exact`` their losses must be equal to the last bit. The last screen says whether they are, what
+the schedule gained, and what to try next. Timelines, metrics, traces and measured costs are left in the output folder.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron.zero_bubble import SCHEDULES
+from megatron.zero_bubble import SCHEDULES, Placement, build
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_RANKS = 2
-# The first iterations allocate and warm caches up.
 EXACT = "--zero-bubble-exact"
-WARM_UP = 3
+WARM_UP = 3  # iterations that allocate memory and warm caches
+MEASURED_SECONDS = 30  # of a run of 40 iterations of configs/gpt_tiny.yaml, on two cores
 
 
 @dataclass(frozen=True)
@@ -48,41 +47,77 @@ class Run:
 def main() -> int:
     """Prepare, train twice, compare."""
     options = _parse()
+    print(_announcement(options), flush=True)
     output = options.output.resolve()
     corpus = options.data.resolve() / "stdlib"
     _call([sys.executable, str(ROOT / "scripts/prepare_data.py"), "--standard-library", "--output-prefix", str(corpus)])
     baseline = Run("1F1B (stock Megatron)", (), output / "stock")
     if sharing := _shared_gpu():  # stock megatron-core cannot move GPU tensors over gloo; our own 1F1B can
         baseline = Run("1F1B (this package)", ("--zero-bubble-schedule", "1f1b", EXACT), output / "1f1b")
+    costs = output / options.schedule / "costs.json"
     runs = (
         baseline,
         Run(
             f"{options.schedule} (this package)",
-            ("--zero-bubble-schedule", options.schedule, EXACT),
+            ("--zero-bubble-schedule", options.schedule, EXACT, "--zero-bubble-record-costs", str(costs)),
             output / options.schedule,
         ),
     )
     for number, run in enumerate(runs, start=1):
         print(f"\n[{number}/{len(runs)}] {run.title}", flush=True)
         _train(run, options.config, corpus, options.iterations, sharing)
-    print(f"\n{_table(runs)}\n")
-    print(_verdict(runs))
+    print(f"\n{_table(runs)}\n\n{_gain(*runs)}\n{_verdict(runs, options.schedule)}\n")
+    print("Timelines, the plan above what was measured:")
     for run in runs:
-        print(f"timeline, planned above measured: {run.folder / 'timeline.svg'}")
+        print(f"  {run.folder / 'timeline.svg'}")
+    print(_next_commands(options.schedule, costs, runs[1].metrics()[-1]["num_microbatches"]))
     return 0
+
+
+def _announcement(options: argparse.Namespace) -> str:
+    """What is about to happen, and how long it takes where that is known."""
+    steps = (
+        "prepare a corpus: the source of Python's standard library",
+        f"train {options.config.name} for {options.iterations} iterations on {NUM_RANKS} ranks under 1F1B",
+        f"train it again under {options.schedule}, on the same data",
+        "compare losses, speed and bubble",
+    )
+    lines = [f"  {number}. {step}" for number, step in enumerate(steps, start=1)]
+    seconds = 2 * MEASURED_SECONDS * max(options.iterations, 10) / 40
+    known = options.config.name == "gpt_tiny.yaml"
+    duration = f", about {seconds:.0f} s on two CPU cores" if known else ""
+    return "\n".join((f"Quickstart{duration}:", *lines))
+
+
+def _next_commands(schedule: str, costs: Path, num_microbatches: int) -> str:
+    other = "zb-v" if schedule != "zb-v" else "zb-h1"
+    file = os.path.relpath(costs)
+    commands = (
+        ("another schedule", f"bash scripts/quickstart.sh --schedule {other}"),
+        (
+            "every schedule at the measured costs",
+            f"zero-bubble compare --costs {file} --num-ranks {NUM_RANKS} --num-microbatches {num_microbatches}",
+        ),
+        ("schedules in a browser", "zero-bubble playground"),
+    )
+    width = max(len(what) for what, _ in commands) + 1
+    lines = [f"  {what + ':':<{width}}  {command}" for what, command in commands]
+    return "\n".join(("\nTry next, after `source .venv/bin/activate`:", *lines))
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     names = sorted(name for name in SCHEDULES if name != "1f1b")
     parser.add_argument("--schedule", choices=names, default="zb-h1")
-    parser.add_argument("--iterations", type=int, default=40, help="steps of each run")
+    parser.add_argument("--iterations", type=int, default=40, help="iterations of each run")
     parser.add_argument("--config", type=Path, default=ROOT / "configs/gpt_tiny.yaml")
     parser.add_argument("--data", type=Path, default=ROOT / "data", help="folder of the corpus")
     parser.add_argument("--output", type=Path, default=ROOT / "runs/quickstart")
     options = parser.parse_args()
     if options.iterations <= WARM_UP:
-        parser.error(f"--iterations must be more than {WARM_UP}, the steps that warm up; got {options.iterations}")
+        parser.error(
+            f"--iterations must be more than {WARM_UP}, the iterations that warm caches; got {options.iterations}"
+        )
     return options
 
 
@@ -113,11 +148,11 @@ def _call(command: list[str]) -> None:
 
 
 def _table(runs: tuple[Run, ...]) -> str:
-    """A row a run: final loss, speed, planned and measured bubble (makespan: the optimizer waits for all ranks)."""
+    """One row per run: final loss, speed, planned and measured bubble (makespan: the optimizer waits for all ranks)."""
     rows: list[tuple[str, ...]] = [("schedule", "final loss", "tokens/s", "planned bubble", "measured bubble")]
     for run in runs:
         metrics, trace = run.metrics(), run.trace()
-        speed = median(step["tokens_per_second"] for step in metrics[WARM_UP:])
+        speed = _speed(run)
         bubbles = (trace[kind]["bubble_rate_makespan"] for kind in ("planned", "measured"))
         rows.append((run.title, f"{metrics[-1]['lm_loss']:.6f}", f"{speed:,.0f}", *(f"{b:.1%}" for b in bubbles)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -125,12 +160,30 @@ def _table(runs: tuple[Run, ...]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def _verdict(runs: tuple[Run, ...]) -> str:
+def _speed(run: Run) -> float:
+    """Tokens per second of the median iteration after the warm-up."""
+    return median(step["tokens_per_second"] for step in run.metrics()[WARM_UP:])
+
+
+def _gain(baseline: Run, run: Run) -> str:
+    before, after = _speed(baseline), _speed(run)
+    change = after / before - 1
+    comparison = f"{change:.1%} faster than" if change >= 0 else f"{-change:.1%} slower than"
+    hint = "" if change > 0 else "; if other programs share these cores, run this again"
+    return f"{run.title} trained {comparison} {baseline.title}: {after:,.0f} and {before:,.0f} tokens/s{hint}."
+
+
+def _verdict(runs: tuple[Run, ...], schedule: str) -> str:
     first, second = ([(step["lm_loss"], step["grad_norm"]) for step in run.metrics()] for run in runs)
     if first == second:
-        return f"The losses and gradient norms of all {len(first)} steps are equal to the last bit."
+        return f"The losses and gradient norms of all {len(first)} iterations are equal to the last bit."
+    if build(schedule, num_ranks=NUM_RANKS, num_microbatches=NUM_RANKS).placement != Placement.linear(NUM_RANKS):
+        return (
+            "The losses differ, as expected: with several stages per rank the same seed draws other initial weights. "
+            "From the same checkpoint they are equal (docs/exactness.md)."
+        )
     step = next(i for i, pair in enumerate(zip(first, second, strict=False), start=1) if pair[0] != pair[1])
-    return f"Losses or gradient norms differ from step {step} on: this should not happen, please report it."
+    return f"Losses or gradient norms differ from iteration {step} on: this should not happen, please report it."
 
 
 if __name__ == "__main__":

@@ -3,5 +3,6 @@
 # Arguments go to scripts/quickstart.py (--help lists them).
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+echo "Quickstart: set up an environment (the first time some minutes, then none), then train twice and compare."
 source "$root/scripts/setup_env.sh"
 exec python "$root/scripts/quickstart.py" "$@"
