@@ -1,10 +1,13 @@
+import re
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble.training.data.corpus import write_documents
 from tests.helpers.ranks import RankPool
-from tests.helpers.training import losses, train
+from tests.helpers.training import SMALL, losses, run, train
 
 EXPERTS = "--num-experts 4 --swiglu --disable-bias-linear"
 DROPOUT = "--mock-data --attention-dropout 0.1 --hidden-dropout 0.1"
@@ -78,3 +81,18 @@ def test_what_megatron_core_offers_trains(ranks: RankPool, tmp_path: Path, flags
 def test_the_last_iterations_are_reported_whatever_the_interval(ranks: RankPool, tmp_path: Path) -> None:
     lines = train(ranks, 1, "--mock-data --log-interval 4 --train-iters 6 --exit-interval 5", tmp_path / "metrics")
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
+
+
+def screen(rank: int, num_ranks: int, words: list[str]) -> str:
+    """What one rank prints."""
+    with redirect_stdout(StringIO()) as out:
+        run(rank, num_ranks, words)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("flags", ["", "--zero-bubble-schedule zb-h1 --zero-bubble-post-validation"])
+def test_the_first_iteration_is_logged_whatever_the_interval(ranks: RankPool, flags: str) -> None:
+    """With post-validation it is logged once its step is final."""
+    job = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --log-interval 100 {flags}"
+    shown = "".join(ranks.run(2, screen, 2, job.split(), timeout=100))
+    assert re.findall(r"iteration (\d+)/6 ", shown) == ["1", "6"]

@@ -66,6 +66,29 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert "[" + "#" * 24 + "]" in shown and shown.endswith("\n")
 
 
+def test_the_bar_moves_between_reports_once_per_second(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    now = [100.0]
+    monkeypatch.setattr("megatron.zero_bubble.training.report.time.monotonic", lambda: now[0])
+    with Progress(True, 48) as progress:
+        progress.iterations([metrics(12)])
+        capsys.readouterr()
+        progress.reached(13)
+        assert capsys.readouterr().out == "", "the bar was drawn less than a second ago"
+        now[0] += 1.5
+        progress.reached(24)
+    bar = "#" * 12 + "." * 12
+    assert capsys.readouterr().out.startswith(f"\r\033[K[{bar}] 24/48; last report: iteration 12/48")
+
+
+def test_nothing_moves_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(True, 48) as progress:
+        progress.reached(13)
+    assert capsys.readouterr().out == ""
+
+
 def test_the_metrics_file_grows_and_keeps_every_bit(tmp_path: Path) -> None:
     file = tmp_path / "new" / "metrics.jsonl"
     third = 1.0 / 3.0

@@ -66,6 +66,7 @@ class Trainer:
     meter: BubbleMeter | None = None
     _unfinished: deque[_Iteration] = field(default_factory=deque)
     _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
+    _has_reported: bool = False
     _saved: int | None = None
     _stop: StopRequest | None = None
 
@@ -78,8 +79,11 @@ class Trainer:
         while state.iteration < args.train_iters:
             with during(f"iteration {state.iteration + 1}"):
                 seconds = self._iteration(batches)
+            self.progress.reached(state.iteration)
             if self._due(args.log_interval):
                 self._report()
+            elif self._unreported and not self._has_reported:  # show early that the run works, whatever the interval
+                self._report_iterations()
             if self._due(args.eval_interval):
                 self._report()
                 self.evaluate("valid", self.splits.valid, self.splits.has_valid)
@@ -232,10 +236,13 @@ class Trainer:
         return interval is not None and self.state.iteration % interval == 0
 
     def _report(self) -> None:
+        self._report_iterations(self._bubble())
+
+    def _report_iterations(self, bubble: BubbleMetrics | None = None) -> None:
         done, self._unreported = self._unreported, []
+        self._has_reported = True
         self.progress.iterations(
-            [metrics if loss is None else replace(metrics, lm_loss=loss.item()) for metrics, loss in done],
-            self._bubble(),
+            [metrics if loss is None else replace(metrics, lm_loss=loss.item()) for metrics, loss in done], bubble
         )
 
     def _bubble(self) -> BubbleMetrics | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -70,6 +71,8 @@ class Progress:
         self._file: TextIO | None = None
         self._board: Any = None
         self._bar = reporting and sys.stdout.isatty()
+        self._drawn = 0.0
+        self._last = ""
         if not reporting:
             return
         if metrics_file:
@@ -107,6 +110,12 @@ class Progress:
         if done:
             self._show(done, bubble)
 
+    def reached(self, iteration: int) -> None:
+        """Move the bar between reports, at most once per second; nothing where there is no bar."""
+        if self._bar and time.monotonic() - self._drawn >= 1.0:
+            last = f"; last report:{self._last}" if self._last else ""
+            self._draw(iteration, f" {iteration}/{self._train_iters}{last}")
+
     def evaluation(self, iteration: int, split: str, lm_loss: float | None) -> None:
         """Report the loss on the validation or test data."""
         if not self._reporting or lm_loss is None:
@@ -136,10 +145,15 @@ class Progress:
             text += f" | bubble {bubble.measured:.1%} (planned {bubble.planned:.1%})"
             if bubble.steps is not None:
                 text += f" | steps {bubble.steps}, waited {bubble.waited}, repeated {bubble.repeated}"
-        if not self._bar:
+        if self._bar:
+            self._last = text
+            self._draw(last.iteration, text)
+        else:
             print(text, flush=True)
-            return
-        filled = _BAR * last.iteration // self._train_iters
+
+    def _draw(self, iteration: int, text: str) -> None:
+        self._drawn = time.monotonic()
+        filled = _BAR * iteration // self._train_iters
         print(f"\r\033[K[{'#' * filled}{'.' * (_BAR - filled)}]{text}", end="", flush=True)
 
     def _record(self, kind: str, values: dict[str, Any]) -> None:
