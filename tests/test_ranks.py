@@ -197,6 +197,16 @@ def test_a_broken_initializer_is_reported() -> None:
     pool.close()
 
 
+def test_a_rank_with_too_many_threads_is_replaced(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(2, where_am_i, 0)
+    before = pool.pids()
+    pool.run(2, where_am_i, 0)
+    assert pool.pids() == before
+    monkeypatch.setattr("tests.helpers.ranks.MAX_THREADS", 0)
+    pool.run(2, where_am_i, 0)
+    assert not set(pool.pids()) & set(before)
+
+
 def test_close_leaves_no_process() -> None:
     pool = RankPool(initializer=nothing)
     children = pool.run(2, start_a_child)

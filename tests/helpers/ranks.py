@@ -87,6 +87,12 @@ class _Rank:
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
 
 
+MAX_THREADS = 400
+"""A rank with more is replaced. A model of megatron-core whose optimizer is distributed is never freed (its hooks refer
+to it through autograd), and keeps 15 process groups, each with threads of its own: after an hour there are thousands,
+and the machine is busy with them."""
+
+
 class RankPool:
     """Runs functions on ranks 0 .. n-1, each a process with gloo initialised for n.
 
@@ -127,6 +133,8 @@ class RankPool:
             RankFailure: when a rank raised, died or was silent for ``timeout``; the pool has been replaced.
         """
         try:
+            if any(_num_threads(pid) > MAX_THREADS for pid in self.pids()):
+                self._kill()
             self._grow(num_ranks)
             self._serial += 1
             store = str(self._folder / f"store-{self._serial}")
@@ -216,6 +224,11 @@ class RankPool:
             rank.process.close()
             rank.connection.close()
         self._ranks = []
+
+
+def _num_threads(pid: int) -> int:
+    """0 where the process is gone, or the system has no /proc."""
+    return sum(1 for _ in Path(f"/proc/{pid}/task").glob("*"))
 
 
 def _receive(connection: Connection) -> Reply | None:
