@@ -125,13 +125,13 @@ def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
     transfer = f"{1e3 * latency_ms:.0f} us and {model.message_bytes / 1e6:.1f} MB at {link_gbs:g} GB/s"
     return setting, [
         f"Weak scaling: every rank holds {share}, so the model grows with the ranks.",
-        f"One pipeline and one global batch at all its sizes; {model.tokens} tokens a microbatch.",
-        f"F {f:.3f}, B {b:.3f} and W {w:.3f} ms a microbatch on every rank, {source}.",
-        "Embedding, output layer and loss add nothing to the ranks that have them.",
-        f"A transfer takes {transfer}, {setting.comm_ms:.3f} ms, between any two neighbours, and occupies nobody.",
-        "A synchronous optimizer makes an iteration of the makespan, post-validation of the span; steps take nothing.",
+        f"One pipeline and one global batch for all sizes of the pipeline; {model.tokens} tokens per microbatch.",
+        f"F {f:.3f}, B {b:.3f} and W {w:.3f} ms per microbatch on every rank, {source}.",
+        "Embedding, output layer and loss take no time.",
+        f"A transfer takes {transfer}, {setting.comm_ms:.3f} ms, between any two neighbours, and occupies no rank.",
+        "An iteration takes the makespan with a synchronous optimizer, else the span; steps take no time.",
         "Data parallelism and its reductions are not counted.",
-        "Schedules are those for equal passes, with two stages a rank on a V; zb-auto fits these to the costs.",
+        "Schedules are those for equal passes, with two stages per rank on a V; zb-auto fits them to the costs.",
     ]
 
 
