@@ -137,6 +137,7 @@ setup(
             "types-pyyaml",
             "viztracer",
         ],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],  # scripts/docs.sh
         "exact": ["ortools"],  # tests compare the bounds with this solver's optima, where it is installed
         "tensorboard": ["tensorboard"],
     },
