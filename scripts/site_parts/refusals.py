@@ -59,6 +59,18 @@ def of_group(name: str) -> str:
     return table((f"message ({_ELLIPSIS}: your value)", "remedy"), [_divided(message) for message in messages])
 
 
+def of_schedules() -> str:
+    """What a schedule is checked for, and what the refusal says."""
+    rows = []
+    for function in ast.parse((_PACKAGE / "analysis/validate.py").read_text(encoding="utf-8")).body:
+        if isinstance(function, ast.FunctionDef):
+            yields = [node.value for node in ast.walk(function) if isinstance(node, ast.Yield)]
+            for sentence in (_text(pair.elts[0]) for pair in yields if isinstance(pair, ast.Tuple)):
+                if sentence != _ELLIPSIS:
+                    rows.append(((ast.get_docstring(function) or "").partition("\n\n")[0], sentence))
+    return table(("rule", f"message ({_ELLIPSIS}: the pass, rank or number)"), rows)
+
+
 def packages() -> set[str]:
     """Those that raise messages for a user."""
     return set(_messages())
@@ -113,5 +125,6 @@ def _divided(message: str) -> tuple[str, str]:
 PARTS: dict[str, Callable[[], str]] = {
     "refusals-flags": of_flags,
     "refusals-options": of_options,
+    "refusals-schedules": of_schedules,
     **{f"refusals-{name}": partial(of_group, name) for name in GROUPS},
 }
