@@ -1,4 +1,4 @@
-"""Write the parts of README.md and docs/ that come from the code or from a bench's JSON.
+"""Write the parts of README.md and docs/, and the pictures, that come from the code or from a bench's JSON.
 
 A generated part stands between a line ``<!-- generated: NAME -->`` and a line ``<!-- end -->``.
 
@@ -34,16 +34,16 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--check", action="store_true", help="report stale parts instead of rewriting them")
     check = parser.parse_args(argv).check
-    stale = []
-    for page in pages():
-        before = page.read_text(encoding="utf-8")
-        after = generated(before)
-        if after != before:
-            stale.append(str(page.relative_to(ROOT)))
-            if not check:
-                page.write_text(after, encoding="utf-8")
+    texts = {page: generated(page.read_text(encoding="utf-8")) for page in pages()}
+    texts |= {ROOT / "docs" / name: draw() for name, draw in schedules.PICTURES.items()}
+    stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    if not check:
+        for path in stale:
+            path.write_text(texts[path], encoding="utf-8")
     if stale:
-        print(f"generate_docs.py: {'stale' if check else 'rewritten'}: {', '.join(stale)}")
+        print(
+            f"generate_docs.py: {'stale' if check else 'rewritten'}: {', '.join(str(path.relative_to(ROOT)) for path in stale)}"
+        )
     return int(check and bool(stale))
 
 

@@ -200,7 +200,7 @@ def chart_of(points: list[Point], setting: Setting) -> str:
         for m, (metric, optimizer) in product(sizes, OPTIMIZERS.items())
     ]
     title = f"Predicted throughput over pipeline ranks; 100 % is {setting.ideal_tokens_s:,.0f} tokens/s"
-    return draw(title, panels, {name: f"{name}, keeps {recipe(name).memory}" for name in _names(points)})
+    return draw(title, panels, {name: f"{name}, memory {recipe(name).memory}" for name in _names(points)})
 
 
 def _names(points: list[Point]) -> list[str]:

@@ -12,12 +12,14 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto
+from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent
 _PROFILES = _ROOT / "configs/published/zero_bubble_table5.csv"
 _RANKS, _MICROBATCHES = 4, 12
+_DRAWN = "1f1b", "zb-h1", "zb-v"
 _PUBLISHED = "6.2B", "8", "24"
 _WHEN = {
     "1f1b": "baseline: the order of stock Megatron",
@@ -86,6 +88,15 @@ def at_published_times() -> str:
     return f"{words}\n\n{table(head, rows)}"
 
 
+def picture() -> str:
+    """The same work under three schedules, as SVG: 4 ranks, 8 microbatches, passes of 10 ms."""
+    timelines = []
+    for name in _DRAWN:
+        schedule = build(name, num_ranks=4, num_microbatches=8)
+        timelines.append(simulate(schedule, *_uniform(schedule.placement, [10.0, 10.0, 10.0, 0.0])))
+    return render_svg(*timelines)
+
+
 def _timelines() -> dict[str, Timeline]:
     """Every schedule at equal passes, ``zb-auto`` last."""
     times = [1.0, 1.0, 1.0, 0.0]
@@ -108,4 +119,5 @@ def _messages(timeline: Timeline) -> int:
     return 2 * sum(ranks[stage] != ranks[stage + 1] for stage in range(len(ranks) - 1))
 
 
+PICTURES = {"schedules.svg": picture}
 PARTS = {"schedules": at_equal_passes, "schedule-formulas": formulas, "schedules-published": at_published_times}
