@@ -41,9 +41,8 @@ def main(argv: list[str]) -> int:
         for path in stale:
             path.write_text(texts[path], encoding="utf-8")
     if stale:
-        print(
-            f"generate_docs.py: {'stale' if check else 'rewritten'}: {', '.join(str(path.relative_to(ROOT)) for path in stale)}"
-        )
+        names = ", ".join(str(path.relative_to(ROOT)) for path in stale)
+        print(f"generate_docs.py: {'stale' if check else 'rewritten'}: {names}")
     return int(check and bool(stale))
 
 
