@@ -24,8 +24,8 @@ from bench.peer_schedules import Answer, Case, Metric
 P, M = 8, 24
 LIMITS = (P / 3, *(P / 3 + P / 8 * step for step in range(1, 14)), 2.0 * P)
 WIDTH, HEIGHT, MARGIN, COLUMNS = 420, 280, 50, 2
-_LINE, _REACH = 11, 80
-"""Height of a label, and how far one reaches to the right, in pixels."""
+_LINE, _LETTER = 11, 5.4
+"""Height of a label, and about the width of a letter, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -154,15 +154,15 @@ def _panel(panel: Panel) -> Iterator[str]:
                 corners.append(f"{x(limit):.1f},{corners[-1].split(',')[1]}")
             corners.append(f"{x(limit):.1f},{y(rate):.1f}")
         yield f'<polyline points="{" ".join(corners)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-    labels: list[tuple[float, float]] = []
+    labels: list[tuple[float, float, float]] = []
     for point in sorted(panel.peers, key=lambda point: point.bubble):
         name = escape(point.schedule.split("[")[0].removeprefix("deepseek-"))
         left, top = x(point.peak) + 5, y(point.bubble) - 3
-        if left > WIDTH - _REACH / 2:
-            left -= _REACH / 2
-            top -= 3
-        top = min([top, *(above - _LINE for start, above in labels if abs(left - start) < _REACH)])
-        labels.append((left, top))
+        width = _LETTER * len(name)
+        if left + width > WIDTH - 20:
+            left -= width + 10
+        top = min([top, *(above - _LINE for start, end, above in labels if start < left + width and left < end)])
+        labels.append((left, left + width, top))
         yield f'<circle cx="{x(point.peak):.1f}" cy="{y(point.bubble):.1f}" r="3" fill="#c0392b"/>'
         yield f'<text x="{left:.1f}" y="{top:.1f}" fill="#c0392b">{name}</text>'
 
