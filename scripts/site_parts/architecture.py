@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import re
 from pathlib import Path
 
 from site_parts.markdown import code, table
@@ -22,16 +23,16 @@ def layers() -> str:
     for number, line in enumerate(filter(None, lines), 1):
         for name in line.replace(":", " ").split():
             folder = (_PACKAGE / name).is_dir()
-            needs = "standard library" if name in pure else ""
+            needs = "standard library only" if name in pure else ""
             rows.append((str(number), code(name + ("/" if folder else ".py")), _summary(name), needs))
-    return table(("layer", "package", "what it holds", "needs only the"), rows)
+    return table(("layer", "package", "what it holds", "needs"), rows)
 
 
 def _summary(name: str) -> str:
     """The first paragraph of the docstring."""
     path = next(p for p in (_PACKAGE / name / "__init__.py", _PACKAGE / f"{name}.py") if p.exists())
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n\n")[0].replace("``", "`")
+    return re.sub(r":\w+:`", "`", docstring.partition("\n\n")[0].replace("``", "`"))
 
 
 PARTS = {"layers": layers}
