@@ -34,7 +34,7 @@ def _planner() -> list[Extension]:
         depends=_headers("planner"),
         include_dirs=[pybind11.get_include()],
         # No fused multiply-add: the search's results are the same to the last bit on every machine.
-        extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden"],
+        extra_compile_args=["-std=c++17", "-O2", "-g0", "-ffp-contract=off", "-fvisibility=hidden"],
         optional=True,
     )
     return [planner]
@@ -117,16 +117,18 @@ setup(
     ext_modules=[*_planner(), *OPS],
     cmdclass=COMMANDS,
     options={"build_ext": {"force": True}},  # what was built for another torch, or without CUDA, looks new
-    install_requires=[
-        "torch>=2.8",
-        "megatron-core>=0.13,<0.21",  # the minors of patching/seams.py
-        "numpy",
-        "psutil",  # megatron-core's checkpoint writers: without it a save never ends
-        "pyyaml",
-        'triton; platform_system == "Linux"',  # megatron-core imports it even where it launches no kernel
-    ],
+    install_requires=["pyyaml"],  # planning needs the standard library only; a job's flags may come from YAML
     extras_require={
+        "train": [
+            "torch>=2.8",
+            "megatron-core>=0.13,<0.21",  # the minors of patching/seams.py
+            "numpy",
+            "psutil",  # megatron-core's checkpoint writers: without it a save never ends
+            'triton; platform_system == "Linux"',  # megatron-core imports it even where it launches no kernel
+        ],
+        "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [
+            "build",
             "hypothesis",
             "import-linter",
             "mypy",

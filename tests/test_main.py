@@ -65,6 +65,7 @@ def test_no_new_flags() -> None:
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--megatron-lm",
             "--launch-command",
         ],
+        "report": ["--help", "--format"],
     }  # fmt: skip
 
 

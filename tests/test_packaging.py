@@ -19,7 +19,8 @@ _READ = """
 import json
 from distutils.core import run_setup
 found = run_setup("setup.py", stop_after="init")
-print("\\n" + json.dumps({"requires": found.install_requires, "data": found.package_data}))
+extra = found.extras_require["train"]
+print("\\n" + json.dumps({"requires": found.install_requires, "train": extra, "data": found.package_data}))
 """
 
 
@@ -42,11 +43,15 @@ def known_minors(rank: int) -> list[str]:
 
 def test_every_known_megatron_core_may_stay(ranks: RankPool, metadata: Any) -> None:
     (minors,) = ranks.run(1, known_minors)
-    (wanted,) = [r for r in map(Requirement, metadata["requires"]) if r.name == "megatron-core"]
+    (wanted,) = [r for r in map(Requirement, metadata["train"]) if r.name == "megatron-core"]
     numbers = [int(minor.removeprefix("0.")) for minor in minors]
     accepted = [n for n in range(40) if f"0.{n}.0" in wanted.specifier and f"0.{n}.7" in wanted.specifier]
     assert accepted == numbers
     assert "1.0.0" not in wanted.specifier
+
+
+def test_planning_needs_neither_torch_nor_megatron_core(metadata: Any) -> None:
+    assert metadata["requires"] == ["pyyaml"]
 
 
 def test_types_and_data_are_shipped(metadata: Any, tmp_path: Path) -> None:

@@ -47,6 +47,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("apply", "report", "revert"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.zero_bubble.job.installed import check_installed
+
+    check_installed("torch", "megatron.core")
     from megatron.zero_bubble import patching
 
     return getattr(patching, name)

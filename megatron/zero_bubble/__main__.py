@@ -18,6 +18,7 @@ from megatron.zero_bubble.cli.compare import add_compare
 from megatron.zero_bubble.cli.dry_run import add_dry_run
 from megatron.zero_bubble.cli.plan import add_plan
 from megatron.zero_bubble.cli.playground import add_playground
+from megatron.zero_bubble.cli.report import add_report
 from megatron.zero_bubble.cli.trace import add_trace
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.source import AUTO
@@ -55,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     root = _Parser(prog="zero-bubble", description="Pipeline schedules without bubbles.", allow_abbrev=False)
     root.add_argument("--version", action="version", version=__version__)
     verbs = root.add_subparsers(
-        dest="name", required=True, metavar="COMMAND", help="list, plan, compare, playground, trace, dry-run"
+        dest="name", required=True, metavar="COMMAND", help="list, plan, compare, playground, trace, dry-run, report"
     )
 
     verb = verbs.add_parser("list", help="the schedules, their bubbles and their memory", allow_abbrev=False)
@@ -66,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     add_playground(verbs.add_parser("playground", help="all of that by sliders, in a browser", allow_abbrev=False))
     add_trace(verbs.add_parser("trace", help="a recorded iteration beside its plan", allow_abbrev=False))
     add_dry_run(verbs.add_parser("dry-run", help="a training job: layout, plan and memory", allow_abbrev=False))
+    add_report(verbs.add_parser("report", help="print the environment for a bug report", allow_abbrev=False))
     return root
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 
 
 class CudaSideStream:
@@ -55,6 +56,16 @@ class CudaPlatform:
 
     def describe(self) -> str:
         return f"cuda ({self.device_count()} x {torch.cuda.get_device_name()})"
+
+    def versions(self) -> Iterator[tuple[str, str]]:
+        """What a bug report says of CUDA: pairs of name and text, also on a machine without a GPU."""
+        yield "CUDA", torch.version.cuda or "torch was built without CUDA"
+        if self.available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not available"
+            yield "NCCL", nccl
+            for index in range(self.device_count()):
+                gpu = torch.cuda.get_device_properties(index)
+                yield f"GPU {index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
