@@ -129,6 +129,7 @@ setup(
         "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [
             "build",
+            "codespell",
             "hypothesis",
             "import-linter",
             "mypy",
