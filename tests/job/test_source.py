@@ -19,7 +19,7 @@ def test_by_name() -> None:
 
 
 def test_a_name_that_has_no_such_stages() -> None:
-    with pytest.raises(ValueError, match="'zb-v' has 2 stages a rank; got 3; leave the number out"):
+    with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3; leave the number out"):
         ScheduleSource.by_name("zb-v", 2, 3)
 
 

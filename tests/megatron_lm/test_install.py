@@ -288,7 +288,7 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         ),
         (
             "--zero-bubble-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
-            ("schedule 'zb-v' has 2 stages a rank; got 3; leave the number out"),
+            ("schedule 'zb-v' has 2 stages per rank; got 3; leave the number out"),
         ),
         (
             "--zero-bubble-schedule zb-h1 --delay-wgrad-compute",

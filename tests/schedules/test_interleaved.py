@@ -51,7 +51,7 @@ def test_breadth_first(p: int, m: int, v: int) -> None:
 
 
 def test_one_chunk_is_not_interleaved() -> None:
-    with pytest.raises(ValueError, match="needs 2 or more stages a rank; got 1; choose 1f1b"):
+    with pytest.raises(ValueError, match="needs 2 or more stages per rank; got 1; use 1f1b"):
         build("interleaved-1f1b", num_ranks=2, num_microbatches=2, num_chunks=1)
-    with pytest.raises(ValueError, match="'zb-v' has 2 stages a rank; got 3"):
+    with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3"):
         build("zb-v", num_ranks=2, num_microbatches=2, num_chunks=3)

@@ -65,7 +65,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "virtual pipeline": (
         lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],
-        "'zb-h1' has one stage a rank; got 2; leave the number out",
+        "'zb-h1' has one stage per rank; got 2; leave the number out",
     ),
 }
 
