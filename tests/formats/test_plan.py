@@ -71,12 +71,12 @@ def test_unknown_keys_are_skipped_and_counts_may_be_left_out() -> None:
         (content(stage_to_rank=[0, -1]), "stage_to_rank must be a list of ranks"),
         (content(stage_to_rank=[0, 2]), "renumber the ranks without gaps"),
         (content(stage_to_rank=[]), "at least one stage"),
-        (content(order=[["0F0"], "1F0"]), "order must be a list a rank"),
-        (content(order=[["0F0", 3]]), "order must be a list a rank"),
+        (content(order=[["0F0"], "1F0"]), "order must be one list per rank"),
+        (content(order=[["0F0", 3]]), "order must be one list per rank"),
         (content(order=[["0X0"]]), "a pass is written .* got '0X0'"),
         (content(order=[]), "one list for each of the 2 ranks; got 0"),
-        (content(num_ranks=3), "num_ranks must agree with stage_to_rank, which says 2; got 3"),
-        (content(num_stages=4), "num_stages must agree with stage_to_rank, which says 2; got 4"),
+        (content(num_ranks=3), "num_ranks must agree with stage_to_rank, which gives 2; got 3"),
+        (content(num_stages=4), "num_stages must agree with stage_to_rank, which gives 2; got 4"),
     ],
 )
 def test_a_corrupt_file_is_one_sentence_with_its_name(text: str, message: str, tmp_path: Path) -> None:
