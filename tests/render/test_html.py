@@ -116,8 +116,8 @@ def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
 
         late = point_at("1F0")
         assert late.startswith("1F0\nforward of microbatch 0, stage 1, rank 1\n")
-        assert "measured: 18.00 to 28.00 ms, 10.00 long" in late
-        assert "waited 18.00 ms for 0F0 of rank 0, 7.00 ms longer than planned" in late
+        assert "measured: 18.00 to 28.00 ms, takes 10.00 ms" in late
+        assert "waited 18.00 ms for 0F0 from rank 0, 7.00 ms longer than planned" in late
         assert "pass: 7.00 ms longer than planned" in point_at("0F0")
         assert "host gap before it: 3.00 ms" in point_at("3B0")
         whole = driver.execute_script("return view")

@@ -93,7 +93,7 @@ def test_memory_is_drawn_below() -> None:
     memory = PassMemory.uniform(drawn.schedule.placement, 2.0**30, 2.0**29)
     root = parse(render_svg(drawn, drawn, titles=("planned", "measured"), memory=memory, width=900))
     titles = [element.text for element in root.iter(f"{SVG}text") if element.get("class") == "title"]
-    assert titles[2] == "kept by microbatches, each rank up to 2 GiB"
+    assert titles[2] == "memory of microbatches, each rank up to 2 GiB"
     curves = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "kept"]
     assert [curve.count("V") for curve in curves] == [9 + 1, 9 + 1]
     lines = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "due"]
