@@ -85,7 +85,7 @@ def test_plan_as_text_names_both_bubble_rates(capsys: Capture) -> None:
     plan = json.loads(run(capsys, *PLAN, *TIMES, "--format", "json"))
     for metric in ("span", "makespan"):
         assert rates[metric] == [f"{plan[f'{metric}_ms']:.3f}", f"{plan[f'bubble_rate_{metric}']:.4f}"]
-    assert "peak activation 2 microbatches on a rank; by rank: 2 2" in table
+    assert "peak activation 2 microbatches per rank; by rank: 2 2" in table
 
 
 def test_plan_as_svg(capsys: Capture) -> None:
@@ -133,16 +133,16 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
             [*PLAN, *TIMES, "--schedule", "zb-9"],
             "unknown schedule 'zb-9'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1",
         ),
-        ([*PLAN[:5], *TIMES], "--num-microbatches is missing"),
-        (PLAN, "without --costs the times come from flags; --forward-ms is missing"),
+        ([*PLAN[:5], *TIMES], "--num-microbatches is required without --config or --schedule-file; it is missing"),
+        (PLAN, "--forward-ms is required without --costs or --config; it is missing"),
         ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
         (
             [*PLAN, *TIMES, "--schedule", "zb-auto", "--forward-ms", "1e-320"],
-            "some number is too large or small to plan with",
+            "some figures are too large or too small to plan with",
         ),
         ([*PLAN, *TIMES, "--comm-ms", "nan"], "comm_ms must be a finite number, 0 or above; got nan"),
         ([*PLAN, *TIMES, "--activation-memory", "0"], "activation memory must be above 0"),
-        ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives all times of the passes; leave out --forward-ms"),
+        ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives the times of all passes; leave out --forward-ms"),
         ([*PLAN, "--costs", "none.json"], "cannot read the costs file none.json: No such file or directory"),
         (["plan", "--schedule-file", "none.json", *TIMES], "cannot read the schedule file none.json"),
         (
@@ -150,13 +150,13 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
             "a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB",
         ),
         ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written 1p"),
-        ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs memory in bytes: give --activation-memory"),
+        ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs activation memory in bytes; give --activation-memory"),
         ([*PLAN, *TIMES, "--memory-limit", "0.4p"], "room for one microbatch, 1 on rank 0; got 0.8"),
-        ([*PLAN, *TIMES, "--placement", "vee"], "--placement belongs to zb-auto"),
-        ([*PLAN, *TIMES, "--gpu", "h100"], "--gpu belongs to the estimate of a model; give --config as well"),
+        ([*PLAN, *TIMES, "--placement", "vee"], "--placement applies only to zb-auto"),
+        ([*PLAN, *TIMES, "--gpu", "h100"], "--gpu requires --config; give --config as well"),
         ([*PLAN, *TIMES, "--config", "x.yaml"], "--config estimates times and memory; leave out --forward-ms"),
         ([*PLAN, "--config", "none.yaml"], "cannot be read: none.yaml"),
-        (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is missing"),
+        (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is required"),
         (["dry-run"], "a run needs --num-layers"),
         (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written 1p"),
     ],
@@ -171,7 +171,7 @@ def test_counts_that_contradict_the_schedule_file(capsys: Capture, tmp_path: Pat
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json"))
     error = fails(capsys, "plan", "--schedule-file", str(path), "--num-ranks", "3", *TIMES)
-    assert "--num-ranks must be what the schedule file says, 2; got 3; leave it out" in error
+    assert "--num-ranks must equal the value in the schedule file, 2; got 3; leave it out" in error
 
 
 def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path) -> None:

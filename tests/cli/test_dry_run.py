@@ -80,7 +80,7 @@ def test_a_v_has_both_ends_on_its_first_rank(capsys: Capture) -> None:
 def test_without_a_schedule_the_plan_is_megatrons(capsys: Capture) -> None:
     assert "1f1b: 4 ranks, 16 microbatches" in run(capsys, FOUR, [*JOB, *PIPELINE])
     looped = run(capsys, FOUR, [*JOB, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"])
-    assert "interleaved-1f1b: 4 ranks" in looped and "Megatron's own schedule: it makes no proofs" in looped
+    assert "interleaved-1f1b: 4 ranks" in looped and "Megatron's built-in schedule, which is not proved" in looped
     one = run(capsys, FOUR, JOB)
     assert rows(one)[0][:4] == ["0", "0-3", "0", "0: embedding+8+loss"]
 
@@ -117,7 +117,7 @@ def test_the_proof_knows_the_hardware_queues(capsys: Capture, monkeypatch: pytes
     assert "set it to 8, or choose another schedule" in refusal(capsys, FOUR, job)
     run(capsys, FOUR, [*job, "--zero-bubble-device", "cpu"])
     h1 = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-post-validation"]
-    assert "for 16 microbatches, with one hardware queue a GPU." in run(capsys, FOUR, h1)
+    assert "for 16 microbatches, with one hardware queue per GPU." in run(capsys, FOUR, h1)
 
 
 def test_a_schedule_file_of_another_size(capsys: Capture, tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_memory_is_held_against_the_gpus(capsys: Capture) -> None:
     error = refusal(capsys, ["--gpu-memory", "20GiB"], job)
     fullest = together.index(max(together))
     assert f"got {max(together):.3g} GiB on pipeline rank {fullest} (" in error
-    assert "use a schedule that keeps less" in error
-    assert "--gpu-memory is in bytes, as 80GiB" in refusal(capsys, ["--gpu-memory", "1p"], job)
+    assert "use a schedule with less memory" in error
+    assert "--gpu-memory needs a size in bytes, such as 80GiB" in refusal(capsys, ["--gpu-memory", "1p"], job)
 
 
 def test_measured_costs_replace_the_estimate(capsys: Capture, tmp_path: Path) -> None:
@@ -161,14 +161,14 @@ def test_measured_costs_replace_the_estimate(capsys: Capture, tmp_path: Path) ->
     job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1"]
     own = ["--costs", str(file)]
     out = run(capsys, [*FOUR, *own], job)
-    assert f"Costs of {file}." in out and "estimated" not in out
+    assert f"Costs are from {file}." in out and "estimated" not in out
     assert rows(out)[0][4] == "4.0"
     makespan = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
     assert f"zb-h1: 4 ranks, 16 microbatches, {makespan:,.1f} ms" in out
     experts = [*job, "--num-experts", "4"]
-    assert "Passes of one length are assumed" in run(capsys, FOUR, experts)
+    assert "All passes are assumed to take equal time" in run(capsys, FOUR, experts)
     assert rows(run(capsys, [*FOUR, *own], experts))[0][4:] == ["4.0"]
-    assert "those of experts are not estimated" in refusal(capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], experts)
+    assert "which is not estimated for experts" in refusal(capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], experts)
     file.write_text(costs_to_json(costs))
     counted = run(capsys, [*FOUR, *own], job)
     assert "microbatches of activations\n" in counted
@@ -184,7 +184,7 @@ def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:
     own = ["--nodes", "4", *FOUR, "--megatron-lm"]
     out = run(capsys, own, [*job, "--zero-bubble-schedule", "zb-h1"])
     assert out.startswith("4 nodes x 4 processes = 16 ranks: tensor 1 x context 2 x data 2 x pipeline 4\n")
-    assert "not checked here, but by Megatron-LM: --tokenizer-model --use-mcore-models\n" in out
+    assert "Not checked here, only by Megatron-LM: --tokenizer-model --use-mcore-models\n" in out
     looped = run(capsys, own, [*job, "--num-layers-per-virtual-pipeline-stage", "2"])
     assert rows(looped)[0][3] == "0: embedding+2, 4: 2"
     assert "invalid choice: 'tpu'" in refusal(capsys, own, [*job, "--zero-bubble-device", "tpu"])

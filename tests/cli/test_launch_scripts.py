@@ -173,7 +173,7 @@ def test_a_checkout_of_megatron_lm_is_launched_through_us(stubs: Path) -> None:
     start = ["-m", "megatron.zero_bubble.launch", str(checkout / "pretrain_gpt.py")]
     assert real.stdout.splitlines()[-len(flags) - 3 :] == [*start, *flags]
     dry = launch("launch_torchrun.sh", "--dry-run", *flags, **job)
-    assert "not checked here, but by Megatron-LM: --use-mcore-models\n" in dry.stdout
+    assert "Not checked here, only by Megatron-LM: --use-mcore-models\n" in dry.stdout
     assert " ".join(start) in dry.stdout.splitlines()[-1]
 
 

@@ -115,12 +115,12 @@ def test_a_limit_that_is_not_kept_is_said_as_plan_says_it(address: str, capsys: 
         ({"num-ranks": "two"}, "argument --num-ranks: invalid int value: 'two'"),
         ({"num-ranks": "--costs=/etc/passwd"}, "argument --num-ranks: invalid int value: '--costs=/etc/passwd'"),
         ({"schedule": "zb-9"}, "unknown schedule 'zb-9'; choose one of 1f1b"),
-        ({"equal-passes": ""}, "--equal-passes belongs to zb-v, v-half, v-min; leave it out"),
+        ({"equal-passes": ""}, "--equal-passes applies only to zb-v, v-half, v-min; leave it out"),
         ({"equal-passes": "yes"}, "argument --equal-passes: ignored explicit argument 'yes'"),
         ({"costs": "/etc/passwd"}, "got 'costs'; leave it out"),
         ({"schedule-file": "/etc/passwd"}, "got 'schedule-file'; leave it out"),
         ({"config": "/etc/passwd"}, "got 'config'; leave it out"),
-        ({"num-ranks": "33"}, "the playground has at most 32 num-ranks; got 33; zero-bubble plan takes more"),
+        ({"num-ranks": "33"}, "the playground allows at most 32 num-ranks; got 33; use zero-bubble plan"),
         ({"num-ranks": "32", "num-microbatches": "33"}, "at most 1024 ranks times microbatches; got 1056"),
         ({"forward-ms": "1e7"}, "at most 1e+06 forward-ms; got 1e+07"),
         ({"activation-memory": "1e308"}, "activation must be at most 1e+15; got 1e+308; give a smaller one"),
@@ -143,15 +143,15 @@ def test_a_bad_question_is_refused_in_one_sentence(address: str, asked: dict[str
 def test_numbers_that_leave_the_range_of_floats_are_refused(address: str, asked: dict[str, str]) -> None:
     status, said = refusal(address, f"/plan?{urlencode(ASKED | asked)}")
     assert status == 400
-    assert said.startswith("some number is too large or small to plan with: ")
-    assert said.endswith("; choose ones nearer to 1")
+    assert said.startswith("some figures are too large or too small to plan with: ")
+    assert said.endswith("; give figures nearer to 1")
 
 
 def test_a_question_that_is_no_question(address: str) -> None:
     assert refusal(address, "/plan") == (400, "one of the arguments --schedule --schedule-file is required")
     assert refusal(address, "/plan?zb-h1")[0] == 400
     assert refusal(address, "http://[") == (400, "Invalid IPv6 URL")
-    assert refusal(address, "/elsewhere") == (404, "there is / and /plan; got '/elsewhere'")
+    assert refusal(address, "/elsewhere") == (404, "only / and /plan exist; got '/elsewhere'")
     assert get(address, "/", method="POST")[0] == 501
 
 
@@ -180,7 +180,7 @@ def test_pages_of_other_sites_cannot_ask(address: str, path: str) -> None:
     for site in ("cross-site", "same-site", ""):
         status, sentence = refusal(address, path, **{"Sec-Fetch-Site": site})
         assert status == 403
-        assert f"pages of other sites may not ask; got a {site} request" in sentence
+        assert f"requests from pages of other sites are rejected; got a {site} request" in sentence
 
 
 def test_a_connection_closes_where_the_visitor_asks_for_it(address: str) -> None:
@@ -241,22 +241,22 @@ def test_the_command_serves_until_ctrl_c_and_says_that_a_port_is_taken() -> None
     with started() as running:
         assert running.stdout is not None
         said = running.stdout.readline()
-        address = said.split()[4]
-        assert said == f"The playground is at {address} for this machine only; Ctrl-C ends it.\n"
+        address = said.split()[3]
+        assert said == f"Playground running at {address} (this machine only); press Ctrl-C to stop it.\n"
         assert get(address, "/")[0] == 200
         port = urlsplit(address).port
         with started("--port", str(port)) as second:
             out, err = second.communicate(timeout=60)
-        why = f"cannot listen on port {port}: it is taken; choose another, or leave --port out"
+        why = f"cannot listen on port {port}: it is in use; choose another port, or leave --port out"
         assert (second.returncode, out, err) == (2, "", f"zero-bubble playground: {why}\n")
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
-    assert (running.returncode, out, err) == (0, "\nThe playground has ended.\n", "")
+    assert (running.returncode, out, err) == (0, "\nPlayground stopped.\n", "")
 
 
 def test_a_port_has_a_range(capsys: Capture) -> None:
     assert main(["playground", "--no-browser", "--port", "65536"]) == 2
-    assert "--port must be within 0..65535, 0 for a free one; got 65536" in capsys.readouterr().err
+    assert "--port must be 0 to 65535, where 0 selects a free port; got 65536" in capsys.readouterr().err
 
 
 def test_the_page_is_installed_with_the_package(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_every_schedule_is_in_the_table_and_drawn(page: WebDriver) -> None:
     rates = [shown(line)[1] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
     assert rates == sorted(rates)
     reasons = page.find_element("id", "absent").text
-    assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, at most 4 microbatches on a rank" in reasons
+    assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, peak 4 microbatches per rank" in reasons
     scales = {canvas.get_attribute("data-scale") for canvas in page.find_elements("css selector", "canvas.layer")}
     assert len(scales) == 1
 
@@ -163,7 +163,7 @@ def test_the_address_keeps_the_setting(page: WebDriver, address: str) -> None:
     assert page.find_element("css selector", "input[value=linear]").is_selected()
     assert page.find_element("css selector", "tbody").text == table
     reasons = page.find_element("id", "absent").text
-    assert "stages lie two a rank, in a V, and the placement asked for is linear" in reasons
+    assert "has two stages per rank in a V, but the selected placement is linear" in reasons
     assert "zb-v fitted" in reasons and "zb-v fitted" not in table
 
 
@@ -179,7 +179,7 @@ def test_a_pass_that_is_pointed_at_says_what_it_waits_for(page: WebDriver) -> No
     ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()
     assert page.find_element("id", "tip").text.splitlines() == [
         "1F0 forward of microbatch 0, stage 1 on rank 1: 10.5 ms to 20.5 ms.",
-        "Waits for 0F0 on rank 0, there at 10.5 ms.",
+        "Waits for 0F0 on rank 0, whose result arrives at 10.5 ms.",
         "Rank 1 is idle for 10.5 ms before it.",
         "Needed by 2F0 on rank 2.",
     ]
@@ -239,5 +239,5 @@ def test_a_wrong_number_is_refused_in_plans_words(driver: WebDriver, address: st
     assert f"1f1b, zb-h1, zb-h2, zb-auto: {sentence} -1.0" in reasons
     assert "interleaved-1f1b x2, breadth-first x2, zb-v, zb-v fitted, " in reasons
     assert f"v-min fitted, dualpipe-v: {sentence} -0.5" in reasons
-    assert driver.find_element("id", "best").text == "There is no schedule within the limit."
+    assert driver.find_element("id", "best").text == "No schedule is within the limit."
     assert all("400" in message for message in console_errors(driver))

@@ -61,7 +61,7 @@ def test_the_other_order_of_megatron_lm() -> None:
 def test_a_tensor_group_across_nodes_is_warned_of() -> None:
     assert groups_of(4, 1, 2, 2, 4).warning() == ""
     warning = groups_of(4, 1, 1, 2, 2).warning()
-    assert "got ranks 0-3 on nodes 0-1; make the processes of a node, 2, a multiple of" in warning
+    assert "got ranks 0-3 on nodes 0-1; make the number of processes per node, 2, a multiple of" in warning
     # Only the second group crosses: 3 processes on a node.
     assert "got ranks 2-3 on nodes 0-1" in groups_of(2, 1, 1, 2, 3).warning()
 

@@ -53,7 +53,7 @@ def test_into_a_file(capsys: Capture, file: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["{file}", "--iteration", "3"], "iteration 3 was not recorded; choose one of 7, 8, 12"),
-        (["{file}", "{file}", "--format", "html"], "a drawing is of one file; got 2; leave out --format or name one"),
+        (["{file}", "{file}", "--format", "html"], "--format html draws one file; got 2; leave --format out or give"),
         (["{file}", "--output", "/no/such/folder"], "cannot write /no/such/folder: No such file or directory; give"),
         (["/no/such.json"], "cannot read the trace file /no/such.json: No such file or directory"),
         ([__file__], "it must be JSON; line 1, column 3: Extra data"),

@@ -63,7 +63,10 @@ def test_a_process_of_its_own() -> None:
     ("changed", "sentence"),
     [
         ({"memory_limit": "0.1p"}, "the memory limit admits no schedule: "),
-        ({"costs": "{}"}, "it must give forward_ms, one number a rank or a list with one a stage; it is missing\n"),
+        (
+            {"costs": "{}"},
+            "it must have the key forward_ms, one number or a list with one number per stage; it is missing\n",
+        ),
         ({"placement": "circle"}, 'placement must be linear or vee; got "circle"\n'),
         ({"num_ranks": 0}, "num_ranks must be a whole number above 0; got 0\n"),
     ],
