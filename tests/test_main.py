@@ -147,9 +147,9 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         (["plan", "--schedule-file", "none.json", *TIMES], "cannot read the schedule file none.json"),
         (
             [*PLAN, *TIMES, "--memory-limit", "8"],
-            "a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB",
+            "a memory limit is written like 1p (as many microbatches as ranks) or 60GiB",
         ),
-        ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written 1p"),
+        ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written like 1p"),
         ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs activation memory in bytes; give --activation-memory"),
         ([*PLAN, *TIMES, "--memory-limit", "0.4p"], "room for one microbatch, 1 on rank 0; got 0.8"),
         ([*PLAN, *TIMES, "--placement", "vee"], "--placement applies only to zb-auto"),
@@ -158,7 +158,7 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         ([*PLAN, "--config", "none.yaml"], "cannot be read: none.yaml"),
         (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is required"),
         (["dry-run"], "a run needs --num-layers"),
-        (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written 1p"),
+        (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written like 1p"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_exit_code_2(capsys: Capture, arguments: list[str], message: str) -> None:

@@ -172,7 +172,7 @@ def test_a_split_without_documents(tmp_path: Path, flags: list[str]) -> None:
 
 def test_a_memory_limit_that_is_none(tmp_path: Path) -> None:
     words = [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-memory-limit", "60GB"]
-    check_all_refuse(words, tmp_path, None, "a memory limit is written 1p .* or 60GiB; got '60GB'")
+    check_all_refuse(words, tmp_path, None, "a memory limit is written like 1p .* or 60GiB; got '60GB'")
 
 
 def test_an_unknown_megatron_core(tmp_path: Path) -> None:
