@@ -117,5 +117,5 @@ def test_a_wait_before_the_start_does_not_count() -> None:
 
 def test_another_order_is_refused() -> None:
     other = build("1f1b", num_ranks=4, num_microbatches=8)
-    with pytest.raises(ValueError, match="same order of passes; got '1f1b' for 'zb-h1'"):
+    with pytest.raises(ValueError, match="same order of passes; got plan '1f1b' for iteration 'zb-h1'"):
         explain(simulate(other, EQUAL), run(SLOW, EQUAL), EQUAL)

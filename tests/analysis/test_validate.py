@@ -159,7 +159,7 @@ def test_forward_only_and_training_orders_are_not_mistaken() -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="0B0; it is missing"):
         validate(schedule.forward_only())
-    with pytest.raises(ScheduleError, match="nothing but F; rank 0 has 0B0"):
+    with pytest.raises(ScheduleError, match="only F passes; rank 0 has 0B0"):
         validate(schedule, forward_only=True)
 
 
