@@ -259,7 +259,8 @@ function describe(name) {
   if (ran[WAITS_FOR]) {
     const waited = ran[ARRIVED] - ran[AWAITED], late = ran[LATE];
     const other = places.get(ran[WAITS_FOR]).rank;
-    lines.push(`waited ${number(waited)} ms for ${ran[WAITS_FOR]} from rank ${other}, ${compared(late, "than planned")}`);
+    const difference = compared(late, "than planned");
+    lines.push(`waited ${number(waited)} ms for ${ran[WAITS_FOR]} from rank ${other}, ${difference}`);
   }
   lines.push(`pass: ${compared(ran[SLOW], "than planned")}`, `host gap before it: ${number(ran[HOST])} ms`);
   return lines.join("\n");
