@@ -188,7 +188,7 @@ def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:
     looped = run(capsys, own, [*job, "--num-layers-per-virtual-pipeline-stage", "2"])
     assert rows(looped)[0][3] == "0: embedding+2, 4: 2"
     assert "invalid choice: 'tpu'" in refusal(capsys, own, [*job, "--zero-bubble-device", "tpu"])
-    assert "--zero-bubble-trace x measures a zero-bubble schedule, got none" in refusal(
+    assert "--zero-bubble-trace x needs a zero-bubble schedule to measure, got none" in refusal(
         capsys, own, [*job, "--zero-bubble-trace", "x"]
     )
     few = ["--nodes", "3", *FOUR, "--megatron-lm"]

@@ -62,9 +62,9 @@ def test_a_blend_without_weights_reads_a_sample_of_each(tmp_path: Path) -> None:
     blend = [write(tmp_path / "a", [50] * 4), write(tmp_path / "b", [8] * 4)]
     check_divided(blend, weighted=False, split="1,0,0", seq_length=31)
     check_divided(blend, weighted=True, split="3,1,0", seq_length=1000)
-    with pytest.raises(ValueError, match="at least one sample .33 tokens. .* of .*b 32 tokens; put a weight before"):
+    with pytest.raises(ValueError, match="at least one sample .33 tokens. .* of .*b only 32 tokens; put a weight"):
         check_divided(blend, weighted=False, split="1,0,0", seq_length=32)
-    with pytest.raises(ValueError, match="b has 4 documents with 32 tokens; give another one or leave it out"):
+    with pytest.raises(ValueError, match="b has 4 documents with 32 tokens; replace it or leave it out"):
         check_whole("valid", blend, weighted=False, seq_length=32)
     check_whole("valid", blend[1:], weighted=False, seq_length=32)
     with pytest.raises(

@@ -49,7 +49,7 @@ def test_every_rank_has_about_the_same(p: int, make, layers: int) -> None:
 
 
 def test_too_few_layers() -> None:
-    with pytest.raises(ValueError, match="5 layers do not fill 8 pipeline stages .* use at least 6 layers"):
+    with pytest.raises(ValueError, match="5 layers with .* do not fill 8 pipeline stages; use at least 6 layers"):
         balanced_layout(Placement.vee(4), 5)
 
 
@@ -114,5 +114,5 @@ def test_a_layout_is_read_as_megatron_reads_it(flags: str, layers: list[int]) ->
 
 
 def test_a_layout_of_other_stages_or_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 2 stages and 3 layers for 2 and 4; change either"):
+    with pytest.raises(ValueError, match="has 2 stages and 3 layers, but the job has 2 stages and 4 layers"):
         job_layers(job("2 --num-layers 4 --pipeline-model-parallel-layout Et|ttL"))

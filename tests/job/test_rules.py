@@ -12,9 +12,9 @@ from megatron.zero_bubble.job.rules import check_options
 @pytest.mark.parametrize(
     "option, sentence",
     [
-        ("delay_wgrad_compute", "it defers W a second time; got True; drop --delay-wgrad-compute"),
+        ("delay_wgrad_compute", "already defers weight gradients; got True; drop --delay-wgrad-compute"),
         ("overlap_dispatch_backward_with_experts_wgrad", "runs the W of experts inside their B; got True; drop"),
-        ("use_transformer_engine_op_fuser", "whose gradients wait for W; got True; drop --use-transformer-engine-op"),
+        ("use_transformer_engine_op_fuser", "must defer to W; got True; drop --use-transformer-engine-op"),
     ],
 )
 def test_weight_gradients_are_delayed_by_one_only(option: str, sentence: str) -> None:
@@ -27,8 +27,8 @@ def test_weight_gradients_are_delayed_by_one_only(option: str, sentence: str) ->
 @pytest.mark.parametrize(
     "option, sentence",
     [
-        ("moe_paged_stash", "Megatron resets its pages at the head of its own iterations; got True; drop --moe-paged"),
-        ("overlap_p2p_comm_warmup_flush", "in the order of the schedule; got True; drop --overlap-p2p-communication-"),
+        ("moe_paged_stash", "Megatron resets the pages only in its own schedules; got True; drop --moe-paged"),
+        ("overlap_p2p_comm_warmup_flush", "overlap with messages; got True; drop --overlap-p2p-communication-"),
     ],
 )
 def test_options_of_megatrons_own_iterations(option: str, sentence: str) -> None:

@@ -93,7 +93,7 @@ def test_ours_among_others() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists"),
+        ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --help lists"),
         ("--zero-bubble-device gpu", "invalid choice: 'gpu'"),
     ],
 )

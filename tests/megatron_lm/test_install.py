@@ -293,15 +293,15 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-h1 --delay-wgrad-compute",
             (
-                "zero-bubble schedules need delay_wgrad_compute=False, because it defers W a second time; got True; "
-                "drop --delay-wgrad-compute"
+                "zero-bubble schedules need delay_wgrad_compute=False, because the schedule already defers weight "
+                "gradients; got True; drop --delay-wgrad-compute"
             ),
         ),
         (
             "--zero-bubble-schedule zb-v --mtp-num-layers 1",
             (
-                "schedules with stages on a V need mtp_num_layers=None, because Megatron has multi-token prediction on "
-                "the last rank; got 1; drop --mtp-num-layers"
+                "schedules with stages on a V need mtp_num_layers=None, because Megatron puts multi-token prediction "
+                "on the last rank; got 1; drop --mtp-num-layers"
             ),
         ),
         (

@@ -16,7 +16,7 @@ from tests.helpers.megatron_lm import Job
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--zero-bubble-device", "cpu")
 FSDP = (
-    "zero-bubble schedules need use_megatron_fsdp=False, because it does not reduce gradients through "
+    "zero-bubble schedules need use_megatron_fsdp=False, because FSDP does not reduce gradients through "
     "DistributedDataParallel; got True; drop --use-megatron-fsdp"
 )
 pytestmark = pytest.mark.timeout(200)
@@ -81,7 +81,7 @@ def test_they_are_in_the_jobs_help() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists those that there are"),
+        ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --help lists all flags"),
         (
             "--yaml-cfg=x.yaml --zero-bubble-schedule zb-h1",
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead",
@@ -90,8 +90,8 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-trace x",
             (
-                "--zero-bubble-trace x measures a zero-bubble schedule, got none; give --zero-bubble-schedule 1f1b to "
-                "see the order of stock Megatron"
+                "--zero-bubble-trace x needs a zero-bubble schedule to measure, got none; give --zero-bubble-schedule "
+                "1f1b, which has the order of stock Megatron"
             ),
         ),
         (
@@ -118,7 +118,7 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-schedule interleaved-1f1b --microbatch-group-size-per-virtual-pipeline-stage 3",
             (
-                "zero-bubble schedules run microbatches in groups of the pipeline's ranks or not in groups at all, got "
+                "zero-bubble schedules support only a microbatch group size equal to the number of pipeline ranks, got "
                 "--microbatch-group-size-per-virtual-pipeline-stage 3 and 2 ranks; drop the flag"
             ),
         ),

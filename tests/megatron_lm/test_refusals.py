@@ -39,12 +39,12 @@ def check_refused(checkout: Checkout, flags: str, schedule: str, sentence: str) 
         (
             "--overlap-p2p-communication-warmup-flush --num-virtual-stages-per-pipeline-rank 2",
             "interleaved-1f1b",
-            "in the order of the schedule; got True; drop --overlap-p2p-communication-warmup-flush",
+            "which passes overlap with messages; got True; drop --overlap-p2p-communication-warmup-flush",
         ),
         (
             "--no-overlap-p2p-communication --num-virtual-stages-per-pipeline-rank 2",
             "interleaved-1f1b",
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
+            "--no-overlap-p2p-communication does not work with a zero-bubble schedule",
         ),
     ],
 )

@@ -120,7 +120,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         ("--load x --optimizer sgd", 1, "add --no-load-optim"),
         ("--zero-bubble-schedule zb-h1 --zero-bubble-schedule-file x", 1, "exclude each other"),
         ("--zero-bubble-schedule zb-h1", 1, "needs a pipeline of 2 or more ranks"),
-        ("--zero-bubble-post-validation", 1, "needs a zero-bubble schedule, whose passes validate a step, got none"),
+        ("--zero-bubble-post-validation", 1, "because its passes validate the optimizer step, got none"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-rollback inverse",
             2,
@@ -146,12 +146,12 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             "--zero-bubble-memory-limit 0.25p works only with --zero-bubble-schedule zb-auto",
         ),
         ("--zero-bubble-rollback exact", 1, "exact has no effect without --zero-bubble-post-validation"),
-        ("--zero-bubble-log-bubble", 1, "without a zero-bubble schedule needs 2 or more pipeline ranks with one stage"),
-        (f"{INTERLEAVED} --zero-bubble-trace x", 2, "--zero-bubble-trace x without a zero-bubble schedule needs 2 or"),
+        ("--zero-bubble-log-bubble", 1, "a zero-bubble schedule, or 2 or more pipeline ranks with one stage each"),
+        (f"{INTERLEAVED} --zero-bubble-trace x", 2, "--zero-bubble-trace x needs a zero-bubble schedule, or 2 or more"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-v --no-overlap-p2p-communication",
             2,
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
+            "--no-overlap-p2p-communication does not work with a zero-bubble schedule",
         ),
         (
             (
@@ -167,7 +167,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
                 "--zero-bubble-wgrad-stream --zero-bubble-trace x"
             ),
             2,
-            "hides every W from",
+            "hides W passes from",
         ),
         (
             (
@@ -175,7 +175,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
                 "--zero-bubble-wgrad-stream --zero-bubble-log-bubble"
             ),
             2,
-            "--zero-bubble-log-bubble, because passes are timed on their own stream; drop one of them",
+            "--zero-bubble-log-bubble, which time only the main stream; drop one of the flags",
         ),
         (
             (

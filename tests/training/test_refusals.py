@@ -106,11 +106,11 @@ IN_BLOCKS = (
 FILES: dict[str, tuple[Callable[[], str], str]] = {
     "W's out of order": (
         plan_of(Placement.linear(2), *OUT_OF_ORDER),
-        "stage 0 of 'by hand' runs W of microbatch 1 before that of an earlier backward",
+        "stage 0 of 'by hand' runs W of microbatch 1 too early",
     ),
     "two of the first stages on a rank": (
         plan_of(Placement((0, 0, 1, 1)), *IN_BLOCKS),
-        "needs one of the first P stages on every rank",
+        "each rank must have one of stages 0..P-1",
     ),
     "no JSON": (lambda: "{", r"schedule file .*plan\.json"),
     "a pass is missing": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),
