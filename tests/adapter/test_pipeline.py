@@ -25,9 +25,7 @@ def test_several_models_are_refused(monkeypatch: pytest.MonkeyPatch, argument: d
     def make_schedule(num_ranks: int, num_microbatches: int) -> Any:
         raise AssertionError("a schedule was asked for")
 
-    with pytest.raises(
-        UserError, match=f"run one model on one pipeline .*; got {what}, which is for models on separate"
-    ):
+    with pytest.raises(UserError, match=f"support one model per pipeline .*; got {what}, which is for several models"):
         Pipeline(make_schedule).forward_backward(
             forward_step_func=print,
             data_iterator=None,

@@ -134,6 +134,6 @@ def test_what_cannot_be_written_costs_nothing_else(ranks: RankPool, tmp_path: Pa
     (said, at_end), _ = ranks.run(2, job, str(tmp_path), None, Args(0, STEPS), "trace.json")
     assert at_end == []
     assert said == [
-        f"cannot write what was recorded to {tmp_path}: Is a directory; it is lost",
+        f"cannot write the recorded iterations to {tmp_path}: Is a directory; they are lost",
         f"iterations until {STEPS} recorded in {tmp_path}/costs.json",
     ]
