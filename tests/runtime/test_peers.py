@@ -378,6 +378,5 @@ def test_without_a_connection_the_job_goes_on(monkeypatch: pytest.MonkeyPatch, l
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     peers.Peers().watch(Silent(), 8, 16)  # type: ignore[arg-type]
     assert (
-        printed
-        == ["rank 8: no connection to rank 0 (connection reset); a rank that is lost will not be named here"][:lines]
+        printed == ["rank 8: no connection to rank 0 (connection reset); lost ranks will not be reported here"][:lines]
     )
