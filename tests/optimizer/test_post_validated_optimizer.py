@@ -116,8 +116,8 @@ def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
             opened.add(name)
         except UserError as error:
             rule, remedy = str(error).split("; ")
-            assert rule.startswith(f"optimizer.{name} may not be used while a step is pending"), rule
-            assert remedy == "call settle() of PostValidatedOptimizer on all ranks first"
+            assert rule.startswith(f"optimizer.{name} cannot be used while a step is pending"), rule
+            assert remedy == "call PostValidatedOptimizer.settle() on all ranks first"
             refused.add(name)
         except TypeError:  # without its arguments, but it was called
             opened.add(name)
@@ -220,8 +220,8 @@ def test_all_ranks_are_refused_alike(ranks: RankPool) -> None:
     ("options", "tags", "refusal"),
     [
         ({"overlap_param_gather_with_optimizer_step": True}, {}, "gathers weights that post-validation may undo"),
-        ({"grad_norm_skip_threshold": 5.0}, {}, "grad_norm_skip_threshold is 5.0; drop one"),
-        ({}, {"grad_norm_group": "mtp"}, "clips all gradients by one norm, and --mtp-detach-heads"),
+        ({"grad_norm_skip_threshold": 5.0}, {}, "got grad_norm_skip_threshold=5.0; drop one"),
+        ({}, {"grad_norm_group": "mtp"}, "clips all gradients by one norm, but --mtp-detach-heads"),
     ],
 )
 def test_options_that_one_norm_cannot_answer_are_refused(

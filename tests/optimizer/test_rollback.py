@@ -153,7 +153,7 @@ def test_inverse_knows_a_step_that_leaves_too_few_bits() -> None:
 
 def test_inverse_is_for_adamw_only() -> None:
     weights = parameters()
-    with pytest.raises(UserError, match="inverse computes torch's AdamW backwards; this run has SGD; use .* exact"):
+    with pytest.raises(UserError, match="inverse supports only torch's AdamW .*; got SGD; use .* exact"):
         InverseAdamRollback([OPTIMIZERS["sgd"](weights)])
     with pytest.raises(UserError, match="AdamW amsgrad"):
         InverseAdamRollback([torch.optim.AdamW(weights, amsgrad=True)])
