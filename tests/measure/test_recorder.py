@@ -154,5 +154,5 @@ def test_off_it_records_nothing() -> None:
     recorder.sent(message)
     recorder.validated(True)
     recorder.restarted()
-    with pytest.raises(AssertionError, match="belongs to a start"):
+    with pytest.raises(AssertionError, match="without start"):
         recorder.stop()
