@@ -91,7 +91,7 @@ def two_installations(_rank: int) -> str:
 
 def test_revert_refuses_to_pop_another_mode(ranks: RankPool) -> None:
     [message] = ranks.run(1, two_installations)
-    assert "leave the torch function modes entered since then first" in message
+    assert "after all torch function modes that were entered later; leave those modes first" in message
 
 
 def one_more_point(_rank: int) -> list[object]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 
 class CudaSideStream:
-    """A ``SideStream`` on a stream of the lowest priority, which is also that of the passes."""
+    """A ``SideStream`` on a CUDA stream with the lowest priority, which the passes have too."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=0)
@@ -30,7 +30,7 @@ class CudaSideStream:
 
 
 class CudaPlatform:
-    """GPUs. Marks are CUDA events on the current stream, so timing costs no synchronisation."""
+    """The CUDA platform. Marks are CUDA events on the current stream, so timing needs no synchronization."""
 
     name = "cuda"
     backend = "nccl"
@@ -45,7 +45,7 @@ class CudaPlatform:
         return device
 
     def device(self, local_rank: int) -> torch.device:
-        # More ranks than GPUs share them in turn; who wants NCCL is refused earlier (training.checks).
+        # If there are more ranks than GPUs, ranks share them; training.checks has rejected NCCL in this case.
         return torch.device("cuda", local_rank % self.device_count())
 
     def current_device(self) -> torch.device:
