@@ -28,7 +28,7 @@ def test_compiled_where_built() -> None:
 @pytest.mark.parametrize(
     "spec, why",
     [
-        (None, "they were not built; install with `pip install --no-build-isolation`"),
+        (None, "not built; install with `pip install --no-build-isolation`"),
         (SimpleNamespace(origin="/no/such/_ops.so"), "/no/such/_ops.so does not load into torch"),
     ],
 )
