@@ -131,10 +131,10 @@ BUFFER = torch.zeros(64)
 REFUSED = {
     "float64": ((X.double(), DY.double(), GRAD), "input must be float32, bfloat16 or float16; got Double"),
     "two dtypes": ((X, DY.half(), GRAD), "grad_output must have the dtype of the input, Float; got Half"),
-    "a narrow grad": ((X, DY, GRAD.half()), "main_grad must be float32, or have the dtype of the input.* got Half"),
-    "shape of the grad": ((X, DY, GRAD.t()), r"must have the shape \[3, 4\] of its parameter; got \[4, 3\]"),
-    "tokens": ((X, DY[:5], GRAD), r"as many tokens as each other; got \[6, 4\] and \[5, 3\]"),
-    "a scalar": ((torch.tensor(1.0), DY, GRAD), "input needs a last dimension of features; got a scalar"),
+    "a narrow grad": ((X, DY, GRAD.half()), "main_grad must have dtype float32 or the dtype of the input.* got Half"),
+    "shape of the grad": ((X, DY, GRAD.t()), r"must have the shape of its parameter, \[3, 4\]; got \[4, 3\]"),
+    "tokens": ((X, DY[:5], GRAD), r"the same number of tokens; got shapes \[6, 4\] and \[5, 3\]"),
+    "a scalar": ((torch.tensor(1.0), DY, GRAD), "input needs at least one dimension, the features; got a scalar"),
     "a transposed grad": ((X, DY, torch.zeros(4, 3).t()), r"rows of unit stride; got strides \[1, 3\]"),
     "an expanded grad": ((X, DY, torch.zeros(1, 4).expand(3, 4)), r"must not overlap itself; got strides \[0, 1\]"),
     "aliasing": ((BUFFER[:24].view(6, 4), DY, BUFFER[20:32].view(3, 4)), "must not share memory with an input"),
@@ -157,11 +157,11 @@ def test_two_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (([X], [DY, DY], [GRAD], []), "as many inputs, grad_outputs and main_grads .* got 1, 2 and 1"),
-        (([X, X], [DY, DY], [GRAD, GRAD], [DY[0]]), "bias_grads must be none, or one an input .* got 1 for 2"),
+        (([X], [DY, DY], [GRAD], []), "inputs, grad_outputs and main_grads must have the same length; got 1, 2"),
+        (([X, X], [DY, DY], [GRAD, GRAD], [DY[0]]), "one tensor per input .*; got 1 for 2 inputs"),
         (([X], [DY], [GRAD], [DY[0]]), "must not share memory with a grad_output"),
         (([X, X], [DY, DY], [BUFFER[:12].view(3, 4), BUFFER[8:20].view(3, 4)], []), "with another gradient"),
-        (([X], [DY], [GRAD], [torch.zeros(4)]), r"bias_grad must have the shape \[3\]"),
+        (([X], [DY], [GRAD], [torch.zeros(4)]), r"bias_grad must have the shape of its parameter, \[3\]"),
     ],
 )
 def test_many_refused(arguments: tuple[list[torch.Tensor], ...], sentence: str) -> None:
