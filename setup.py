@@ -68,7 +68,7 @@ def _ops() -> tuple[list[Extension], dict]:
     if wanted == "cuda" and missing:
         raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {missing}; install it, or set ZB_BUILD=cpu")
     cuda = wanted != "cpu" and headers
-    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU, without {missing or 'CUDA (ZB_BUILD=cpu)'}"))
+    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU only; CUDA needs {missing or 'ZB_BUILD=cuda'}"))
     # All sources are host code: the kernels are those of cuBLASLt, which torch has loaded.
     ops = cpp_extension.CppExtension(
         f"{PACKAGE}._ops",
