@@ -56,7 +56,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--zero-bubble-fuse-wgrad",
         action=fuse,
-        help="accumulate all weight gradients of a W pass in one float32 call; on by default",
+        help="accumulate all weight gradients of a W pass in one call, in float32; on by default",
     )
     _add_switch(
         add,
