@@ -83,5 +83,5 @@ def test_times_that_are_not_whole_lose_less_than_a_tick_a_pass() -> None:
 def test_a_limit_that_admits_nothing() -> None:
     placement = Placement.linear(2)
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
-    with pytest.raises(ValueError, match=r"no schedule keeps the memory limit 0\.9"):
+    with pytest.raises(ValueError, match=r"no schedule satisfies the memory limit 0\.9"):
         solve(costs, memory, placement, 2, 0.9)

@@ -20,7 +20,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.search import zb_auto
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.helpers.faults import Fault, train_with_faults
-from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, lay_out_anew, run_once
+from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, rebuild_process_groups, run_once
 from tests.helpers.ranks import RankFailure, RankPool
 
 MODES = ["", "--zero-bubble-post-validation"]
@@ -228,7 +228,7 @@ def passes_without_an_optimizer(_rank: int) -> None:
 
     args = parse([*BASE_FLAGS.split(), *Layout(2).flags(2).split(), "--zero-bubble-schedule", "zb-h1"])
     check(args, 2)
-    lay_out_anew(args)
+    rebuild_process_groups(args)
     apply(ZeroBubbleConfig(schedule="zb-h1", post_validation=True))
     try:
         run_once(args)

@@ -68,7 +68,7 @@ def trace_of(name: str) -> str:
 def test_everything_arrives(page: Perfetto, name: str) -> None:
     text = trace_of(name)
     page.open(text)
-    assert page.complaints() == []
+    assert page.import_errors() == []
     events = written(text)
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     lasting = [*of_kind(events, "X"), *(event | {"dur": 0} for event in of_kind(events, "i"))]
@@ -100,5 +100,5 @@ def test_what_is_wrong_is_counted(page: Perfetto) -> None:
         elif event["ph"] == "f":
             event["tid"] = 999
     page.open(json.dumps(content))
-    counted = {name for name, _ in page.complaints()}
+    counted = {name for name, _ in page.import_errors()}
     assert counted == {"flow_no_enclosing_slice", "slice_drop_overlapping_complete_event"}

@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers.launch import Death, Ended, run_training
+from tests.helpers.launch import Death, RankExit, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
 from tests.helpers.ranks import REPOSITORY, RankPool
 
@@ -49,7 +49,7 @@ def exit_in_backward(rank: int) -> None:
         MegatronStage._backward = lambda *_, **__: sys.exit(3)  # type: ignore[method-assign, assignment]
 
 
-def check_survivors(ended: list[Ended], victim: int) -> None:
+def check_survivors(ended: list[RankExit], victim: int) -> None:
     assert ended[victim].exit_code == -signal.SIGKILL
     for rank, survivor in enumerate(ended):
         if rank == victim:
@@ -93,7 +93,7 @@ class TestKilledRank:
 def test_killed_between_a_step_and_its_validation(tmp_path: Path) -> None:
     """What was saved is final: the resumed run repeats the one that nobody killed, bit for bit."""
 
-    def metrics_of(name: str, *more: str, death: Death | None = None) -> tuple[list[Ended], list[str]]:
+    def metrics_of(name: str, *more: str, death: Death | None = None) -> tuple[list[RankExit], list[str]]:
         file = tmp_path / f"{name}.jsonl"
         words = flags(Layout(2), 4, "--zero-bubble-post-validation", "--clip-grad", "100", schedule="zb-h2")
         every = ["--train-iters", "7", "--eval-iters", "0", "--metrics-file", str(file), *more]
@@ -167,7 +167,7 @@ def test_killed_rank_of_bare_processes(tmp_path: Path) -> None:
         for process in ranks:
             process.wait(timeout=LIMIT_S)
         ended = [
-            Ended(process.returncode, log.read_text(), time.monotonic() - killed)
+            RankExit(process.returncode, log.read_text(), time.monotonic() - killed)
             for process, log in zip(ranks, logs, strict=True)
         ]
     finally:
@@ -220,7 +220,7 @@ class TestCheckpoint:
         keep = ["--save", str(folder), "--load", str(folder), "--save-interval", "2", "--attention-dropout", "0.1"]
         metrics = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "cut", "resumed")}
 
-        def run(name: str, *more: str, setup: Death | None = None) -> list[Ended]:
+        def run(name: str, *more: str, setup: Death | None = None) -> list[RankExit]:
             words = flags(layout, 3, *more, "--attention-dropout", "0.1", "--metrics-file", str(metrics[name]))
             return run_training(layout.num_ranks, words, tmp_path, setup)
 
