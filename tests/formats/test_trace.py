@@ -1,4 +1,4 @@
-"""Recorded iterations as JSON: the keys, the round trip, and every way in which a file can be wrong."""
+"""Tests of recorded iterations as JSON: keys, round trip, and errors in files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COSTS = PassCosts.uniform(SCHEDULE.placement, 10, 10, 10, 1)
 
 
 def recording(schedule: Schedule = SCHEDULE) -> Recording:
-    """Three iterations, the first the slowest, with one event of every kind."""
+    """Return a recording of three iterations, the first of them the slowest, with one event of every kind."""
     costs = PassCosts.uniform(schedule.placement, 10, 10, 10, 1)
     first = schedule.order[0][0]
     traces = {number: run(schedule, costs, slow={first: late}) for number, late in ((7, 9.0), (8, 0.0), (12, 4.0))}
@@ -32,7 +32,7 @@ def recording(schedule: Schedule = SCHEDULE) -> Recording:
     return Recording(costs, traces, PassMemory.uniform(schedule.placement, 64e6, 16e6))
 
 
-def test_the_keys_are_a_contract() -> None:
+def test_json_keys_are_exactly_the_documented_ones() -> None:
     content = json.loads(trace_to_json(recording()))
     assert list(content) == [
         "format", "schedule", "num_ranks", "num_microbatches", "forward_ms", "backward_ms", "wgrad_ms", "comm_ms",
@@ -49,7 +49,7 @@ def test_the_keys_are_a_contract() -> None:
     assert rank["validations"] == [[3, 3.5]]
 
 
-def test_the_figures_of_the_quickstart() -> None:
+def test_summary_figures_are_of_the_typical_iteration() -> None:
     content = json.loads(trace_to_json(recording()))
     assert recording().typical == 12
     assert content["measured"]["makespan_ms"] - content["planned"]["makespan_ms"] == pytest.approx(4.0)
@@ -62,13 +62,13 @@ def test_round_trip(schedule: Schedule) -> None:
     assert trace_from_json(trace_to_json(recording(schedule))) == recording(schedule)
 
 
-def test_times_are_to_a_tenth_of_a_microsecond() -> None:
+def test_times_are_rounded_to_a_tenth_of_a_microsecond() -> None:
     slow = {SCHEDULE.order[0][0]: 1.23456789}
     read = trace_from_json(trace_to_json(Recording(COSTS, {1: run(SCHEDULE, COSTS, slow=slow)})))
     assert read.traces[1].timeline.spans[0][0].end_ms == 11.2346
 
 
-def test_memory_may_be_unknown() -> None:
+def test_memory_is_optional() -> None:
     known = recording()
     assert trace_from_json(trace_to_json(Recording(known.costs, known.traces))).memory is None
 
@@ -140,17 +140,17 @@ def rank_of(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: c.update(activation=[1.0], wgrad=[1.0]), "memory must have one figure per stage"),
     ],
 )
-def test_what_can_be_wrong(edit: Callable[[dict[str, Any]], object], message: str) -> None:
+def test_invalid_content_is_rejected(edit: Callable[[dict[str, Any]], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         trace_from_json(edited(edit))
     assert isinstance(raised.value, ValueError)
 
 
-def test_the_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("[]")
     with pytest.raises(ValueError, match=r"trace file .*trace\.json: it must be a JSON object; got '\[\]'"):
         read_trace_file(tmp_path / "trace.json")
 
 
-def test_a_pass_of_the_file_is_a_pass() -> None:
+def test_passes_are_parsed() -> None:
     assert trace_from_json(trace_to_json(recording())).traces[8].timeline.spans[0][0].pass_ == Pass.parse("0F0")
