@@ -1,4 +1,4 @@
-"""The ``zero-bubble`` command: what it prints, its exit codes, and its flags."""
+"""Tests of the ``zero-bubble`` command: output, exit codes and flags."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def fails(capsys: Capture, *arguments: str) -> str:
     return err
 
 
-def test_no_new_flags() -> None:
-    """New knobs are deliberate: whoever adds one changes this list and the README with it."""
+def test_flags_are_exactly_the_listed_ones() -> None:
+    """New flags are deliberate: a change that adds one must also update this list and the README."""
     (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     flags = {
         name: [a.option_strings[-1] for a in verb._actions if a.option_strings] for name, verb in verbs.choices.items()
@@ -69,7 +69,7 @@ def test_no_new_flags() -> None:
     }  # fmt: skip
 
 
-def test_list_has_a_line_a_schedule(capsys: Capture) -> None:
+def test_list_has_one_line_per_schedule(capsys: Capture) -> None:
     lines = run(capsys, "list").splitlines()[1:]
     assert [line.split()[0] for line in lines] == [*SCHEDULES, "zb-auto"]
     for line, recipe in zip(lines, SCHEDULES.values(), strict=False):
@@ -77,7 +77,7 @@ def test_list_has_a_line_a_schedule(capsys: Capture) -> None:
         assert recipe.memory in line
 
 
-def test_plan_as_text_names_both_bubble_rates(capsys: Capture) -> None:
+def test_text_plan_shows_both_bubble_rates(capsys: Capture) -> None:
     out = run(capsys, *PLAN, *TIMES)
     picture, table = out.split("\n\n", 1)[1].split("\n\n", 1)
     assert picture.splitlines()[0].startswith("rank 0 |F0--- F1--- ")
@@ -88,11 +88,11 @@ def test_plan_as_text_names_both_bubble_rates(capsys: Capture) -> None:
     assert "peak activation 2 microbatches per rank; by rank: 2 2" in table
 
 
-def test_plan_as_svg(capsys: Capture) -> None:
+def test_plan_renders_svg(capsys: Capture) -> None:
     assert run(capsys, *PLAN, *TIMES, "--format", "svg").startswith("<svg ")
 
 
-def test_a_printed_plan_runs_again_from_its_file(capsys: Capture, tmp_path: Path) -> None:
+def test_json_plan_is_accepted_as_schedule_file(capsys: Capture, tmp_path: Path) -> None:
     printed = run(capsys, *PLAN, *TIMES, "--format", "json")
     path = tmp_path / "plan.json"
     path.write_text(printed)
@@ -101,12 +101,12 @@ def test_a_printed_plan_runs_again_from_its_file(capsys: Capture, tmp_path: Path
     assert again == printed
 
 
-def test_memory_flags_are_of_a_ranks_whole_share(capsys: Capture) -> None:
+def test_memory_flags_count_a_ranks_whole_share(capsys: Capture) -> None:
     out = run(capsys, *PLAN, *TIMES, "--activation-memory", "10", "--wgrad-memory", "4", "--format", "json")
     assert json.loads(out)["peak_activation"] == pytest.approx([2.0, 1.4])
 
 
-def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
+def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(costs_to_json(PassCosts.uniform(Placement.linear(2), 2.0, 2.0, 1.0, 0.5)))
     by_flags = run(capsys, *PLAN, *TIMES, "--format", "json")
@@ -161,20 +161,22 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
         (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written like 1p"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_invalid_input_prints_one_sentence_and_exits_with_2(
+    capsys: Capture, arguments: list[str], message: str
+) -> None:
     error = fails(capsys, *arguments)
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_counts_that_contradict_the_schedule_file(capsys: Capture, tmp_path: Path) -> None:
+def test_rank_count_must_match_the_schedule_file(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json"))
     error = fails(capsys, "plan", "--schedule-file", str(path), "--num-ranks", "3", *TIMES)
     assert "--num-ranks must equal the value in the schedule file, 2; got 3; leave it out" in error
 
 
-def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path) -> None:
+def test_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json").replace('"1W0", ', ""))
     error = fails(capsys, "plan", "--schedule-file", str(path), *TIMES)
@@ -182,10 +184,10 @@ def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path
     assert ">1W0<" in error
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-h2", "--format", "json"]
     command += ["--num-ranks", "16", "--num-microbatches", "600", *TIMES]
-    # Unbuffered output would hide the closed pipe: its one short write is all that the interpreter tries.
+    # Unbuffered output would hide the closed pipe: the interpreter does not retry its one short write.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None
