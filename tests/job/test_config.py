@@ -1,4 +1,4 @@
-"""Which values of ``ZeroBubbleConfig`` go together."""
+"""Tests of which values of ``ZeroBubbleConfig`` can be combined."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
         ({"rollback": "inverse"}, "rollback='inverse' has no effect without post_validation"),
     ],
 )
-def test_options_of_another_configuration(options: dict[str, Any], sentence: str) -> None:
+def test_options_without_effect_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         ZeroBubbleConfig("zb-h1", **options)
