@@ -13,7 +13,7 @@ P, M = 8, 24
 
 
 def true_costs(profile: tuple[float, float, float, float]) -> PassCosts:
-    """Return costs per half rank: the first and last stage (embedding, loss) cost 40 % more, one link ten times more."""
+    """Return costs per half rank: first and last stage (embedding, loss) cost 40 % more, one link ten times more."""
     f, b, w, comm = profile
     scale = [1.4, *[1.0] * (P - 2), 1.4]
     links = {(3, 4): 10 * comm, (4, 3): 10 * comm}
