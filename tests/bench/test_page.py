@@ -1,4 +1,4 @@
-"""The benchmark page and the README's figures must equal the stored JSON."""
+"""The page and the README's figures are what the stored JSON says, and nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def summary() -> dict[str, Any]:
 
 
 def blocks(readme: str) -> dict[str, str]:
-    """Return the text between the two marker lines of each bench."""
+    """What stands between the two lines of each bench."""
     return dict(re.findall(r"<!-- bench: ([\w-]+) -->\n+(.*?)\n+<!-- /bench -->", readme, re.DOTALL))
 
 
@@ -33,15 +33,15 @@ def fake_readme(*names: str) -> str:
     return "# Title\n\n" + "".join(f"<!-- bench: {name} -->\nold\n<!-- /bench -->\n\nown words\n" for name in names)
 
 
-def test_page_of_a_stored_run_equals_the_golden_file(summary: dict[str, Any]) -> None:
-    """``UPDATE_GOLDEN=1`` rewrites the golden file."""
+def test_the_page_of_a_stored_run(summary: dict[str, Any]) -> None:
+    """``UPDATE_GOLDEN=1`` writes it anew."""
     golden = GOLDEN / "BENCHMARKS.md"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(page.render(summary))
     assert page.render(summary) == golden.read_text()
 
 
-def test_ranges_are_over_rounds_and_ratios_within_a_round(summary: dict[str, Any]) -> None:
+def test_a_range_is_that_of_the_rounds_and_a_ratio_is_of_the_same_round(summary: dict[str, Any]) -> None:
     raw = json.loads((GOLDEN / "run/real-compute.json").read_text())["results"][0]["variants"]
     own, stock = raw["zb-h1"]["rounds_ms"], raw["stock 1f1b"]["rounds_ms"]
     figures = next(bench for bench in summary["benches"] if bench["name"] == "real-compute")["figures"]
@@ -51,14 +51,14 @@ def test_ranges_are_over_rounds_and_ratios_within_a_round(summary: dict[str, Any
     assert row["over_stock"] == {"median": sum(ratios) / 2, "least": min(ratios), "most": max(ratios)}
 
 
-def test_failed_bench_shows_its_last_lines_and_no_figures(summary: dict[str, Any]) -> None:
+def test_a_failed_bench_is_named_with_its_last_lines_and_shows_no_figures(summary: dict[str, Any]) -> None:
     text = page.render(summary)
     section = text[text.index("## Weight gradients on a GPU") :]
     assert "**Failed: exit code 1.**" in section and "    RuntimeError: no GPU | at all" in section
     assert "|---" not in section
 
 
-def test_publishing_again_from_the_stored_run_changes_nothing(tmp_path: Path, summary: dict[str, Any]) -> None:
+def test_publishing_again_from_what_was_stored_changes_nothing(tmp_path: Path, summary: dict[str, Any]) -> None:
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text(fake_readme("post-validation", "emulated"))
     chart = tmp_path / "drawn.svg"
@@ -70,7 +70,7 @@ def test_publishing_again_from_the_stored_run_changes_nothing(tmp_path: Path, su
     assert first == {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
 
 
-def test_readme_keeps_its_text_and_the_blocks_of_failed_benches(summary: dict[str, Any]) -> None:
+def test_the_readme_keeps_its_own_words_and_the_blocks_of_what_did_not_run(summary: dict[str, Any]) -> None:
     summary["benches"] = [
         b | {"status": "timed out"} if b["name"] == "post-validation" else b for b in summary["benches"]
     ]
@@ -90,32 +90,32 @@ def test_every_figure_of_an_excerpt_is_on_the_page(summary: dict[str, Any]) -> N
 
 
 def figures_in(text: str) -> list[str]:
-    """Return the table cells that contain digits."""
+    """What stands in the tables."""
     cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
     return [cell for cell in cells if re.search(r"\d", cell)]
 
 
-def test_text_lines_have_at_most_120_characters(summary: dict[str, Any]) -> None:
+def test_lines_are_of_the_width_of_our_texts(summary: dict[str, Any]) -> None:
     words = [line for line in page.render(summary).splitlines() if not line.startswith(("|", "`"))]
     assert max(map(len, words)) <= 120
 
 
-def test_readme_has_one_block_per_excerpt() -> None:
+def test_the_readme_has_one_block_for_every_excerpt() -> None:
     assert README.count("<!-- bench: ") == README.count("<!-- /bench -->") == len(EXCERPTED)
     assert set(blocks(README)) == EXCERPTED
 
 
-@pytest.mark.skipif(not (ROOT / page.STORED).exists(), reason="no stored full run; run bash scripts/bench.sh")
-def test_page_and_readme_equal_the_stored_run() -> None:
+@pytest.mark.skipif(not (ROOT / page.STORED).exists(), reason="no full run was stored yet: bash scripts/bench.sh")
+def test_the_page_and_the_readme_are_those_of_the_stored_run() -> None:
     stored = json.loads((ROOT / page.STORED).read_text())
     assert not stored["quick"]
-    again = "rewrite it with bash scripts/bench.sh page"
+    again = "bash scripts/bench.sh page writes it again"
     assert (ROOT / page.PAGE).read_text() == page.render(stored), again
     found = blocks(README)
     assert {name: found[name] for name in page.excerpts(stored)} == page.excerpts(stored), again
 
 
-def test_bench_prints_the_pages_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bench_prints_what_the_page_would_have_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads((GOLDEN / "run/wgrad.json").read_text())
     page.report("wgrad", content, tmp_path / "wgrad.json")
     assert json.loads((tmp_path / "wgrad.json").read_text()) == content

@@ -1,4 +1,4 @@
-"""Tests of the translation of flags of the authors' fork."""
+"""The authors' fork's flags, in today's spelling."""
 
 from __future__ import annotations
 
