@@ -1,6 +1,6 @@
-"""Packaging: ``megatron.zero_bubble`` installs beside ``megatron.core``, in the namespace they share.
+"""Packaging of ``megatron.zero_bubble``, which shares the namespace package ``megatron`` with ``megatron.core``.
 
-Ranges here say what the code works with; ``scripts/constraints.txt`` pins what it is tested with.
+Version ranges here are those that the code supports; ``scripts/constraints.txt`` pins the tested versions.
 """
 
 import os
@@ -22,52 +22,54 @@ def _headers(folder: str) -> list[str]:
 
 
 def _planner() -> list[Extension]:
-    """The search's loops. Where they are not built, the same search runs in Python, on a smaller budget."""
+    """The compiled loops of the search. Without them, the search runs in Python with a smaller budget."""
     try:
         import pybind11
     except ImportError as error:
-        remedy = "install pybind11 first, then install this with `pip install --no-build-isolation`"
-        return _say(f"no compiled search, because pybind11 is not importable here ({error}): {remedy}")
+        remedy = "install pybind11 first, then this package with `pip install --no-build-isolation`"
+        return _say(f"no compiled search: pybind11 is not importable in the build environment ({error}); {remedy}")
     planner = Extension(
         f"{PACKAGE}.search._planner",
         sources=["csrc/planner.cpp"],
         depends=_headers("planner"),
         include_dirs=[pybind11.get_include()],
-        # No fused multiply-add: the search's results are the same to the last bit on every machine.
-        extra_compile_args=["-std=c++17", "-O2", "-ffp-contract=off", "-fvisibility=hidden"],
+        # Without fused multiply-add, the results of the search are the same bit for bit on every machine.
+        extra_compile_args=["-std=c++17", "-O2", "-g0", "-ffp-contract=off", "-fvisibility=hidden"],
         optional=True,
     )
     return [planner]
 
 
 def _ops() -> tuple[list[Extension], dict]:
-    """The ops of the weight gradients, compiled against the torch that is installed, and the command that does it.
+    """The extension with the weight-gradient ops, compiled against the installed torch, and its build command.
 
-    ``ZB_BUILD`` says which: ``auto`` (the default: what this machine can build), ``cpu``, ``cuda`` or ``none``; with
-    the second and third, what cannot be built is an error. Nothing is downloaded.
+    ``ZB_BUILD`` selects the backend: ``auto`` (the default) builds what this machine supports; with ``cpu`` or
+    ``cuda``, a failed build is an error; ``none`` builds nothing. Nothing is downloaded.
     """
     wanted = os.environ.get("ZB_BUILD", "auto")
     if wanted not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"setup.py: ZB_BUILD must be auto, cpu, cuda or none; got {wanted!r}")
     if wanted == "none":
-        return _say("no compiled ops, as ZB_BUILD=none asks"), {}
+        return _say("no compiled ops, because ZB_BUILD=none"), {}
     try:
         import torch
         from torch.utils import cpp_extension
     except ImportError as error:
-        remedy = "install torch first, then install this with `pip install --no-build-isolation`"
+        remedy = "install torch first, then this package with `pip install --no-build-isolation`"
         if wanted != "auto":
-            raise SystemExit(f"setup.py: ZB_BUILD={wanted} needs torch where it builds ({error}); {remedy}") from error
-        return _say(f"no compiled ops, because torch is not to be seen here ({error}): {remedy}"), {}
+            raise SystemExit(
+                f"setup.py: ZB_BUILD={wanted} needs torch in the build environment ({error}); {remedy}"
+            ) from error
+        return _say(f"no compiled ops: torch is not importable in the build environment ({error}); {remedy}"), {}
     headers = None if torch.version.cuda is None else _cuda_headers(cpp_extension.CUDA_HOME)
     missing = (
         "a CUDA build of torch" if torch.version.cuda is None else "" if headers else "CUDA's headers (cublasLt.h)"
     )
     if wanted == "cuda" and missing:
-        raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {missing}; install that, or set ZB_BUILD=cpu")
+        raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {missing}; install it, or set ZB_BUILD=cpu")
     cuda = wanted != "cpu" and headers
-    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU, without {missing or 'CUDA, as ZB_BUILD asks'}"))
-    # All of it is host code: the kernels are cuBLASLt's, which torch has loaded.
+    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU only; CUDA needs {missing or 'ZB_BUILD=cuda'}"))
+    # All sources are host code: the kernels are those of cuBLASLt, which torch has loaded.
     ops = cpp_extension.CppExtension(
         f"{PACKAGE}._ops",
         sources=["csrc/ops.cpp", *(("csrc/ops_cuda.cpp", "csrc/wgrad/cublaslt.cpp") if cuda else ())],
@@ -76,13 +78,13 @@ def _ops() -> tuple[list[Extension], dict]:
         libraries=["c10_cuda", "torch_cuda"] if cuda else [],
         extra_link_args=["-Wl,--no-as-needed"] if cuda else [],
         extra_compile_args=["-O2"],
-        optional=wanted == "auto",  # without it the reference in torch runs, and says so
+        optional=wanted == "auto",  # without it, the reference in torch runs with a warning
     )
     return [ops], {"build_ext": cpp_extension.BuildExtension.with_options(use_ninja=False)}
 
 
 def _cuda_headers(toolkit: str | None) -> list[str]:
-    """The folders of cublasLt.h and cuda_runtime_api.h: of the wheels that torch came with, else the toolkit's."""
+    """The folders of cublasLt.h and cuda_runtime_api.h, from torch's NVIDIA wheels or else the CUDA toolkit."""
     wheels = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/include"))
     folders = [*wheels, *([Path(toolkit, "include")] if toolkit else [])]
     found = [
@@ -116,17 +118,20 @@ setup(
     },
     ext_modules=[*_planner(), *OPS],
     cmdclass=COMMANDS,
-    options={"build_ext": {"force": True}},  # what was built for another torch, or without CUDA, looks new
-    install_requires=[
-        "torch>=2.8",
-        "megatron-core>=0.13,<0.21",  # the minors of patching/seams.py
-        "numpy",
-        "psutil",  # megatron-core's checkpoint writers: without it a save never ends
-        "pyyaml",
-        'triton; platform_system == "Linux"',  # megatron-core imports it even where it launches no kernel
-    ],
+    options={"build_ext": {"force": True}},  # a build for another torch, or without CUDA, would look up to date
+    install_requires=["pyyaml"],  # planning needs the standard library only; a job's flags may come from YAML
     extras_require={
+        "train": [
+            "torch>=2.8",
+            "megatron-core>=0.13,<0.21",  # the minor versions of patching/seams.py
+            "numpy",
+            "psutil",  # for megatron-core's checkpoint writers; without it, a save never ends
+            'triton; platform_system == "Linux"',  # megatron-core imports it even if it launches no kernel
+        ],
+        "te": ["transformer-engine[pytorch]>=2.8"],
         "dev": [
+            "build",
+            "codespell",
             "hypothesis",
             "import-linter",
             "mypy",
@@ -138,7 +143,7 @@ setup(
             "viztracer",
         ],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],  # scripts/docs.sh
-        "exact": ["ortools"],  # tests compare the bounds with this solver's optima, where it is installed
+        "exact": ["ortools"],  # optional; tests compare the bounds with the optima of this solver
         "tensorboard": ["tensorboard"],
     },
     entry_points={"console_scripts": ["zero-bubble = megatron.zero_bubble.__main__:main"]},

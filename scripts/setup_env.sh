@@ -45,7 +45,7 @@ _zb_setup() (
         --constraint "$_zb_root/scripts/constraints.txt")
     # First what the build must see (no isolation): our ops are compiled against torch, the search's loops with pybind11.
     "${install[@]}" torch setuptools pybind11 &&
-        "${install[@]}" --no-build-isolation --use-pep517 --editable "$_zb_root[dev,tensorboard]" ||
+        "${install[@]}" --no-build-isolation --use-pep517 --editable "$_zb_root[train,dev,tensorboard]" ||
         _zb_fail "pip could not install the dependencies, see above; run this again once that is mended"
     printf '%s\n' "$wanted" >"$stamp"
 )

@@ -1,4 +1,4 @@
-"""Fixtures and rules that all tests share."""
+"""Fixtures, hypothesis settings and collection rules for all tests."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from hypothesis import settings
 
 from tests.helpers.ranks import RankPool
 
-# A busy machine would fail an example by its deadline; examples that are always the same fail for everybody or nobody.
+# No deadline: a busy machine would exceed it. Derandomized: a failing example fails on every machine.
 settings.register_profile("pipeline", deadline=None, derandomize=True, database=None, max_examples=60)
 settings.load_profile("pipeline")
 
@@ -21,7 +21,7 @@ def ranks() -> Iterator[RankPool]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU where there is none; torch is asked only when such a test was collected."""
+    """Skip GPU tests on machines without a GPU; torch is imported only if a GPU test was collected."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

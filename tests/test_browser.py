@@ -1,4 +1,4 @@
-"""The helper for tests of pages: what a page does wrong is heard, and a machine without a browser skips."""
+"""Tests of the browser helper: page errors are reported, and machines without a browser skip the test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PAGE = "<!doctype html><meta charset=utf-8><title>Hello</title><p id=size></p>"
 SCRIPT = "<script>document.querySelector('p').textContent = innerWidth + 'x' + innerHeight</script>"
 
 
-def test_a_page_is_opened_seen_and_heard(tmp_path: Path) -> None:
+def test_page_is_loaded_rendered_and_its_errors_reported(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.html", tmp_path / "bad.html"
     good.write_text(PAGE + SCRIPT)
     bad.write_text(PAGE + "<script>nowhere()</script>")
@@ -29,7 +29,7 @@ def test_a_page_is_opened_seen_and_heard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_a_page_is_asked_for_its_dark_colours(tmp_path: Path, dark: bool) -> None:
+def test_dark_sets_the_preferred_colour_scheme(tmp_path: Path, dark: bool) -> None:
     page = tmp_path / "page.html"
     page.write_text(PAGE)
     with browser(dark=dark) as driver:
@@ -37,7 +37,7 @@ def test_a_page_is_asked_for_its_dark_colours(tmp_path: Path, dark: bool) -> Non
         assert driver.execute_script("return matchMedia('(prefers-color-scheme: dark)').matches") is dark
 
 
-def test_a_machine_without_a_browser_skips_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_browser_skips_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda _: None)
     assert "needs chromium, chromedriver" in str(missing())
     with pytest.raises(pytest.skip.Exception, match="scripts/install_browser.sh"), browser():

@@ -1,4 +1,4 @@
-"""What the contracts in .importlinter cannot say: where a name may appear, and what makes a package."""
+"""Layering rules that .importlinter cannot express: which folders may use a name, and what a package must contain."""
 
 import ast
 import configparser
@@ -21,7 +21,7 @@ ROOT = "megatron.zero_bubble"
         ("get_args", {"patching"}),
     ],
 )
-def test_a_name_stays_in_its_folder(name: str, folders: set[str]) -> None:
+def test_name_is_used_only_in_its_folders(name: str, folders: set[str]) -> None:
     paths = [path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in folders]
     places = [
         f"{path.relative_to(PACKAGE)}:{line}: {used}"
@@ -29,40 +29,46 @@ def test_a_name_stays_in_its_folder(name: str, folders: set[str]) -> None:
         for line, used in names_in(path.read_text())
         if used == name or used.startswith(f"{name}.") or used.endswith(f".{name}")
     ]
-    assert not places, f"{name} may be named in {sorted(folders)} only:\n" + "\n".join(places)
+    assert not places, f"{name} may be used only in {sorted(folders)}:\n" + "\n".join(places)
 
 
-def test_names_are_found_however_they_are_written() -> None:
+def test_names_in_finds_imports_and_attributes() -> None:
     source = "import torch.cuda\nfrom torch import cuda\ntorch.cuda.synchronize()\nx = 'torch.cuda'  # torch.cuda"
     assert sorted(line for line, name in names_in(source) if name == "torch.cuda") == [1, 2, 3]
 
 
 def test_no_process_runs_a_module_of_a_higher_layer() -> None:
-    """A module name in a string, as ``[sys.executable, "-m", "..."]`` has it, points down as imports do."""
+    """A module name in a string, as in ``[sys.executable, "-m", "..."]``, must be of the same or a lower layer."""
     places = [
         f"{path.relative_to(PACKAGE)}:{line}: {module}"
         for path in sorted(PACKAGE.rglob("*.py"))
         for line, module in modules_in_strings(path.read_text())
-        if height(module) > height(".".join([ROOT, *path.relative_to(PACKAGE).with_suffix("").parts]))
+        if layer_of(module) > layer_of(".".join([ROOT, *path.relative_to(PACKAGE).with_suffix("").parts]))
     ]
-    assert not places, "a module of a higher layer is named:\n" + "\n".join(places)
+    assert not places, "strings name modules of a higher layer:\n" + "\n".join(places)
 
 
-def test_a_module_is_found_in_a_command() -> None:
+def test_modules_in_strings_finds_modules_in_commands() -> None:
     source = f"""'As in python -m {ROOT}.cli.'\nrun([python, "-m", "{ROOT}"])\nrun([python, "-m", "{ROOT}.cli.plan"])"""
     found = [module for _, module in modules_in_strings(source)]
-    assert [height(module) for module in found] == [height(f"{ROOT}.launch")] * 2 > [height(f"{ROOT}.adapter.auto")] * 2
+    assert (
+        [layer_of(module) for module in found]
+        == [layer_of(f"{ROOT}.launch")] * 2
+        > [layer_of(f"{ROOT}.adapter.auto")] * 2
+    )
 
 
-def test_every_package_says_what_it_is() -> None:
-    assert not (PACKAGE.parent / "__init__.py").exists(), "megatron is a namespace that megatron-core shares"
+def test_every_package_has_a_docstring() -> None:
+    assert not (PACKAGE.parent / "__init__.py").exists(), (
+        "megatron must stay a namespace package, shared with megatron-core"
+    )
     for folder in {path.parent for path in PACKAGE.rglob("*.py")}:
         tree = ast.parse((folder / "__init__.py").read_text())
         assert ast.get_docstring(tree), f"{folder.name}/__init__.py has no docstring"
 
 
 def names_in(source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of everything imported or used; strings and comments do not count."""
+    """Yield (line, dotted name) of everything imported or used, except in strings and comments."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -75,15 +81,15 @@ def names_in(source: str) -> Iterator[tuple[int, str]]:
 
 
 def modules_in_strings(source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of our modules in strings that hold nothing else."""
+    """Yield (line, dotted name) of each string that consists of the name of one of our modules."""
     name = re.compile(rf"{re.escape(ROOT)}(\.[a-z]\w*)*")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and name.fullmatch(node.value):
             yield node.lineno, node.value
 
 
-def height(module: str) -> int:
-    """The layer of a module in .importlinter, counted from below; the package itself is run as its ``__main__``."""
+def layer_of(module: str) -> int:
+    """Return the module's layer in .importlinter, counted from below; the package itself counts as its ``__main__``."""
     contracts = configparser.ConfigParser()
     contracts.read(REPOSITORY / ".importlinter")
     layers = contracts["importlinter:contract:layers"]["layers"].split("\n")[::-1]

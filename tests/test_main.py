@@ -1,4 +1,4 @@
-"""The ``zero-bubble`` command: what it prints, its exit codes, and its flags."""
+"""Tests of the ``zero-bubble`` command: output, exit codes and flags."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def fails(capsys: Capture, *arguments: str) -> str:
     return err
 
 
-def test_no_new_flags() -> None:
-    """New knobs are deliberate: whoever adds one changes this list and the README with it."""
+def test_flags_are_exactly_the_listed_ones() -> None:
+    """New flags are deliberate: a change that adds one must also update this list and the README."""
     (verbs,) = (action for action in parser()._actions if isinstance(action, argparse._SubParsersAction))
     flags = {
         name: [a.option_strings[-1] for a in verb._actions if a.option_strings] for name, verb in verbs.choices.items()
@@ -65,10 +65,11 @@ def test_no_new_flags() -> None:
             "--help", "--nodes", "--gpus-per-node", "--gpu", "--gpu-memory", "--costs", "--megatron-lm",
             "--launch-command",
         ],
+        "report": ["--help", "--format"],
     }  # fmt: skip
 
 
-def test_list_has_a_line_a_schedule(capsys: Capture) -> None:
+def test_list_has_one_line_per_schedule(capsys: Capture) -> None:
     lines = run(capsys, "list").splitlines()[1:]
     assert [line.split()[0] for line in lines] == [*SCHEDULES, "zb-auto"]
     for line, recipe in zip(lines, SCHEDULES.values(), strict=False):
@@ -76,7 +77,7 @@ def test_list_has_a_line_a_schedule(capsys: Capture) -> None:
         assert recipe.memory in line
 
 
-def test_plan_as_text_names_both_bubble_rates(capsys: Capture) -> None:
+def test_text_plan_shows_both_bubble_rates(capsys: Capture) -> None:
     out = run(capsys, *PLAN, *TIMES)
     picture, table = out.split("\n\n", 1)[1].split("\n\n", 1)
     assert picture.splitlines()[0].startswith("rank 0 |F0--- F1--- ")
@@ -84,14 +85,14 @@ def test_plan_as_text_names_both_bubble_rates(capsys: Capture) -> None:
     plan = json.loads(run(capsys, *PLAN, *TIMES, "--format", "json"))
     for metric in ("span", "makespan"):
         assert rates[metric] == [f"{plan[f'{metric}_ms']:.3f}", f"{plan[f'bubble_rate_{metric}']:.4f}"]
-    assert "peak activation 2 microbatches on a rank; by rank: 2 2" in table
+    assert "peak activation 2 microbatches per rank; by rank: 2 2" in table
 
 
-def test_plan_as_svg(capsys: Capture) -> None:
+def test_plan_renders_svg(capsys: Capture) -> None:
     assert run(capsys, *PLAN, *TIMES, "--format", "svg").startswith("<svg ")
 
 
-def test_a_printed_plan_runs_again_from_its_file(capsys: Capture, tmp_path: Path) -> None:
+def test_json_plan_is_accepted_as_schedule_file(capsys: Capture, tmp_path: Path) -> None:
     printed = run(capsys, *PLAN, *TIMES, "--format", "json")
     path = tmp_path / "plan.json"
     path.write_text(printed)
@@ -100,12 +101,12 @@ def test_a_printed_plan_runs_again_from_its_file(capsys: Capture, tmp_path: Path
     assert again == printed
 
 
-def test_memory_flags_are_of_a_ranks_whole_share(capsys: Capture) -> None:
+def test_memory_flags_count_a_ranks_whole_share(capsys: Capture) -> None:
     out = run(capsys, *PLAN, *TIMES, "--activation-memory", "10", "--wgrad-memory", "4", "--format", "json")
     assert json.loads(out)["peak_activation"] == pytest.approx([2.0, 1.4])
 
 
-def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
+def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     path.write_text(costs_to_json(PassCosts.uniform(Placement.linear(2), 2.0, 2.0, 1.0, 0.5)))
     by_flags = run(capsys, *PLAN, *TIMES, "--format", "json")
@@ -132,48 +133,50 @@ def test_costs_come_from_a_file(capsys: Capture, tmp_path: Path) -> None:
             [*PLAN, *TIMES, "--schedule", "zb-9"],
             "unknown schedule 'zb-9'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1",
         ),
-        ([*PLAN[:5], *TIMES], "--num-microbatches is missing"),
-        (PLAN, "without --costs the times come from flags; --forward-ms is missing"),
+        ([*PLAN[:5], *TIMES], "--num-microbatches is required without --config or --schedule-file; it is missing"),
+        (PLAN, "--forward-ms is required without --costs or --config; it is missing"),
         ([*PLAN, *TIMES, "--forward-ms", "-3"], "forward_ms of stage 0 must be a finite number, 0 or above; got -3.0"),
         (
             [*PLAN, *TIMES, "--schedule", "zb-auto", "--forward-ms", "1e-320"],
-            "some number is too large or small to plan with",
+            "some figures are too large or too small to plan with",
         ),
         ([*PLAN, *TIMES, "--comm-ms", "nan"], "comm_ms must be a finite number, 0 or above; got nan"),
         ([*PLAN, *TIMES, "--activation-memory", "0"], "activation memory must be above 0"),
-        ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives all times of the passes; leave out --forward-ms"),
+        ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives the times of all passes; leave out --forward-ms"),
         ([*PLAN, "--costs", "none.json"], "cannot read the costs file none.json: No such file or directory"),
         (["plan", "--schedule-file", "none.json", *TIMES], "cannot read the schedule file none.json"),
         (
             [*PLAN, *TIMES, "--memory-limit", "8"],
-            "a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB",
+            "a memory limit is written like 1p (as many microbatches as ranks) or 60GiB",
         ),
-        ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written 1p"),
-        ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs memory in bytes: give --activation-memory"),
+        ([*PLAN, *TIMES, "--memory-limit", "0p"], "a memory limit is written like 1p"),
+        ([*PLAN, *TIMES, "--memory-limit", "1GiB"], "needs activation memory in bytes; give --activation-memory"),
         ([*PLAN, *TIMES, "--memory-limit", "0.4p"], "room for one microbatch, 1 on rank 0; got 0.8"),
-        ([*PLAN, *TIMES, "--placement", "vee"], "--placement belongs to zb-auto"),
-        ([*PLAN, *TIMES, "--gpu", "h100"], "--gpu belongs to the estimate of a model; give --config as well"),
+        ([*PLAN, *TIMES, "--placement", "vee"], "--placement applies only to zb-auto"),
+        ([*PLAN, *TIMES, "--gpu", "h100"], "--gpu requires --config; give --config as well"),
         ([*PLAN, *TIMES, "--config", "x.yaml"], "--config estimates times and memory; leave out --forward-ms"),
         ([*PLAN, "--config", "none.yaml"], "cannot be read: none.yaml"),
-        (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is missing"),
+        (["compare", "--num-ranks", "2", *TIMES], "--num-microbatches is required"),
         (["dry-run"], "a run needs --num-layers"),
-        (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written 1p"),
+        (["dry-run", "--gpu-memory", "8", "--", *JOB], "a memory limit is written like 1p"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_exit_code_2(capsys: Capture, arguments: list[str], message: str) -> None:
+def test_invalid_input_prints_one_sentence_and_exits_with_2(
+    capsys: Capture, arguments: list[str], message: str
+) -> None:
     error = fails(capsys, *arguments)
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_counts_that_contradict_the_schedule_file(capsys: Capture, tmp_path: Path) -> None:
+def test_rank_count_must_match_the_schedule_file(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json"))
     error = fails(capsys, "plan", "--schedule-file", str(path), "--num-ranks", "3", *TIMES)
-    assert "--num-ranks must be what the schedule file says, 2; got 3; leave it out" in error
+    assert "--num-ranks must equal the value in the schedule file, 2; got 3; leave it out" in error
 
 
-def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path) -> None:
+def test_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(run(capsys, *PLAN, *TIMES, "--format", "json").replace('"1W0", ', ""))
     error = fails(capsys, "plan", "--schedule-file", str(path), *TIMES)
@@ -181,10 +184,10 @@ def test_an_invalid_schedule_file_shows_the_grid(capsys: Capture, tmp_path: Path
     assert ">1W0<" in error
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_closed_output_pipe_is_not_an_error() -> None:
     command = [sys.executable, "-m", "megatron.zero_bubble", "plan", "--schedule", "zb-h2", "--format", "json"]
     command += ["--num-ranks", "16", "--num-microbatches", "600", *TIMES]
-    # Unbuffered output would hide the closed pipe: its one short write is all that the interpreter tries.
+    # Unbuffered output would hide the closed pipe: the interpreter does not retry its one short write.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None

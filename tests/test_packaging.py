@@ -1,4 +1,4 @@
-"""What pip installs: the versions that it leaves in place, and the files that are not Python."""
+"""Tests of the package's metadata: accepted versions of megatron-core, and non-Python files."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _READ = """
 import json
 from distutils.core import run_setup
 found = run_setup("setup.py", stop_after="init")
-print("\\n" + json.dumps({"requires": found.install_requires, "data": found.package_data}))
+extra = found.extras_require["train"]
+print("\\n" + json.dumps({"requires": found.install_requires, "train": extra, "data": found.package_data}))
 """
 
 
 def _setup(*arguments: str) -> str:
-    """The output of a Python process in the checkout, where no op is compiled."""
+    """Run Python in the checkout without compiling ops; return the output."""
     environment = os.environ | {"ZB_BUILD": "none"}
     return subprocess.check_output([sys.executable, *arguments], cwd=ROOT, env=environment, text=True)
 
@@ -40,13 +41,17 @@ def known_minors(rank: int) -> list[str]:
     return list(MINORS)
 
 
-def test_every_known_megatron_core_may_stay(ranks: RankPool, metadata: Any) -> None:
+def test_requirement_accepts_exactly_the_known_megatron_core_releases(ranks: RankPool, metadata: Any) -> None:
     (minors,) = ranks.run(1, known_minors)
-    (wanted,) = [r for r in map(Requirement, metadata["requires"]) if r.name == "megatron-core"]
+    (wanted,) = [r for r in map(Requirement, metadata["train"]) if r.name == "megatron-core"]
     numbers = [int(minor.removeprefix("0.")) for minor in minors]
     accepted = [n for n in range(40) if f"0.{n}.0" in wanted.specifier and f"0.{n}.7" in wanted.specifier]
     assert accepted == numbers
     assert "1.0.0" not in wanted.specifier
+
+
+def test_planning_needs_neither_torch_nor_megatron_core(metadata: Any) -> None:
+    assert metadata["requires"] == ["pyyaml"]
 
 
 def test_types_and_data_are_shipped(metadata: Any, tmp_path: Path) -> None:
@@ -57,4 +62,4 @@ def test_types_and_data_are_shipped(metadata: Any, tmp_path: Path) -> None:
     for name, patterns in metadata["data"].items():
         folder = tmp_path.joinpath(*name.split("."))
         for pattern in patterns:
-            assert list(folder.glob(pattern)), f"{name} ships no {pattern}"
+            assert list(folder.glob(pattern)), f"{name} installs no {pattern}"

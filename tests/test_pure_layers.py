@@ -1,4 +1,4 @@
-"""The layers below the runtime stay free of torch, so that planning works where nothing is installed."""
+"""The layers below the runtime must not import torch, so that planning works without it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PURE = (
 
 
 def test_planning_does_not_load_torch() -> None:
-    """Every module of layers 1 to 3, and the command, in one fresh process."""
+    """Import every module of layers 1 to 3 and the command in one new process."""
     files = [
         path for name in PURE for path in [PACKAGE / f"{name}.py", *(PACKAGE / name).rglob("*.py")] if path.exists()
     ]

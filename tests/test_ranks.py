@@ -1,4 +1,4 @@
-"""The pool of ranks: reuse, sizes, and every way a rank can fail."""
+"""Tests of the rank pool: reuse of processes, sizes, and all kinds of rank failures."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from tests.helpers.ranks import REPOSITORY, RankFailure, RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    """A pool of this module's own, because most tests here break theirs."""
+    """A separate pool for this module, because most of its tests break the pool."""
     pool = RankPool(initializer=nothing)
     yield pool
     pool.close()
@@ -34,7 +34,7 @@ def broken_start() -> None:
     raise ImportError("no platform here")
 
 
-def where_am_i(rank: int, offset: int) -> tuple[int, int, int, int]:
+def report_rank(rank: int, offset: int) -> tuple[int, int, int, int]:
     total = torch.tensor(rank + offset)
     dist.all_reduce(total)
     return rank, dist.get_world_size(), os.getpid(), int(total)
@@ -56,7 +56,7 @@ def exit_on(rank: int, bad: int, status: int) -> None:
 def kill_on(rank: int, bad: int) -> None:
     import torch.distributed as dist
 
-    dist.barrier()  # on a busy machine some may still be connecting
+    dist.barrier()  # on a busy machine some ranks may still be connecting
     time.sleep(0.2)
     if rank == bad:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -67,7 +67,7 @@ def sleep_in_the_named_function(rank: int) -> None:
     time.sleep(60)
 
 
-def leave_through_sys_exit(rank: int) -> None:
+def call_sys_exit(rank: int) -> None:
     sys.exit(2)
 
 
@@ -100,10 +100,10 @@ def assert_rank_zero(rank: int) -> None:
     assert rank == 0, "left over"
 
 
-def test_each_size_runs_on_the_same_processes(pool: RankPool) -> None:
+def test_processes_are_reused_across_sizes(pool: RankPool) -> None:
     pids: dict[int, list[int]] = {}
     for size in (2, 4, 1, 4, 2):
-        results = pool.run(size, where_am_i, 10)
+        results = pool.run(size, report_rank, 10)
         assert [result[:2] for result in results] == [(rank, size) for rank in range(size)]
         assert {result[3] for result in results} == {sum(range(10, 10 + size))}
         pids.setdefault(size, [result[2] for result in results])
@@ -112,24 +112,24 @@ def test_each_size_runs_on_the_same_processes(pool: RankPool) -> None:
     assert pool.pids() == pids[4]
 
 
-def test_tensors_come_back_and_seeds_are_alike(pool: RankPool) -> None:
+def test_tensors_are_returned_and_seeds_are_equal(pool: RankPool) -> None:
     first, second = pool.run(2, random_tensor)
     again, _ = pool.run(2, random_tensor)
     assert torch.equal(first, second) and torch.equal(first, again) and first.requires_grad
 
 
-def test_megatron_is_new_for_every_run(pool: RankPool) -> None:
+def test_megatron_globals_are_reset_between_runs(pool: RankPool) -> None:
     assert pool.run(4, use_model_parallel, 2) == [0, 0, 1, 1]
     assert pool.run(4, use_model_parallel, 4) == [0, 1, 2, 3]
 
 
-def test_patches_left_behind_are_a_failure(pool: RankPool) -> None:
+def test_unreverted_patches_fail_the_run(pool: RankPool) -> None:
     with pytest.raises(RankFailure, match="left patches behind.*forward_backward_pipelining_without_interleaving"):
         pool.run(1, leave_patches)
 
 
-def test_an_exception_reports_every_rank_and_replaces_the_pool(pool: RankPool) -> None:
-    pool.run(3, where_am_i, 0)
+def test_exception_reports_every_rank_and_replaces_the_pool(pool: RankPool) -> None:
+    pool.run(3, report_rank, 0)
     before = pool.pids()
     with pytest.raises(RankFailure, match="boom on 1") as failure:
         pool.run(3, raise_on, 1, grace=3.0)
@@ -138,15 +138,15 @@ def test_an_exception_reports_every_rank_and_replaces_the_pool(pool: RankPool) -
     assert "printed by rank 0" in failure.value.reports[0]
     assert pool.pids() == []
     assert not any(is_running(pid) for pid in before)
-    assert [result[3] for result in pool.run(2, where_am_i, 0)] == [1, 1]
+    assert [result[3] for result in pool.run(2, report_rank, 0)] == [1, 1]
 
 
 @pytest.mark.parametrize(
     ("fn", "args", "message"),
     [(exit_on, (1, 7), "exited with status 7"), (kill_on, (1,), "was killed by SIGKILL")],
 )
-def test_a_death_is_seen_at_once(pool: RankPool, fn: object, args: tuple[int, ...], message: str) -> None:
-    pool.run(2, where_am_i, 0)
+def test_rank_death_fails_the_run_at_once(pool: RankPool, fn: object, args: tuple[int, ...], message: str) -> None:
+    pool.run(2, report_rank, 0)
     start = time.monotonic()
     with pytest.raises(RankFailure, match=message) as failure:
         pool.run(2, fn, *args)
@@ -154,15 +154,15 @@ def test_a_death_is_seen_at_once(pool: RankPool, fn: object, args: tuple[int, ..
     assert message in failure.value.reports[1]
 
 
-def test_survivors_may_answer_within_the_grace(pool: RankPool) -> None:
+def test_survivors_can_answer_within_grace(pool: RankPool) -> None:
     with pytest.raises(RankFailure) as failure:
         pool.run(3, kill_on, 2, grace=30.0)
     assert failure.value.reports[0] == failure.value.reports[1] == "ok"
     assert "SIGKILL" in failure.value.reports[2]
 
 
-def test_silence_ends_at_the_timeout_with_the_stacks(pool: RankPool) -> None:
-    pool.run(2, where_am_i, 0)
+def test_timeout_reports_the_stacks(pool: RankPool) -> None:
+    pool.run(2, report_rank, 0)
     start = time.monotonic()
     with pytest.raises(RankFailure, match="2 of 2 ranks failed") as failure:
         pool.run(2, sleep_in_the_named_function, timeout=3.0)
@@ -170,44 +170,44 @@ def test_silence_ends_at_the_timeout_with_the_stacks(pool: RankPool) -> None:
     assert all("sleep_in_the_named_function" in report for report in failure.value.reports.values())
 
 
-def test_a_dead_process_between_runs_is_reported(pool: RankPool) -> None:
-    pool.run(2, where_am_i, 0)
+def test_death_between_runs_is_reported(pool: RankPool) -> None:
+    pool.run(2, report_rank, 0)
     os.kill(pool.pids()[0], signal.SIGKILL)
     with pytest.raises(RankFailure, match="was killed by SIGKILL"):
-        pool.run(2, where_am_i, 0)
+        pool.run(2, report_rank, 0)
 
 
-@pytest.mark.parametrize(("fn", "message"), [(leave_through_sys_exit, "SystemExit: 2"), (unpicklable, "pickle")])
-def test_whatever_else_ends_a_job_is_reported(pool: RankPool, fn: object, message: str) -> None:
+@pytest.mark.parametrize(("fn", "message"), [(call_sys_exit, "SystemExit: 2"), (unpicklable, "pickle")])
+def test_sys_exit_and_pickle_errors_are_reported(pool: RankPool, fn: object, message: str) -> None:
     with pytest.raises(RankFailure, match=message):
         pool.run(1, fn)
 
 
-def test_the_hook_runs_on_each_rank_after_the_function(pool: RankPool) -> None:
-    pool.run(1, where_am_i, 0, after=assert_rank_zero)
+def test_after_hook_runs_on_each_rank(pool: RankPool) -> None:
+    pool.run(1, report_rank, 0, after=assert_rank_zero)
     with pytest.raises(RankFailure, match="left over") as failure:
-        pool.run(2, where_am_i, 0, after=assert_rank_zero)
+        pool.run(2, report_rank, 0, after=assert_rank_zero)
     assert failure.value.reports[0] == "ok"
 
 
-def test_a_broken_initializer_is_reported() -> None:
+def test_failing_initializer_is_reported() -> None:
     pool = RankPool(initializer=broken_start)
     with pytest.raises(RankFailure, match="no platform here"):
-        pool.run(2, where_am_i, 0)
+        pool.run(2, report_rank, 0)
     pool.close()
 
 
-def test_a_rank_with_too_many_threads_is_replaced(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    pool.run(2, where_am_i, 0)
+def test_ranks_with_too_many_threads_are_replaced(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool.run(2, report_rank, 0)
     before = pool.pids()
-    pool.run(2, where_am_i, 0)
+    pool.run(2, report_rank, 0)
     assert pool.pids() == before
     monkeypatch.setattr("tests.helpers.ranks.MAX_THREADS", 0)
-    pool.run(2, where_am_i, 0)
+    pool.run(2, report_rank, 0)
     assert not set(pool.pids()) & set(before)
 
 
-def test_close_leaves_no_process() -> None:
+def test_close_ends_all_processes() -> None:
     pool = RankPool(initializer=nothing)
     children = pool.run(2, start_a_child)
     pids = pool.pids() + children
@@ -216,9 +216,9 @@ def test_close_leaves_no_process() -> None:
     assert_all_end(pids)
 
 
-def test_a_killed_parent_leaves_no_process() -> None:
+def test_killed_parent_ends_all_processes() -> None:
     code = (
-        "from tests.test_ranks import *; p = RankPool(nothing); p.run(2, where_am_i, 0); print(*p.pids(), flush=True);"
+        "from tests.test_ranks import *; p = RankPool(nothing); p.run(2, report_rank, 0); print(*p.pids(), flush=True);"
     )
     code += "p.run(2, sleep_in_the_named_function)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as parent:

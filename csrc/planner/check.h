@@ -1,4 +1,4 @@
-// What comes from Python is checked where it comes in, because the loops index by it.
+// Checks of the input from Python; the loops use it as indices without further checks.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// search/compact.py.
+// Compacts rows; search/compact.py is the reference.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ class Compactor {
     for (int c = 0; c < 3 * p.num_stages; ++c) codes[p.rank[c]].push_back(c);
   }
 
-  // Reorders rows in place; false when they deadlock or do not fit.
+  // Reorders rows in place; returns false if they deadlock or do not fit.
   bool run(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
     reset(rows_, most_held_, haste, backwards_);
     for (int r = 0; r < p.num_ranks; ++r) events.push({0.0, r});

@@ -1,4 +1,4 @@
-// The passes that have run, and the ranks that wait for one.
+// The passes that have run, and the ranks that wait for a pass.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ class Done {
         count(3 * problem.num_stages),
         waits_for(problem.num_ranks) {}
 
-  // None has run, and every rank may go on.
+  // Resets the state: no pass has run, and every rank may run.
   void clear() {
     std::fill(count.begin(), count.end(), 0);
     std::fill(waits_for.begin(), waits_for.end(), kNone);
@@ -24,7 +24,7 @@ class Done {
     for (int r = 0; r < p.num_ranks; ++r) runnable.push_back(r);
   }
 
-  // A rank that may go on; kNone where all have ended or wait.
+  // Returns a rank that may run; kNone if all ranks have ended or wait.
   int next_rank() {
     if (runnable.empty()) return kNone;
     const int rank = runnable.back();
@@ -32,7 +32,7 @@ class Done {
     return rank;
   }
 
-  // When the input of the next pass of a code is there; kNever where its source has not run: its rank then waits.
+  // Returns the arrival of the input of a code's next pass; kNever if its source has not run, and the rank then waits.
   double arrival(int code) {
     const int source = p.source[code];
     if (source == kNone) return p.hop[code];
@@ -43,7 +43,7 @@ class Done {
     return ends[source * p.num_microbatches + count[code]] + p.hop[code];
   }
 
-  // The next pass of a code has run until then; returns its microbatch.
+  // Records that the next pass of a code has run until `end`; returns its microbatch.
   int add(int code, double end) {
     const int n = count[code]++;
     ends[code * p.num_microbatches + n] = end;

@@ -1,4 +1,4 @@
-// The loops for one problem, with the memory that they work in.
+// The loops for one problem, with their working memory.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@ namespace zb {
 
 using Rows = std::vector<std::vector<int>>;
 
-// What rows must have to fit a problem.
+// The properties that rows and a problem must share.
 struct Layout {
   std::vector<int> rank;
   int num_microbatches;
@@ -33,7 +33,7 @@ struct Layout {
   }
 };
 
-// Rows of all ranks, one behind the other; only a planner makes them, so that they always fit their layout.
+// The rows of all ranks in one array; only a planner makes them, so that they always match their layout.
 class PackedRows {
  private:
   friend class Planner;
@@ -44,7 +44,7 @@ class PackedRows {
   std::vector<int32_t> codes;
 };
 
-// Calls from several threads take turns.
+// Thread-safe: concurrent calls are serialized.
 class Planner {
  public:
   Planner(Problem forward, Problem mirrored)
@@ -88,7 +88,7 @@ class Planner {
     return result;
   }
 
-  // The cost of rows and its mean over ranks; infinity where infeasible.
+  // Returns the cost of rows and its mean over ranks; infinity if infeasible.
   std::pair<double, double> evaluate(const PackedRows& rows) {
     check(rows);
     const std::lock_guard turn(mutex);
@@ -96,7 +96,7 @@ class Planner {
     return {found.cost, found.mean};
   }
 
-  // Denser rows; none where they deadlock or do not fit.
+  // Returns denser rows; none if they deadlock or do not fit.
   std::optional<PackedRows> compact(
       const PackedRows& rows, const std::optional<std::vector<int>>& most_held, double haste, bool backwards) {
     check(rows);
@@ -113,7 +113,7 @@ class Planner {
     return result;
   }
 
-  // Rows with their W's in other places; none where they deadlock or do not fit.
+  // Returns rows with their W passes in other places; none if they deadlock or do not fit.
   std::optional<PackedRows> refill(const PackedRows& rows, double eagerness, double target) {
     check(rows);
     const std::lock_guard turn(mutex);
@@ -122,7 +122,7 @@ class Planner {
     return result;
   }
 
-  // The best cost that local search finds, and its rows.
+  // Returns the best cost found by local search, and its rows.
   std::pair<double, PackedRows> refine(const PackedRows& rows, int64_t tries, double heat, uint64_t seed) {
     check(rows);
     const std::lock_guard turn(mutex);
@@ -138,7 +138,7 @@ class Planner {
         "these rows were packed for other ranks, stages or microbatches; pack them for this problem");
   }
 
-  // Rows run backwards in time.
+  // Reverses rows in time.
   void mirror(std::vector<int32_t>& codes) const {
     const std::vector<int>& begin = layout->begin;
     for (size_t r = 0; r + 1 < begin.size(); ++r)

@@ -1,4 +1,4 @@
-// The problem that the loops work on; search/problem.py.
+// The problem that the loops work on; see search/problem.py.
 #pragma once
 
 #include <limits>
@@ -10,7 +10,7 @@ constexpr int kNone = -1;
 constexpr int kForward = 0, kBackward = 1, kWgrad = 2;
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// One scheduling problem; columns by code, except limit, work and origin, which are by rank.
+// One scheduling problem; columns are indexed by code, except limit, work and origin, which are indexed by rank.
 struct Problem {
   int num_ranks, num_stages, num_microbatches;
   std::vector<int> rank, source, successor, wgrad, receiver;
@@ -18,7 +18,7 @@ struct Problem {
   std::vector<double> limit, work, origin;
 };
 
-// Where each rank's row begins.
+// Returns the index at which the row of each rank begins.
 inline std::vector<int> row_begins(const Problem& p) {
   std::vector<int> begin(p.num_ranks + 1, 0);
   for (int c = 0; c < 3 * p.num_stages; ++c) begin[p.rank[c] + 1] += p.num_microbatches;

@@ -1,4 +1,4 @@
-// search/refill.py.
+// Refills rows; search/refill.py is the reference.
 #pragma once
 
 #include <algorithm>
@@ -27,7 +27,7 @@ class Refiller {
         last_pending(problem.num_ranks),
         pending(begin.back() / 3) {}
 
-  // Writes the new rows into full; false when they deadlock or do not fit.
+  // Writes the new rows into `full`; returns false if they deadlock or do not fit.
   bool run(const int32_t* rows, double eagerness, double target, int32_t* full) {
     done.clear();
     for (int r = 0; r < p.num_ranks; ++r) {
@@ -48,7 +48,7 @@ class Refiller {
  private:
   static constexpr double kSlack = 1e-9;
 
-  // Runs one rank until a pass's input is missing; false when memory does not suffice.
+  // Runs one rank until the input of a pass is missing; returns false if memory does not suffice.
   bool advance(int rank, const int32_t* rows, double eagerness, int32_t* full) {
     double now = free_at[rank], held = kept[rank];
     const double limit = p.limit[rank];

@@ -1,4 +1,4 @@
-// search/refine.py.
+// Local search on rows; search/refine.py is the reference.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ class Refiner {
  public:
   Refiner(const Problem& problem, Timeline& line, uint64_t seed) : p(problem), line(line), dice(seed) {}
 
-  // Returns the cost; rows become the best found.
+  // Replaces `best` by the best rows found, and returns their cost.
   double run(int32_t* best, int64_t tries, double heat) {
     std::vector<int32_t> rows(best, best + line.begin.back());
     Cost found = line.evaluate(rows.data());

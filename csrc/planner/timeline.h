@@ -1,4 +1,4 @@
-// search/rows.py.
+// Times and cost of rows; search/rows.py and search/evaluate.py are the references.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ class Timeline {
     return result;
   }
 
-  // Each pass as early as possible, as far as the rows get.
+  // Runs each pass as early as possible, until the end or a deadlock.
   void run(const int32_t* rows) {
     done.clear();
     for (int r = 0; r < p.num_ranks; ++r) {

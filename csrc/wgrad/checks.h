@@ -1,4 +1,4 @@
-// What the ops accept. Every refusal is a ValueError: the rule and the values.
+// Argument checks of the ops. Every violation raises a ValueError with the rule and the values.
 
 #pragma once
 
@@ -16,9 +16,9 @@ inline bool is_input_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kHalf;
 }
 
-// The tensor as (tokens, features); copies only what no view can flatten.
+// Reshapes a tensor to (tokens, features); copies only if no view is possible.
 inline at::Tensor flattened(const at::Tensor& tensor, const char* name) {
-  TORCH_CHECK_VALUE(tensor.dim() >= 1, name, " needs a last dimension of features; got a scalar");
+  TORCH_CHECK_VALUE(tensor.dim() >= 1, name, " needs at least one dimension, the features; got a scalar");
   int64_t tokens = 1;
   for (const int64_t size : tensor.sizes().slice(0, tensor.dim() - 1)) tokens *= size;
   return tensor.dim() == 2 ? tensor : tensor.reshape({tokens, tensor.size(-1)});
@@ -26,10 +26,10 @@ inline at::Tensor flattened(const at::Tensor& tensor, const char* name) {
 
 inline void check_grad(const at::Tensor& grad, const char* name, at::IntArrayRef shape, const at::Tensor& input) {
   TORCH_CHECK_VALUE(
-      grad.sizes() == shape, name, " must have the shape ", shape, " of its parameter; got ", grad.sizes());
+      grad.sizes() == shape, name, " must have the shape of its parameter, ", shape, "; got ", grad.sizes());
   TORCH_CHECK_VALUE(
       grad.scalar_type() == at::kFloat || grad.scalar_type() == input.scalar_type(), name,
-      " must be float32, or have the dtype of the input, ", input.scalar_type(), "; got ", grad.scalar_type());
+      " must have dtype float32 or the dtype of the input, ", input.scalar_type(), "; got ", grad.scalar_type());
   TORCH_CHECK_VALUE(
       grad.device() == input.device(), name, " must be on the device of the input, ", input.device(), "; got ",
       grad.device());
@@ -49,7 +49,7 @@ inline Product checked(
   Product product{flattened(input, "input"), flattened(grad_output, "grad_output"), main_grad, {}};
   TORCH_CHECK_VALUE(
       product.input.size(0) == product.grad_output.size(0),
-      "input and grad_output must have as many tokens as each other; got ", input.sizes(), " and ",
+      "input and grad_output must have the same number of tokens; got shapes ", input.sizes(), " and ",
       grad_output.sizes());
   check_grad(main_grad, "main_grad", {product.grad_output.size(1), product.input.size(1)}, input);
   TORCH_CHECK_VALUE(
@@ -68,7 +68,7 @@ inline Product checked(
   return product;
 }
 
-// The bytes between the first and the last element of a tensor.
+// The address range from the first to the last element of a tensor.
 struct Extent {
   const char* begin;
   const char* end;
@@ -84,7 +84,8 @@ struct Extent {
   bool is(const Extent& other) const { return begin == other.begin && end == other.end; }
 };
 
-// A grad may come several times, for one product after the other; else it shares no memory with any operand.
+// The same gradient may occur in several products. Otherwise gradients must not share memory with each other or with
+// operands.
 inline void check_no_overlap(const Products& products) {
   std::vector<std::pair<Extent, const char*>> extents;
   for (const Product& product : products) {
@@ -94,7 +95,8 @@ inline void check_no_overlap(const Products& products) {
     if (product.bias_grad.defined()) extents.emplace_back(product.bias_grad, nullptr);
   }
   std::sort(extents.begin(), extents.end(), [](const auto& a, const auto& b) { return a.first.begin < b.first.begin; });
-  // Of all that began before, the grad and the operand that reach farthest meet the next one if any does.
+  // Extents are sorted by their begin. If any earlier gradient (or operand) overlaps with the next extent, then so does
+  // the earlier gradient (or operand) with the greatest end.
   const std::pair<Extent, const char*>*grad = nullptr, *operand = nullptr;
   for (const auto& next : extents) {
     if (next.first.begin == next.first.end) continue;
@@ -102,10 +104,10 @@ inline void check_no_overlap(const Products& products) {
     const char* with = is_grad ? "another gradient" : next.second;
     TORCH_CHECK_VALUE(
         grad == nullptr || !grad->first.meets(next.first) || (is_grad && grad->first.is(next.first)),
-        "a gradient that is written must not share memory with ", with, "; clone one of them");
+        "a gradient to be updated must not share memory with ", with, "; clone one of them");
     TORCH_CHECK_VALUE(
         !is_grad || operand == nullptr || !operand->first.meets(next.first),
-        "a gradient that is written must not share memory with ", operand == nullptr ? "" : operand->second,
+        "a gradient to be updated must not share memory with ", operand == nullptr ? "" : operand->second,
         "; clone one of them");
     auto& farthest = is_grad ? grad : operand;
     if (farthest == nullptr || farthest->first.end < next.first.end) farthest = &next;

@@ -1,4 +1,4 @@
-// The weight gradients of a CPU rank, through the BLAS that torch carries.
+// Weight gradients on the CPU, with the BLAS library that is part of torch.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 #include "product.h"
 
 extern "C" {
-// oneMKL's bfloat16 x bfloat16 -> float32 (AMX or AVX512-bf16 where the processor has them); absent from other BLASes.
+// oneMKL's bfloat16 x bfloat16 -> float32 (with AMX or AVX512-bf16 if available); other BLAS libraries lack it.
 void gemm_bf16bf16f32_(
     const char* transa, const char* transb, const int* m, const int* n, const int* k, const float* alpha,
     const c10::BFloat16* a, const int* lda, const c10::BFloat16* b, const int* ldb, const float* beta, float* c,
@@ -23,7 +23,7 @@ namespace zb {
 inline void accumulate_bf16(const Product& product) {
   const at::Tensor x = fitting(product.input), dy = fitting(product.grad_output);
   const Operand a(x), b(dy);
-  // Column-major, main_grad^T (in, out) = input^T (in, tokens) * grad_output (tokens, out).
+  // BLAS is column-major: it computes main_grad^T (in, out) += input^T (in, tokens) * grad_output (tokens, out).
   const int m = x.size(1), n = dy.size(1), k = x.size(0);
   const int lda = a.leading, ldb = b.leading, ldc = leading_of(product.main_grad);
   const float one = 1;
@@ -33,7 +33,7 @@ inline void accumulate_bf16(const Product& product) {
   product.main_grad.unsafeGetTensorImpl()->bump_version();
 }
 
-// Tokens that are widened to float32 at a time: enough for the GEMM's full rate, few enough to stay in the cache.
+// Number of tokens converted to float32 at a time: large enough for a fast GEMM, small enough for the cache.
 constexpr int64_t kSlice = 512;
 
 inline void accumulate_widened(const Product& product) {

@@ -10,7 +10,7 @@
 namespace zb {
 namespace {
 
-// Everything that decides which kernel runs; pointers count by their alignment only.
+// Everything that the choice of the kernel depends on; of pointers, only the alignment.
 using Key = std::tuple<
     int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, Dtype, Dtype, int>;
 
@@ -45,7 +45,7 @@ cudaDataType_t type_of(Dtype dtype) {
   return dtype == Dtype::kFloat ? CUDA_R_32F : dtype == Dtype::kBFloat16 ? CUDA_R_16BF : CUDA_R_16F;
 }
 
-// A kernel that cuBLASLt chose, with the descriptions it wants at each call.
+// A kernel selected by cuBLASLt, with the descriptors that every call needs.
 struct Kernel {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
@@ -104,7 +104,7 @@ struct Kernel {
   }
 
  private:
-  // A matrix that cuBLAS sees as (rows, columns), stored so or, where not, transposed.
+  // Layout of a matrix that enters the product as (rows, columns); stored like this if `as_seen`, else transposed.
   static bool layout(
       cublasLtMatrixLayout_t* made, cudaDataType_t type, bool as_seen, int64_t rows, int64_t columns, int64_t leading) {
     return cublasLtMatrixLayoutCreate(made, type, as_seen ? rows : columns, as_seen ? columns : rows, leading) ==
@@ -117,13 +117,13 @@ struct Kernel {
   }
 };
 
-// The kernels chosen so far: a few dozen, but for experts, whose numbers of tokens change all the time.
+// Maximum number of cached kernels. A model needs a few dozen; experts need more, since their token counts vary.
 constexpr size_t kMostKernels = 4096;
 
 class Kernels {
  public:
   cublasLtHandle_t handle = nullptr;
-  std::mutex mutex;  // the description of a kernel holds the pointer of the bias while it is queued
+  std::mutex mutex;  // a kernel's descriptor has the pointer of the bias until the kernel is queued
 
   static Kernels& of(int device) {
     static std::mutex guard;
@@ -152,7 +152,7 @@ class Kernels {
 
 const char* queue_gemm(const Gemm& gemm, int device, cudaStream_t stream, void* workspace, bool* sums_bias) {
   Kernels& kernels = Kernels::of(device);
-  if (kernels.handle == nullptr) return "cuBLASLt cannot be started on this device";
+  if (kernels.handle == nullptr) return "cuBLASLt cannot be initialized on this device";
   const std::lock_guard<std::mutex> lock(kernels.mutex);
   *sums_bias = gemm.bias_sum != nullptr && kernels.get(gemm, device, true).is_found;
   Kernel& kernel = kernels.get(gemm, device, *sums_bias);

@@ -1,4 +1,4 @@
-// The weight gradients of a CUDA rank: cuBLASLt behind a plain interface, which needs no torch.
+// Weight gradients on CUDA: an interface to cuBLASLt that is independent of torch.
 
 #pragma once
 
@@ -11,7 +11,7 @@ namespace zb {
 
 enum class Dtype : int32_t { kFloat, kBFloat16, kHalf };
 
-// A row-major matrix has rows of unit stride, the other one columns; `leading` is the stride of the other dimension.
+// A row-major matrix has unit stride along rows, a column-major one along columns; `leading` is the other stride.
 struct Matrix {
   const void* data;
   int64_t leading;
@@ -23,20 +23,20 @@ struct Gemm {
   Matrix input, grad_output;
   void* main_grad;
   int64_t main_grad_leading;
-  // Where not null, the sums (out) of grad_output over the tokens are written there; for a float32 main_grad only.
+  // If not null, receives the sums (out) of grad_output over the tokens; only with a float32 main_grad.
   float* bias_sum;
   int64_t tokens, in, out;
   Dtype operands, grad;
-  // Whether products of float32 may be rounded to TensorFloat-32.
+  // Whether float32 operands may be rounded to TensorFloat-32.
   bool allows_tf32;
 };
 
-// What cuBLASLt may work in; 32 MiB is NVIDIA's advice for Hopper.
+// Workspace size for cuBLASLt; NVIDIA recommends 32 MiB for Hopper.
 constexpr size_t kWorkspaceBytes = 32u << 20;
 
-// Queues a GEMM on the stream and returns at once; nullptr, or the sentence that says why it cannot.
+// Queues a GEMM on the stream and returns at once. Returns nullptr, or an error message if it cannot be queued.
 //
-// *sums_bias is false where cuBLASLt has no kernel that also sums the bias: then bias_sum is not written.
+// *sums_bias is set to false if cuBLASLt has no kernel that also sums the bias; bias_sum is then not written.
 const char* queue_gemm(const Gemm& gemm, int device, cudaStream_t stream, void* workspace, bool* sums_bias);
 
 }  // namespace zb

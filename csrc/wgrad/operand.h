@@ -1,4 +1,4 @@
-// How BLAS takes a matrix: row-major or column-major, with one leading dimension.
+// Describes a matrix for BLAS: row-major or column-major, with a leading dimension.
 
 #pragma once
 
@@ -18,7 +18,7 @@ struct Operand {
   static bool fits(const at::Tensor& matrix) { return is_packed(matrix, 0, 1) || is_packed(matrix, 1, 0); }
 
  private:
-  // Whether the lines along `inner` have unit stride and do not overlap each other.
+  // Whether the matrix has unit stride along `inner`, without overlap along `outer`.
   static bool is_packed(const at::Tensor& matrix, int64_t outer, int64_t inner) {
     return (matrix.stride(inner) == 1 || matrix.size(inner) == 1) && matrix.stride(outer) >= matrix.size(inner);
   }
@@ -26,7 +26,7 @@ struct Operand {
 
 inline at::Tensor fitting(const at::Tensor& matrix) { return Operand::fits(matrix) ? matrix : matrix.contiguous(); }
 
-// Of a gradient, whose rows have unit stride; a single row may have any stride.
+// The leading dimension of a gradient with unit stride along rows; a single row may have any leading stride.
 inline int64_t leading_of(const at::Tensor& grad) { return std::max(grad.stride(0), grad.size(1)); }
 
 }  // namespace zb

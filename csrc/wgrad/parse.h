@@ -1,4 +1,4 @@
-// From an op's arguments to the products that a device runs.
+// Converts the arguments of an op to the products that a device computes.
 
 #pragma once
 
@@ -23,12 +23,12 @@ void wgrad_accumulate_many(
   const at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(
       inputs.size() == grad_outputs.size() && inputs.size() == main_grads.size(),
-      "as many inputs, grad_outputs and main_grads are needed as each other; got ", inputs.size(), ", ",
+      "inputs, grad_outputs and main_grads must have the same length; got ", inputs.size(), ", ",
       grad_outputs.size(), " and ", main_grads.size());
   TORCH_CHECK_VALUE(
       bias_grads.empty() || bias_grads.size() == inputs.size(),
-      "bias_grads must be none, or one an input (of no elements where there is no bias); got ", bias_grads.size(),
-      " for ", inputs.size());
+      "bias_grads must be empty or have one tensor per input (without elements if there is no bias); got ",
+      bias_grads.size(), " for ", inputs.size(), " inputs");
   Products products;
   products.reserve(inputs.size());
   for (size_t i = 0; i < inputs.size(); ++i) {

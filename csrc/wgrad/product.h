@@ -1,4 +1,4 @@
-// One deferred weight gradient, checked and flattened: main_grad += grad_output^T input.
+// The operands of one deferred weight gradient, checked and flattened: main_grad += grad_output^T input.
 
 #pragma once
 
@@ -8,8 +8,8 @@
 
 namespace zb {
 
-// input (tokens, in) and grad_output (tokens, out) of one dtype, main_grad (out, in) with rows of unit stride,
-// bias_grad (out) or undefined. All on one device; the grads overlap nothing.
+// input (tokens, in) and grad_output (tokens, out) have the same dtype, main_grad (out, in) has unit stride along rows,
+// bias_grad is (out) or undefined. All are on the same device, and the gradients do not overlap with other tensors.
 struct Product {
   at::Tensor input;
   at::Tensor grad_output;

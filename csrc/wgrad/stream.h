@@ -1,4 +1,4 @@
-// The stream that torch queues on now.
+// The current CUDA stream of torch.
 
 #pragma once
 
@@ -7,7 +7,7 @@
 
 #if __has_include(<c10/cuda/impl/cuda_cmake_macros.h>)
 #include <c10/cuda/CUDAStream.h>
-#else  // Not a CUDA build of torch, which could not run this, only compile it.
+#else  // Without a CUDA build of torch, this code can be compiled but not run.
 #include <c10/core/impl/VirtualGuardImpl.h>
 #endif
 

@@ -1,8 +1,8 @@
-"""Pipeline-parallel Megatron training without bubbles.
+"""Zero-bubble pipeline parallelism for Megatron.
 
-The names below are the pure part: schedules as values, what they cost, and whether they are valid. None of it imports
-torch; what trains lives in ``runtime`` and above. ``apply``, ``report`` and ``revert`` come from
-``patching`` at their first use:
+The names below are the part of the package that does not import torch: schedules as values, their costs, and their
+validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``report`` and ``revert`` are imported
+from ``patching`` on first use:
 
     import megatron.zero_bubble
     megatron.zero_bubble.apply("zb-h1")  # every get_forward_backward_func() now runs ZB-H1
@@ -47,6 +47,9 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in ("apply", "report", "revert"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron.zero_bubble.job.installed import check_installed
+
+    check_installed("torch", "megatron.core")
     from megatron.zero_bubble import patching
 
     return getattr(patching, name)

@@ -1,15 +1,15 @@
-"""The exceptions of this package that more than one layer knows."""
+"""Exceptions that more than one layer of this package uses."""
 
 from __future__ import annotations
 
 
 class UserError(ValueError):
-    """Something the user gave cannot work. The message is for people: the rule, the values, the remedy.
+    """Invalid user input. The message states the rule, the values and the remedy.
 
     Entry points print it on stderr and exit with code 2, without a traceback.
 
     Attributes:
-        everywhere: every rank raises the same error, so rank 0 alone prints it.
+        everywhere: whether every rank raises the same error, so that only rank 0 prints it.
     """
 
     def __init__(self, message: str, everywhere: bool = True) -> None:
@@ -18,16 +18,16 @@ class UserError(ValueError):
 
 
 class PlanError(UserError):
-    """A plan that could deadlock or lose data; the message says which rank waits for what."""
+    """A plan that could deadlock or lose data; the message names the waiting rank and what it waits for."""
 
 
 class PeerError(RuntimeError):
-    """A peer did not deliver or did not take a message; the text names ranks of the pipeline, channel and pass."""
+    """A peer did not send or receive a message; the text names the pipeline ranks, the channel and the pass."""
 
 
 class SeamError(RuntimeError):
-    """Upstream does not offer a seam as this package knows it."""
+    """An upstream name that this package replaces is missing or has an unexpected signature."""
 
 
 class PatchError(RuntimeError):
-    """Names are replaced already."""
+    """The upstream names are already replaced."""

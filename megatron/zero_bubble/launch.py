@@ -1,4 +1,7 @@
-"""``python -m megatron.zero_bubble.launch SCRIPT ...``; see :mod:`megatron.zero_bubble.megatron_lm.launch`."""
+"""Entry point of ``python -m megatron.zero_bubble.launch SCRIPT ...``.
+
+See :mod:`megatron.zero_bubble.megatron_lm.launch`.
+"""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""``zb-auto`` in training: it measures, plans beside the run, switches, and changes no bit of what is computed."""
+"""Tests of ``zb-auto`` in training: it measures, plans in the background and switches without changing any result."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megatron.zero_bubble.schedules import build
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
 
-STEPS = 14  # two to warm up, four measured, a switch, and again four measured under the plan
+STEPS = 14  # two warm-up, four measured, the switch, and four measured with the plan
 SCHEDULES = [None, "zb-auto"]
 
 
 def train_and_wait_for_the_plan(rank: int, flags: str) -> tuple[list[Outcome], list[str]]:
-    """The outcomes and what came of planning; at the first look at the planner it is waited for, however slow."""
+    """Train, waiting for the planner at the first query; return the outcomes and the planner's messages."""
     finished, result, said = Planner.finished, Planner.result, []
 
     def waited_for(self: Planner) -> bool:
@@ -50,7 +50,7 @@ ON_A_V = "--zero-bubble-placement vee"
 @pytest.mark.parametrize(
     "options", ["", ON_A_V, "--bf16 --overlap-grad-reduce --use-distributed-optimizer --ddp-bucket-size 1000"]
 )
-def test_a_switch_changes_no_bit(ranks: RankPool, options: str) -> None:
+def test_switching_schedules_changes_no_bit(ranks: RankPool, options: str) -> None:
     layout = Layout(2, data=2 if "--bf16" in options else 1, num_layers=4)
     flags = layout.flags(5, f"--train-iters {STEPS} {options}")
     results = ranks.run(layout.num_ranks, train_and_wait_for_the_plan, flags, timeout=120)
@@ -59,8 +59,10 @@ def test_a_switch_changes_no_bit(ranks: RankPool, options: str) -> None:
         assert_same_model(outcomes, SCHEDULES, layout, STEPS)
     else:
         assert_same_bits(outcomes, SCHEDULES, STEPS)
-    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto"}  # twice, where the times have drifted
-    assert all(said == [] for _, said in results[1:]), "one rank plans for all"
+    assert set(results[0][1]) == {
+        "switched to the planned schedule: zb-auto"
+    }  # printed twice if the times have drifted
+    assert all(said == [] for _, said in results[1:]), "only rank 0 plans"
 
 
 def train_without_a_planner(rank: int, flags: str, missing: str) -> tuple[list[Outcome], list[str]]:
@@ -73,17 +75,17 @@ def train_without_a_planner(rank: int, flags: str, missing: str) -> tuple[list[O
 
 
 @pytest.mark.parametrize("missing", ["an interpreter", "a folder for temporary files"])
-def test_a_planner_that_cannot_start_leaves_the_schedule_as_it_is(ranks: RankPool, missing: str) -> None:
+def test_failing_planner_keeps_the_schedule(ranks: RankPool, missing: str) -> None:
     flags = Layout(2).flags(4, f"--train-iters {STEPS}")
     results = ranks.run(2, train_without_a_planner, flags, missing, timeout=120)
     assert_same_bits([outcomes for outcomes, _ in results], SCHEDULES, STEPS)
     said = results[0][1]
-    assert len(said) == 1, "the size of the batch is not planned for again"
+    assert len(said) == 1, "planning for this batch size must not be repeated"
     assert said[0].startswith("no plan, the schedule stays as it is: [Errno 2] No such file or directory: ")
 
 
 def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[int]:
-    """The numbers of microbatches that a planner is started for, where those in ``hopeless`` have no plan."""
+    """Return the numbers of microbatches for which a planner is started; those in ``hopeless`` have no plan."""
     from megatron.zero_bubble.adapter import auto
 
     now, asked = sizes[0], []
@@ -118,7 +120,9 @@ def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[
     return asked
 
 
-def test_a_size_without_a_plan_does_not_keep_the_next_from_one(ranks: RankPool) -> None:
-    """The batch grows while the planner is at work."""
+def test_batch_size_without_a_plan_does_not_block_the_next(ranks: RankPool) -> None:
+    """The batch grows while the planner is running."""
     assert ranks.run(2, sizes_planned_for, [4, 6, 6, 6], [4]) == [[4, 6], []]
-    assert ranks.run(2, sizes_planned_for, [4, 6, 6, 6, 4, 4, 4], [4, 6]) == [[4, 6], []], "each is tried once"
+    assert ranks.run(2, sizes_planned_for, [4, 6, 6, 6, 4, 4, 4], [4, 6]) == [[4, 6], []], (
+        "each size must be tried once"
+    )

@@ -1,4 +1,4 @@
-"""A training loop that is not ours, on megatron-core alone: two lines, and it runs without bubbles, bit for bit."""
+"""Two lines add a schedule to a foreign training loop on megatron-core; the results stay equal bit for bit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor
 
 
 def train() -> tuple[list[Any], list[str]]:
-    """Three steps of plain SGD: the losses, on the last rank, and the sum of every weight's bits."""
+    """Take three steps of plain SGD; return the losses (on the last rank) and the exact sum of each weight."""
     from megatron.core import tensor_parallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -103,9 +103,9 @@ def both(rank: int, schedule: str) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-h2"])
-def test_two_lines(ranks: RankPool, schedule: str) -> None:
+def test_apply_in_a_foreign_loop_keeps_the_results(ranks: RankPool, schedule: str) -> None:
     first, last = ranks.run(2, both, schedule)
-    assert first[0][0] == first[1][0] == []  # losses are on the last rank
+    assert first[0][0] == first[1][0] == []  # only the last rank has losses
     stock, fused = ([float.fromhex(loss["loss"]) for loss in losses] for losses, _ in last)
     assert len(stock) == STEPS * MICROBATCHES
     assert stock[-1] < stock[0]

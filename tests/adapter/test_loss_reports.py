@@ -1,4 +1,4 @@
-"""The losses' way to the last rank."""
+"""Tests of the transfer of loss reports to the last rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REPORTS = [
 
 
 def exchange(rank: int, wait: bool) -> str:
-    """The first rank goes on before the last one asks, twice."""
+    """Deliver reports twice; without ``wait`` the first rank continues before the last one receives them."""
     assert dist.group.WORLD is not None
     reports, found = LossReports(dist.group.WORLD, wait), []
     for _ in range(2):
@@ -38,7 +38,7 @@ def exchange(rank: int, wait: bool) -> str:
 
 @pytest.mark.parametrize("wait", [True, False])
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_last_rank_gets_what_the_first_one_has(ranks: RankPool, num_ranks: int, wait: bool) -> None:
+def test_last_rank_receives_the_first_ranks_reports(ranks: RankPool, num_ranks: int, wait: bool) -> None:
     *others, last = ranks.run(num_ranks, exchange, wait, timeout=60)
     assert last == str(REPORTS * 2)
     assert others == ["[]"] * (num_ranks - 1)

@@ -1,4 +1,4 @@
-"""Multi-token prediction, which uses one output layer several times in a microbatch: as in stock megatron-core."""
+"""Multi-token prediction, which uses one output layer several times per microbatch, must equal stock megatron-core."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.wgrad.test_fused import FUSED, OVERLAP, figures
 
 UNTIED = "--untie-embeddings-and-output-weights"
 SCHEDULES = [None, "zb-h1", "zb-h2"]
-ROPE = "--position-embedding-type rope"  # no learned positions on the stage that predicts
-# With the second flag every stage reads the batch, which multi-token prediction needs the tokens of.
+ROPE = "--position-embedding-type rope"  # the stage with the prediction layers has no learned positions
+# With the second flag every stage reads the batch, whose tokens multi-token prediction needs.
 OWN_STAGE = "--pipeline-model-parallel-layout Et|tmm|L --reset-attention-mask"
 
 
 def train_predicting(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """The training, of a model that predicts two more tokens, which the training loop has no flag for."""
+    """Train a model that predicts two additional tokens; our training loop has no flag for that."""
     from megatron.core.models.gpt import gpt_layer_specs
 
     from megatron.zero_bubble.training import arguments, model
@@ -52,11 +52,11 @@ ROWS = {
     "tied, fp32": (Layout(2), ""),
     "untied": (Layout(2), UNTIED),
     "untied, dp=2, overlap, not aligned": (Layout(2, data=2), f"{UNTIED} {OVERLAP}"),
-    "on a stage of its own, tied, bf16": (
+    "on a separate stage, tied, bf16": (
         Layout(3, num_layers=2),
         f"--bf16 {OWN_STAGE}",
     ),
-    "on a stage of its own, tp=2 and sequence parallel": (
+    "on a separate stage, tp=2 and sequence parallel": (
         Layout(3, num_layers=2, tensor=2),
         f"{UNTIED} --sequence-parallel {OWN_STAGE}",
     ),
@@ -68,7 +68,7 @@ def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
     layout, options = ROWS[name]
     flags = layout.flags(4, f"{ROPE} {options}")
     results = ranks.run(layout.num_ranks, train_predicting, flags, SCHEDULES, timeout=120)
-    # With a tied embedding the last stage computes its logits with the embedding's weight.
+    # With a tied embedding, the last stage computes its logits with the embedding's weight.
     unused = () if UNTIED in options else ("output_layer.weight",)
     assert_same_bits(results, SCHEDULES, unused=unused)
 
@@ -86,7 +86,7 @@ def test_near_stock_by_default(ranks: RankPool, name: str, tolerance: float) -> 
 def train_counting(
     rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
 ) -> tuple[list[Outcome], list[int]]:
-    """The training, and how often each weight with a gradient was ready in an iteration."""
+    """Train; return the outcomes, and how often each weight became ready per iteration."""
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
     counts: list[int] = []
@@ -102,8 +102,8 @@ def train_counting(
 
 
 @pytest.mark.parametrize("options", ["", FUSED])
-def test_a_weight_is_ready_once(ranks: RankPool, options: str) -> None:
-    """However often it is used: megatron-core 0.13 to 0.15 allow no more, later ones count on the same number."""
+def test_weight_used_several_times_is_ready_once(ranks: RankPool, options: str) -> None:
+    """megatron-core 0.13 to 0.15 allow a weight to be ready only once; later versions expect the same number."""
     flags = Layout(2, data=2).flags(4, f"{ROPE} {UNTIED} {OVERLAP} {options}")
     for _, counts in ranks.run(4, train_counting, flags, train_predicting, ["zb-h1"], timeout=120):
         assert set(counts) == {1}

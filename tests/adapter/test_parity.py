@@ -1,7 +1,7 @@
-"""Losses, gradient norms and weights after five steps are those of stock megatron-core, bit for bit.
+"""Losses, gradient norms and weights after five steps must equal stock megatron-core's bit for bit.
 
-A row runs stock 1F1B and our schedules on the same ranks, and combines options that do not hide each other. What a
-row is there for comes first in its name. The cross products are in ``test_parity_full.py``.
+A row runs stock 1F1B and our schedules on the same ranks, and combines options that do not mask each other's errors.
+A row's name begins with its main purpose. ``test_parity_full.py`` has the cross products.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS = {
         3,
         f"{FP16} {DROPOUT} --recompute-granularity selective",
     ),
-    "m=3p+1=7, full recompute, dropout, two layers a stage": (
+    "m=3p+1=7, full recompute, dropout, two layers per stage": (
         Layout(2, num_layers=4),
         7,
         f"--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 {DROPOUT}",
@@ -72,7 +72,7 @@ def test_same_bits_as_stock(ranks: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize(("clip", "active"), [(0.1, True), (100.0, False)])
-def test_gradient_clipping(ranks: RankPool, clip: float, active: bool) -> None:
+def test_same_bits_with_gradient_clipping(ranks: RankPool, clip: float, active: bool) -> None:
     results = ranks.run(2, train, Layout(2).flags(3, f"--clip-grad {clip}"), SCHEDULES, timeout=120)
     assert_same_bits(results, SCHEDULES)
     norms = [float.fromhex(norm) for norm in results[0][0].grad_norms]
@@ -80,7 +80,7 @@ def test_gradient_clipping(ranks: RankPool, clip: float, active: bool) -> None:
 
 
 def train_with_a_fused_kernel(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """With a stand-in for Apex's accumulating GEMM, which exists for GPUs only."""
+    """Train with a fake of Apex's accumulating GEMM, which exists only for GPUs."""
     from megatron.core.tensor_parallel import layers
 
     kernel = ModuleType("fused_weight_gradient_mlp_cuda")
@@ -95,10 +95,10 @@ def train_with_a_fused_kernel(rank: int, flags: str, schedules: Sequence[str | N
         del sys.modules[kernel.__name__], layers.fused_weight_gradient_mlp_cuda
 
 
-def test_fused_accumulation(ranks: RankPool) -> None:
+def test_same_bits_with_fused_accumulation(ranks: RankPool) -> None:
     overlap = f"--bf16 --overlap-grad-reduce {BUCKETS}"
     layout = Layout(2, data=2)
     results = ranks.run(4, train_with_a_fused_kernel, layout.flags(3, overlap), SCHEDULES, timeout=120)
     assert_same_bits(results, SCHEDULES)
     unfused = ranks.run(4, train, layout.flags(3, overlap), [None], timeout=120)
-    assert unfused[0][0].weights != results[0][0].weights, "the kernel ran"
+    assert unfused[0][0].weights != results[0][0].weights, "the fake kernel must have run"

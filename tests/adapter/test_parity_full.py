@@ -1,6 +1,6 @@
 """The full parity matrix: cross products of the options of ``test_parity.py``, 20 minutes on two cores.
 
-No row has a tolerance: what Megatron computes in microbatch order, a split backward computes in microbatch order.
+No row has a tolerance: split backwards keep the microbatch order in which Megatron accumulates.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RECOMPUTE = (
 ALL_TO_ALL = f"{EXPERTS} --moe-token-dispatcher-type alltoall"
 EXPERT_PARALLEL = f"{ALL_TO_ALL} --expert-model-parallel-size 2"
 SEQUENCE_PARALLEL = "--sequence-parallel"
-# gloo gathers equal shapes only: on the CPU, stock megatron-core cannot split an expert over tensor-parallel ranks.
+# gloo gathers only equal shapes: on the CPU, stock megatron-core cannot split an expert over tensor-parallel ranks.
 WHOLE_EXPERTS = f"{SEQUENCE_PARALLEL} --expert-tensor-parallel-size 1"
 
 
@@ -84,7 +84,7 @@ def _experts() -> Iterator[Row]:
 
 
 def _others() -> Iterator[Row]:
-    """Options whose neighbours do not matter, and jobs that use everything at once."""
+    """Options that are independent of the others, and jobs that combine many options."""
     pair = Layout(2)
     for option in (
         "--squared-relu",
@@ -112,7 +112,7 @@ def _others() -> Iterator[Row]:
 
 
 def matrix() -> Iterator[tuple[str, Layout, int, str]]:
-    """Every row: the group it belongs to, then what it runs."""
+    """Yield group, layout, number of microbatches and options of every row."""
     for rows in (_pipelines, _tensor_parallel, _data_parallel, _layers, _experts, _others):
         for layout, count, options in rows():
             yield rows.__name__[1:], layout, count, " ".join(options.split())

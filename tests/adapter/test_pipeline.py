@@ -1,4 +1,4 @@
-"""What a caller hands to the forward-backward function that no schedule of ours can use."""
+"""Tests of arguments of the forward-backward function that our schedules do not support."""
 
 from __future__ import annotations
 
@@ -12,22 +12,20 @@ from megatron.zero_bubble.errors import UserError
 
 
 class Several:
-    """The groups of several models, as megatron-core has them from 0.19 on."""
+    """Imitates megatron-core's process groups of several models, which exist since 0.19."""
 
 
 @pytest.mark.parametrize(
     ("argument", "what"),
     [({"p2p_communicator": object()}, "a p2p_communicator"), ({"pg_collection": Several()}, "a Several")],
 )
-def test_several_models_are_refused(monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], what: str) -> None:
+def test_several_models_are_rejected(monkeypatch: pytest.MonkeyPatch, argument: dict[str, Any], what: str) -> None:
     monkeypatch.setattr(process_groups_config, "MultiModuleProcessGroupCollection", Several, raising=False)
 
     def make_schedule(num_ranks: int, num_microbatches: int) -> Any:
-        raise AssertionError("a schedule was asked for")
+        raise AssertionError("no schedule must be built")
 
-    with pytest.raises(
-        UserError, match=f"run one model on one pipeline .*; got {what}, which is for models on separate"
-    ):
+    with pytest.raises(UserError, match=f"support one model per pipeline .*; got {what}, which is for several models"):
         Pipeline(make_schedule).forward_backward(
             forward_step_func=print,
             data_iterator=None,

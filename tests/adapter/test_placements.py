@@ -1,9 +1,9 @@
-"""Stages elsewhere than 1F1B has them: the same losses and weights as stock megatron-core, bit for bit.
+"""With other placements than 1F1B's, losses and weights must equal stock megatron-core's bit for bit.
 
-A V is compared with stock 1F1B, which has the same layers on other ranks; interleaved schedules with Megatron's own.
-Dropout draws from the random state of a rank, in the order of its F's: with several chunks only the same order has the
-same masks. A gradient norm adds the parts of the ranks in another order; clipping to it is compared among schedules of
-one placement.
+A V is compared with stock 1F1B, which has the same layers on other ranks, and interleaved schedules with Megatron's
+own. Dropout draws from a rank's random state in the order of its F passes: with several chunks, only an equal order has
+equal masks. A gradient norm sums the ranks' parts in another order, so clipping is compared between schedules with the
+same placement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROWS = {
         7,
         f"{FP16} --recompute-granularity selective",
     ),
-    "full recompute, two layers a stage, per-token loss": (
+    "full recompute, two layers per stage, per-token loss": (
         Layout(2, num_layers=8),
         3,
         "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --calculate-per-token-loss",
@@ -52,11 +52,11 @@ ROWS = {
 }
 
 ALL_SCHEDULES = {"m=p+1=3, llama, bf16, untied", "p=4, bf16"}
-"""Rows that run every schedule; the others leave out two whose runtime is the same."""
+"""Rows that run every schedule; the others omit two schedules that use the same runtime code."""
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_v_trains_the_same_model_as_stock(ranks: RankPool, name: str) -> None:
+def test_schedules_on_a_v_equal_stock(ranks: RankPool, name: str) -> None:
     layout, num_microbatches, options = ROWS[name]
     schedules = ON_A_V if name in ALL_SCHEDULES else FEW
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), schedules, timeout=180)
@@ -71,42 +71,42 @@ def test_a_v_trains_the_same_model_as_stock(ranks: RankPool, name: str) -> None:
         (Layout(2, data=2, num_layers=4), 2, f"{TWO} --overlap-grad-reduce {BUCKETS} --calculate-per-token-loss"),
     ],
 )
-def test_interleaved_schedules_have_the_bits_of_megatrons_own(
+def test_interleaved_schedules_equal_megatrons(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str
 ) -> None:
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), INTERLEAVED, timeout=180)
     assert_same_bits(results, INTERLEAVED)
 
 
-def test_dropout_in_megatrons_order(ranks: RankPool) -> None:
+def test_interleaved_dropout_equals_megatrons(ranks: RankPool) -> None:
     flags = Layout(2, num_layers=4).flags(4, f"{TWO} {DROPOUT}")
     assert_same_bits(ranks.run(2, train, flags, INTERLEAVED[:2], timeout=180), INTERLEAVED[:2])
 
 
-def test_schedules_of_one_placement_have_the_same_bits_with_clipping(ranks: RankPool) -> None:
-    """DualPipeV's has fused backwards in its steady state, the others split all."""
+def test_schedules_with_equal_placement_have_the_same_bits_with_clipping(ranks: RankPool) -> None:
+    """DualPipeV has fused backwards in its steady state; the others split all backwards."""
     flags, schedules = Layout(2, num_layers=4).flags(5, "--clip-grad 0.1"), ON_A_V[1:]
     assert_same_bits(ranks.run(2, train, flags, schedules, timeout=180), schedules)
 
 
-def test_an_evaluation_collects_other_data_under_every_schedule(ranks: RankPool) -> None:
-    """On the last rank and in the order of the microbatches, as stock has it."""
+def test_evaluation_collects_non_loss_data_with_every_schedule(ranks: RankPool) -> None:
+    """As in stock, the data are on the last rank, in the order of the microbatches."""
     schedules = [None, *SCHEDULES]
     first, last = ranks.run(2, collect, Layout(2, num_layers=4).flags(3), schedules, timeout=60)
-    assert len(set(last[0])) == 3, "a figure of its own for every microbatch"
+    assert len(set(last[0])) == 3, "each microbatch must have a different value"
     assert dict(zip(schedules, last, strict=True)) == dict.fromkeys(schedules, last[0])
     assert not any(first)
 
 
 @pytest.mark.parametrize("num_layers", [5, 7])
-def test_layers_that_do_not_divide_evenly(ranks: RankPool, num_layers: int) -> None:
-    """A schedule's stages get a balanced layout by themselves."""
+def test_uneven_layers_get_a_balanced_layout(ranks: RankPool, num_layers: int) -> None:
+    """Without further flags, layers that do not divide evenly are placed by a balanced layout."""
     layout, schedules = Layout(2, num_layers=num_layers), ["zb-h1", "zb-v"]
     assert_same_model(ranks.run(2, train, layout.flags(3, UNTIED), schedules, timeout=180), schedules, layout)
 
 
 def peaks(_rank: int, flags: str) -> tuple[float, float]:
-    """Bytes that this rank kept at most, measured and planned."""
+    """Return this rank's measured and planned peak memory in bytes."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.patching import apply, revert
@@ -133,8 +133,8 @@ def peaks(_rank: int, flags: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_the_measured_peak_is_the_planned_one(ranks: RankPool, schedule: str) -> None:
-    """What the saved and deferred tensors of all microbatches keep at most, within 5 % of M_B and M_W in the plan."""
+def test_measured_peak_memory_is_near_the_plan(ranks: RankPool, schedule: str) -> None:
+    """The peak of saved and deferred tensors is within 5 % of the plan's peak of M_B and M_W."""
     flags = Layout(2, num_layers=4).flags(6, f"--zero-bubble-schedule {schedule} --train-iters 1 --eval-iters 0")
     for measured, planned in ranks.run(2, peaks, flags, timeout=60):
         assert measured == pytest.approx(planned, rel=0.05)

@@ -1,7 +1,7 @@
-"""The full parity matrix of ``test_parity_full.py`` for schedules with two stages a rank, an hour on two cores.
+"""The full parity matrix of ``test_parity_full.py`` for schedules with two stages per rank, an hour on two cores.
 
-Rows with dropout are left out: the masks come from a rank's random state, in the order of its F's, which is another one
-with other stages; and those that clip, to a norm that is the same to rounding.
+Rows with dropout are omitted: masks come from a rank's random state in the order of its F passes, which depends on the
+placement. Rows with clipping are omitted because gradient norms are equal only up to rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.helpers.ranks import RankPool
 
 SCHEDULES = [None, "zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-1f1b", "breadth-first"]
 
-# The last is for one stage a rank; for two see test_layers_that_do_not_divide_evenly.
+# The last option requires one stage per rank; test_uneven_layers_get_a_balanced_layout covers two stages.
 _LEFT_OUT = (DROPOUT, "--clip-grad", "--decoder-first-pipeline-num-layers")
 
 

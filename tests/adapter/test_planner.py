@@ -1,4 +1,4 @@
-"""The planning process of a run: what comes of it, and that nothing is left of it."""
+"""Tests of the planning process of a run: its results, and that it leaves no files or processes."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.planning.test_worker import REQUEST
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where planners have their files."""
+    """Redirect the planners' temporary files."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
 
 
-def test_the_plan_comes_back(folder: Path) -> None:
+def test_plan_is_returned(folder: Path) -> None:
     assert Planner(REQUEST).result() == (worker.plan(REQUEST).schedule, "switched to the planned schedule")
     assert not list(folder.iterdir())
 
 
-def test_a_refusal_comes_back(folder: Path) -> None:
+def test_planning_error_is_returned(folder: Path) -> None:
     schedule, said = Planner(replace(REQUEST, memory_limit="0.1p")).result()
     assert schedule is None
     assert said.startswith("no plan, the schedule stays as it is: the memory limit admits no schedule: ")
     assert not list(folder.iterdir())
 
 
-def test_a_planner_is_killed(folder: Path) -> None:
+def test_killed_planner_leaves_no_files(folder: Path) -> None:
     planner = Planner(replace(REQUEST, num_microbatches=64))
     assert list(folder.iterdir())
     planner.kill()

@@ -1,4 +1,4 @@
-"""Training runs that are asked for a trace write one of what they ran."""
+"""Tests of ``--zero-bubble-trace`` in our training loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLAGS = "--mock-data --pipeline-model-parallel-size 2 --train-iters 5"
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "zb-h1 --zero-bubble-post-validation"])
-def test_chosen_iterations(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+def test_chosen_iterations_are_recorded(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
     chosen = f"--zero-bubble-trace {tmp_path} --zero-bubble-trace-iterations 2-3,5,9"
     costs = f"--zero-bubble-record-costs {tmp_path}/costs.json"
     train(ranks, 2, f"{FLAGS} --zero-bubble-schedule {schedule} {chosen} {costs}")
@@ -37,8 +37,8 @@ def test_chosen_iterations(ranks: RankPool, tmp_path: Path, schedule: str) -> No
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
 
 
-def test_megatrons_own_schedule(ranks: RankPool, tmp_path: Path) -> None:
-    """Its passes are recorded; its messages and its memory are not."""
+def test_megatrons_own_schedule_is_recorded(ranks: RankPool, tmp_path: Path) -> None:
+    """Passes of Megatron's schedule are recorded; its messages and memory are not."""
     train(ranks, 2, f"{FLAGS} --zero-bubble-trace {tmp_path}")
     recording = read_trace_file(tmp_path / "trace.json")
     assert list(recording.traces) == [1, 2, 3, 4, 5]
@@ -48,6 +48,6 @@ def test_megatrons_own_schedule(ranks: RankPool, tmp_path: Path) -> None:
     assert not recording.traces[5].ranks[0].sends
 
 
-def test_nothing_recorded_nothing_written(ranks: RankPool, tmp_path: Path) -> None:
+def test_no_files_without_a_recorded_iteration(ranks: RankPool, tmp_path: Path) -> None:
     train(ranks, 2, f"{FLAGS} --zero-bubble-trace {tmp_path}/x --zero-bubble-trace-iterations 9")
     assert not list((tmp_path / "x").iterdir())

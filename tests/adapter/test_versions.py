@@ -1,4 +1,4 @@
-"""What differs between versions of megatron-core is handed over as upstream's own schedule hands it over."""
+"""Arguments that differ between versions of megatron-core are passed as upstream's own schedules pass them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def alone(rank: int, test: Callable[[], None]) -> None:
     test()
 
 
-def takes_all_that_a_wrapper_takes() -> None:
+def passes_all_arguments_to_a_wrapper() -> None:
     from megatron.zero_bubble.adapter.versions import supported_kwargs
 
     def exact(model: Any, pg_collection: Any = None) -> None: ...
@@ -45,7 +45,7 @@ def uses_upstreams_builder() -> None:
         assert process_groups(given) is given
 
 
-def has_the_groups_that_expert_bias_needs() -> None:
+def has_the_groups_for_expert_bias() -> None:
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.adapter.versions import process_groups
@@ -54,8 +54,8 @@ def has_the_groups_that_expert_bias_needs() -> None:
     assert process_groups(None).tp_dp_cp is whole
 
 
-def collects_by_hand_where_upstream_does() -> None:
-    """megatron-core 0.14 has no collection for everything."""
+def collects_groups_without_a_collection() -> None:
+    """megatron-core 0.14 has no collection of all process groups."""
     from types import SimpleNamespace
 
     from megatron.core import parallel_state
@@ -72,14 +72,14 @@ def collects_by_hand_where_upstream_does() -> None:
 @pytest.mark.parametrize(
     "test",
     [
-        takes_all_that_a_wrapper_takes,
+        passes_all_arguments_to_a_wrapper,
         uses_upstreams_builder,
-        has_the_groups_that_expert_bias_needs,
-        collects_by_hand_where_upstream_does,
+        has_the_groups_for_expert_bias,
+        collects_groups_without_a_collection,
     ],
     ids=lambda test: test.__name__,
 )
-def test_upstream(ranks: RankPool, test: Callable[[], None]) -> None:
+def test_version_differences(ranks: RankPool, test: Callable[[], None]) -> None:
     ranks.run(1, alone, test)
 
 
@@ -130,6 +130,6 @@ def finalized_as_in_stock(rank: int) -> None:
         assert getattr(ours["pg_collection"], name) is group, name
 
 
-def test_gradients_are_finalized_with_what_stock_hands_over(ranks: RankPool) -> None:
-    """Also by a wrapper that takes anything."""
+def test_finalize_model_grads_gets_stocks_arguments(ranks: RankPool) -> None:
+    """Holds also for a wrapper that accepts any arguments."""
     ranks.run(2, finalized_as_in_stock)

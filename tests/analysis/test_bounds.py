@@ -1,4 +1,4 @@
-"""No schedule is below the bound, and where the literature proves an optimum the bound is the optimum."""
+"""Tests of the lower bounds: no schedule is below them, and they equal the optima known from the literature."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN_SIZE_AND_HEADS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120,
 
 
 def no_schedule_is_below(seeds: range) -> None:
-    """A random schedule is feasible at its own peak; both metrics, and both kinds of bound where it is fused."""
+    """Compare random schedules with the bounds at their own peak memory, for both metrics."""
     for seed in seeds:
         rng = random.Random(seed)
         instance = random_instance(rng, most_ranks=4, most_microbatches=7)
@@ -51,8 +51,8 @@ def published_rows() -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("row", published_rows(), ids=lambda row: f"{row['model']}-{row['m']}")
-def test_zb_h1_is_proved_optimal_on_every_row_of_the_paper(row: dict[str, str]) -> None:
-    """M_B and M_W by the paper's formulas; ZB-H1 keeps to 1F1B's memory, and its gap is 0."""
+def test_zb_h1_is_proved_optimal_for_every_row_of_the_paper(row: dict[str, str]) -> None:
+    """With the paper's formulas for M_B and M_W, ZB-H1 stays within 1F1B's memory and its gap is 0."""
     p, m = int(row["p"]), int(row["m"])
     placement = Placement.linear(p)
     costs = PassCosts.uniform(placement, *(float(row[key]) for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms")))
@@ -67,7 +67,7 @@ def test_zb_h1_is_proved_optimal_on_every_row_of_the_paper(row: dict[str, str]) 
     assert (relaxed.value_ms - work) / relaxed.value_ms <= float(row["zb_2p"]) + 5e-5
 
 
-def test_1f1b_is_proved_optimal_at_its_memory_when_backwards_are_fused() -> None:
+def test_1f1b_is_proved_optimal_for_fused_backwards_at_its_memory() -> None:
     placement = Placement.linear(6)
     costs, memory = PassCosts.uniform(placement, 3.0, 2.0, 4.0), PassMemory.uniform(placement)
     timeline = simulate(build("1f1b", num_ranks=6, num_microbatches=15), costs, memory)
@@ -77,8 +77,8 @@ def test_1f1b_is_proved_optimal_at_its_memory_when_backwards_are_fused() -> None
 
 
 @pytest.mark.parametrize("m", [1, 2, 5])
-def test_one_microbatch_at_a_time_is_proved_optimal_at_the_least_memory(m: int) -> None:
-    """A limit that admits one microbatch admits nothing but one after the other, if W keeps all that F added."""
+def test_one_microbatch_at_a_time_is_proved_optimal_at_minimal_memory(m: int) -> None:
+    """With memory for one microbatch, microbatches run one after the other, if W needs all that F has stored."""
     placement = Placement.linear(4)
     costs = PassCosts((3.0, 1.0, 2.0, 5.0), (2.0,) * 4, (0.0,) * 4, 1.5)
     memory = PassMemory.uniform(placement)
@@ -87,8 +87,8 @@ def test_one_microbatch_at_a_time_is_proved_optimal_at_the_least_memory(m: int) 
         assert lower_bound(costs, memory, placement, m, 1.0, objective).value_ms == pytest.approx(m * round_trip)
 
 
-def test_a_barrier_costs_the_way_to_the_last_rank() -> None:
-    """Without limit, no single-chunk schedule ends sooner than the last rank's late start and its work allow."""
+def test_makespan_bound_includes_the_last_ranks_late_start() -> None:
+    """Without a limit, the makespan of a single-chunk schedule is at least the last rank's late start plus its work."""
     placement = Placement.linear(8)
     costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0, 0.5), PassMemory.uniform(placement)
     bound = lower_bound(costs, memory, placement, 40, None, "makespan")
@@ -108,16 +108,16 @@ def test_bounds_never_fall_with_less_memory() -> None:
             assert all(a >= b * (1 - 1e-9) for a, b in pairwise(values))
 
 
-def test_jackson_on_a_case_by_hand() -> None:
-    """The long tail interrupts: 0-1 first job, 1-3 second (ends 3+7), 3-6 the rest of the first."""
+def test_jackson_on_handmade_cases() -> None:
+    """In the first case the job with the long tail preempts: 0-1 first job, 1-3 second (ends at 3+7), 3-6 first job."""
     assert one_machine_bound([(0.0, 4.0, 2.0), (1.0, 2.0, 7.0)]) == 10.0
     assert one_machine_bound([(0.0, 4.0, 5.0), (1.0, 2.0, 7.0)]) == 11.0
     assert one_machine_bound([(5.0, 1.0, 0.0)]) == 6.0
     assert one_machine_bound([]) == 0.0
 
 
-def test_jackson_is_the_largest_of_all_subsets() -> None:
-    """The theory says so: the least head, all lengths and the least tail of the worst subset."""
+def test_jackson_equals_the_maximum_over_all_subsets() -> None:
+    """In theory the bound is the maximum over subsets of smallest head plus all lengths plus smallest tail."""
     rng = random.Random(3)
     for _ in range(100):
         jobs = [tuple(float(rng.randint(0, 9)) for _ in range(3)) for _ in range(rng.randint(1, 7))]
@@ -132,7 +132,7 @@ def test_jackson_is_the_largest_of_all_subsets() -> None:
         assert one_machine_bound(jobs) == worst
 
 
-def test_a_limit_below_one_microbatch_names_the_least() -> None:
+def test_limit_below_one_microbatch_names_the_least_limit() -> None:
     placement = Placement.vee(2)
     memory = PassMemory((3.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 1.0))
     costs = PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
@@ -148,13 +148,13 @@ def test_a_limit_below_one_microbatch_names_the_least() -> None:
         lower_bound(costs, memory, placement, 3, (5.0, 5.0, 5.0))
 
 
-def test_the_least_memory_counts_a_wgrad_that_keeps_more_than_the_activation() -> None:
+def test_least_memory_counts_a_wgrad_larger_than_the_activation() -> None:
     memory = PassMemory((3.0, 1.0, 1.0, 2.0), (1.0, 1.0, 1.0, 4.0))
     assert least_memory(memory, Placement.vee(2)) == (7.0, 2.0)
     assert least_memory(memory, Placement.vee(2), fused=True) == (5.0, 2.0)
 
 
-def test_effort_only_raises_the_bound() -> None:
+def test_more_effort_never_lowers_the_bound() -> None:
     rng = random.Random(11)
     for _ in range(30):
         instance = random_instance(rng, 4, 6)
@@ -164,7 +164,7 @@ def test_effort_only_raises_the_bound() -> None:
         assert by_effort == sorted(by_effort)
 
 
-def test_gap() -> None:
+def test_gap_is_relative_and_rounded_to_zero() -> None:
     assert Bound(90.0, "work").gap(100.0) == pytest.approx(0.1)
     assert Bound(100.0 + 1e-9, "work").gap(100.0) == 0.0
     assert Bound(0.0, "work").gap(0.0) == 0.0

@@ -1,4 +1,4 @@
-"""The bounds beside the optima of an exact solver, whose schedules are valid and keep the limit."""
+"""Compare the bounds with the optima of an exact solver, whose schedules must be valid and within the limit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def small_case(seed: int) -> tuple[Instance, bool, float, str, ExactSchedule]:
-    """A random pipeline with a limit between the least and what a random schedule keeps, solved."""
+    """Draw and solve a pipeline with a limit between the least memory and a random schedule's peak."""
     rng = random.Random(seed)
     case = random_instance(rng, most_ranks=3, most_microbatches=3, whole=True)
     fused, objective = rng.random() < 0.3, rng.choice(("span", "makespan"))
@@ -30,7 +30,7 @@ def small_case(seed: int) -> tuple[Instance, bool, float, str, ExactSchedule]:
 
 
 def compare(seeds: range) -> tuple[int, int]:
-    """How many cases are solved, and for how many of these the bound is the optimum."""
+    """Return the number of solved cases, and how often the bound equals the optimum."""
     solved = equal = 0
     for seed in seeds:
         case, fused, limit, objective, exact = small_case(seed)
@@ -45,7 +45,7 @@ def compare(seeds: range) -> tuple[int, int]:
     return solved, equal
 
 
-def test_the_bound_is_the_optimum_of_most_solved_cases() -> None:
+def test_bound_equals_the_optimum_in_most_cases() -> None:
     solved, equal = compare(range(40))
     assert solved >= 20
     assert equal > 0.6 * solved
@@ -54,13 +54,13 @@ def test_the_bound_is_the_optimum_of_most_solved_cases() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("part", range(8))
-def test_the_bound_is_the_optimum_of_most_solved_cases_in_full(part: int) -> None:
+def test_bound_equals_the_optimum_in_most_cases_in_full(part: int) -> None:
     solved, equal = compare(range(1000 + 100 * part, 1100 + 100 * part))
     assert equal > 0.6 * solved
 
 
-def test_zb_h1_is_the_optimum_at_1f1b_memory() -> None:
-    """Two ranks, four microbatches, warm-started with 1F1B, which is not it."""
+def test_zb_h1_is_optimal_at_1f1b_memory() -> None:
+    """Two ranks and four microbatches, started from 1F1B, which is not optimal."""
     placement = Placement.linear(2)
     costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0, 1.0), PassMemory.uniform(placement)
     hint = build("1f1b", num_ranks=2, num_microbatches=4)
@@ -71,7 +71,7 @@ def test_zb_h1_is_the_optimum_at_1f1b_memory() -> None:
     assert lower_bound(costs, memory, placement, 4, 2.0).value_ms == pytest.approx(exact.cost_ms)
 
 
-def test_times_that_are_not_whole_lose_less_than_a_tick_a_pass() -> None:
+def test_fractional_times_lose_less_than_one_tick_per_pass() -> None:
     placement = Placement.vee(2)
     costs, memory = PassCosts.uniform(placement, 1.23, 3.21, 0.777, 0.11), PassMemory.uniform(placement, 1.0, 0.4)
     exact = solve(costs, memory, placement, 2, 2.0, "makespan")
@@ -80,8 +80,8 @@ def test_times_that_are_not_whole_lose_less_than_a_tick_a_pass() -> None:
     assert exact.bound_ms == pytest.approx(exact.cost_ms, rel=1e-4)
 
 
-def test_a_limit_that_admits_nothing() -> None:
+def test_too_low_limit_is_rejected() -> None:
     placement = Placement.linear(2)
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
-    with pytest.raises(ValueError, match=r"no schedule keeps the memory limit 0\.9"):
+    with pytest.raises(ValueError, match=r"no schedule satisfies the memory limit 0\.9"):
         solve(costs, memory, placement, 2, 0.9)

@@ -1,4 +1,4 @@
-"""The measured bubble of a run that is exactly its plan is the plan's."""
+"""Tests of the measured bubble: a run that equals its plan has the plan's bubble."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.strategies import costs_for, schedules
 
 
 def as_measured(timeline: Timeline, iterations: int = 1) -> Bubble:
-    """What the meter says of a run that repeats ``timeline``."""
+    """Return the meter's result for a run that repeats ``timeline``."""
     rows = []
     for spans in timeline.spans:
         durations: dict[tuple[int, Kind], list[float]] = {}
@@ -28,7 +28,7 @@ def as_measured(timeline: Timeline, iterations: int = 1) -> Bubble:
 
 
 @given(st.data())
-def test_a_run_that_is_its_plan(data: st.DataObject) -> None:
+def test_run_equal_to_its_plan_has_the_plans_bubble(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     costs = data.draw(costs_for(schedule))
     timeline = simulate(schedule, costs)
@@ -39,7 +39,7 @@ def test_a_run_that_is_its_plan(data: st.DataObject) -> None:
     assert bubble.planned == pytest.approx(instant.bubble_rate("span"), abs=1e-9)
 
 
-def test_long_iterations_count_for_more_and_each_has_its_busiest_rank() -> None:
+def test_iterations_are_weighted_by_length_and_use_their_busiest_rank() -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=2)
     rows = [
         RankIterations((RankIteration(10.0, a), RankIteration(30.0, b)), schedule.order[rank], {})
@@ -48,7 +48,7 @@ def test_long_iterations_count_for_more_and_each_has_its_busiest_rank() -> None:
     assert bubble_of(rows).measured == pytest.approx(1 - (8 + 20) / (10 + 30))
 
 
-def test_a_stage_without_times_costs_nothing() -> None:
+def test_stage_without_times_has_no_bubble() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     rows = [RankIterations((RankIteration(0.0, 0.0),), order, {}) for order in schedule.order]
     assert bubble_of(rows) == Bubble(1, 0.0, 0.0)

@@ -1,4 +1,4 @@
-"""Every ms between plan and measurement is given to one cause, and the causes that were put in come out."""
+"""Tests of the difference between plan and measurement: every ms has one cause, and injected delays are found."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def iterations(draw: st.DrawFn) -> tuple[Schedule, PassCosts, dict[str, Delays]]
 
 
 @given(iterations())
-def test_the_parts_add_up(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -> None:
+def test_causes_add_up_to_the_difference(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -> None:
     schedule, costs, delays = case
     planned, trace = simulate(schedule, costs), run(schedule, costs, **delays)
     difference = explain(planned, trace, costs)
@@ -44,11 +44,11 @@ def test_the_parts_add_up(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -
 
 
 @given(iterations())
-def test_what_was_put_in_comes_out(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -> None:
-    """Slow passes and host gaps pass by pass; the chain holds no more of each than was put in."""
+def test_injected_delays_are_attributed(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -> None:
+    """Slow passes and host gaps are found per pass; the chain attributes at most the injected time to each cause."""
     schedule, costs, delays = case
     difference = explain(simulate(schedule, costs), run(schedule, costs, **delays), costs)
-    # Time counts from the first pass of all: a host gap before it shows nowhere.
+    # Time starts at the first pass, so that a host gap before it is not visible.
     first = {row[0] for row in schedule.order}
     for row in difference.ranks:
         for step in row.steps:
@@ -60,7 +60,7 @@ def test_what_was_put_in_comes_out(case: tuple[Schedule, PassCosts, dict[str, De
 
 
 @given(iterations())
-def test_without_records_of_receives_the_sums_hold_too(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -> None:
+def test_causes_add_up_without_recorded_receives(case: tuple[Schedule, PassCosts, dict[str, Delays]]) -> None:
     schedule, costs, delays = case
     recorded = run(schedule, costs, **delays)
     trace = Trace(recorded.timeline, tuple(RankTrace(row) for row in recorded.timeline.spans))
@@ -86,8 +86,8 @@ EQUAL = PassCosts.uniform(SLOW.placement, 10, 10, 10, 1)
     ],
     ids=["slow pass", "slow transfer", "host gap"],
 )
-def test_one_delay_on_the_critical_chain(delays: dict[str, Delays], read: Callable[..., float]) -> None:
-    """The last rank is never idle in ZB-H1's steady state, so its delays lengthen the iteration."""
+def test_delay_on_the_critical_chain_is_attributed(delays: dict[str, Delays], read: Callable[..., float]) -> None:
+    """In ZB-H1's steady state the last rank is never idle, so its delays lengthen the iteration."""
     planned, trace = simulate(SLOW, EQUAL), run(SLOW, EQUAL, **delays)
     difference = explain(planned, trace, EQUAL)
     assert read(difference) == pytest.approx(5.0)
@@ -95,7 +95,7 @@ def test_one_delay_on_the_critical_chain(delays: dict[str, Delays], read: Callab
     assert difference.slow_ms + difference.transfer_ms + difference.host_ms == pytest.approx(5.0)
 
 
-def test_a_late_receive_names_the_pass_it_waited_for() -> None:
+def test_late_receive_names_its_producer() -> None:
     difference = explain(simulate(SLOW, EQUAL), run(SLOW, EQUAL, slow={Pass.parse("0F0"): 7.0}), EQUAL)
     step = difference.ranks[1].steps[0]
     assert (str(step.pass_), str(step.waits_for)) == ("1F0", "0F0")
@@ -104,8 +104,8 @@ def test_a_late_receive_names_the_pass_it_waited_for() -> None:
     assert step.host_ms == pytest.approx(0.0)
 
 
-def test_a_wait_before_the_start_does_not_count() -> None:
-    """The other ranks expect their first inputs before rank 0 starts."""
+def test_wait_before_the_first_pass_is_ignored() -> None:
+    """The other ranks wait for their first inputs before rank 0 starts."""
     trace = run(SLOW, EQUAL)
     early = tuple(
         replace(row, receives=(row.receives[0]._replace(posted_ms=-6.0, awaited_ms=-5.0), *row.receives[1:]))
@@ -115,7 +115,7 @@ def test_a_wait_before_the_start_does_not_count() -> None:
     assert explain(planned, Trace(trace.timeline, early), EQUAL) == explain(planned, trace, EQUAL)
 
 
-def test_another_order_is_refused() -> None:
+def test_other_order_is_rejected() -> None:
     other = build("1f1b", num_ranks=4, num_microbatches=8)
-    with pytest.raises(ValueError, match="same order of passes; got '1f1b' for 'zb-h1'"):
+    with pytest.raises(ValueError, match="same order of passes; got plan '1f1b' for iteration 'zb-h1'"):
         explain(simulate(other, EQUAL), run(SLOW, EQUAL), EQUAL)

@@ -1,4 +1,4 @@
-"""What a rank keeps over time has the simulation's peaks, and every step at its moment."""
+"""Tests of memory curves: steps at the right times, and the same peaks as the simulation."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from megatron.zero_bubble.analysis.memory import memory_curve, most_kept
 from tests.helpers.strategies import schedules
 
 
-def test_a_forward_counts_from_its_start_and_the_others_from_their_end() -> None:
+def test_forwards_count_from_their_start_and_other_passes_from_their_end() -> None:
     schedule = build("zb-h1", num_ranks=1, num_microbatches=1)
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 3, 4, 5))
     assert memory_curve(timeline, PassMemory.uniform(schedule.placement, 8, 2)) == (((0, 8), (7, 2), (12, 0)),)
 
 
 @given(schedules())
-def test_the_peaks_are_those_of_the_simulation(schedule: Schedule) -> None:
+def test_peaks_equal_the_simulations(schedule: Schedule) -> None:
     memory = PassMemory.uniform(schedule.placement, 4, 1)
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 10, 10, 10), memory)
     curves = memory_curve(timeline, memory)

@@ -1,4 +1,4 @@
-"""The simulator against an order-free recomputation, small cases by hand, and orders that cannot run."""
+"""Tests of the simulator: recomputed starts, small handmade cases, and orders that cannot run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def by_hand(rows: list[str], placement: Placement, num_microbatches: int, num_sl
 
 
 @given(st.data())
-def test_every_pass_starts_as_early_as_its_rank_and_inputs_allow(data: st.DataObject) -> None:
+def test_every_pass_starts_as_early_as_possible(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     costs = data.draw(costs_for(schedule))
     timeline = simulate(schedule, costs)
@@ -33,7 +33,7 @@ def test_every_pass_starts_as_early_as_its_rank_and_inputs_allow(data: st.DataOb
 
 
 @given(st.data())
-def test_costs_are_ordered_and_rates_within_bounds(data: st.DataObject) -> None:
+def test_makespan_exceeds_span_and_rates_are_within_bounds(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     costs = data.draw(costs_for(schedule))
     timeline = simulate(schedule, costs)
@@ -47,8 +47,8 @@ def test_costs_are_ordered_and_rates_within_bounds(data: st.DataObject) -> None:
     assert -1e-12 <= timeline.bubble_rate("span") <= timeline.bubble_rate("makespan") < 1
 
 
-def test_two_chunks_of_a_v_by_hand() -> None:
-    """Rank 1 holds stages 1 and 2, so that 1F0 to 2F0 costs no transfer."""
+def test_handmade_v_with_two_chunks() -> None:
+    """Rank 1 has stages 1 and 2, so that 2F0 needs no transfer from 1F0."""
     rows = ["0F0 3F0 3B0 0B0 3W0 0W0", "1F0 2F0 2BW0 1BW0"]
     schedule = by_hand(rows, Placement.vee(2), 1)
     timeline = simulate(schedule, PassCosts((1.0,) * 4, (2.0,) * 4, (4.0,) * 4, comm_ms=10.0))
@@ -61,7 +61,7 @@ def test_two_chunks_of_a_v_by_hand() -> None:
     assert timeline.peak_activation == (1.0, 1.0)
 
 
-def test_slices_go_forward_in_order_and_back_in_reverse() -> None:
+def test_slices_run_forward_in_order_and_backward_in_reverse() -> None:
     schedule = by_hand(["0F0 0F0.1 0BW0.1 0BW0"], Placement.linear(1), 1, num_slices=2)
     timeline = simulate(schedule, PassCosts((2.0,), (2.0,), (2.0,)))
     assert timeline.makespan_ms == 6.0
@@ -72,7 +72,7 @@ def test_slices_go_forward_in_order_and_back_in_reverse() -> None:
 
 
 def test_span_and_makespan_differ_by_the_late_start() -> None:
-    """A late rank that works without gaps: no bubble by span, its lateness by makespan."""
+    """A rank that starts late and works without gaps has no bubble by span, but one by makespan."""
     schedule = build("zb-h2", num_ranks=4, num_microbatches=8)
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))
     assert (timeline.span_ms, timeline.makespan_ms) == (24.0, 27.0)
@@ -80,7 +80,7 @@ def test_span_and_makespan_differ_by_the_late_start() -> None:
     assert timeline.bubble_rate("makespan") == pytest.approx(3 / 27)
 
 
-def test_peaks_are_in_units_of_each_ranks_own_microbatch() -> None:
+def test_peaks_are_in_units_of_the_ranks_own_microbatch() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=4)
     costs = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)
     assert simulate(schedule, costs, PassMemory((50.0, 7.0), (1.0, 1.0))).peak_activation == (2.0, 1.0)
@@ -92,7 +92,7 @@ def test_wgrad_larger_than_the_activation_peaks_after_b() -> None:
     assert simulate(schedule, costs, PassMemory((1.0,), (3.0,))).peak_activation == (3.0,)
 
 
-def test_a_deadlock_names_ranks_and_passes() -> None:
+def test_deadlock_error_names_ranks_and_passes() -> None:
     rows = ["0F0 0BW0 0F1 0BW1", "1F1 1F0 1BW0 1BW1"]
     with pytest.raises(ScheduleError) as caught:
         simulate(by_hand(rows, Placement.linear(2), 2), PassCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
@@ -102,12 +102,12 @@ def test_a_deadlock_names_ranks_and_passes() -> None:
     assert ">0BW0<" in message
 
 
-def test_a_wait_for_a_pass_that_nobody_runs_ends() -> None:
+def test_wait_for_a_missing_pass_is_rejected() -> None:
     with pytest.raises(ScheduleError, match="rank 1 stops at 1F0, which waits for 0F0 that no rank runs"):
         simulate(by_hand(["", "1F0"], Placement.linear(2), 1), PassCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2))
 
 
-def test_costs_of_another_size_are_refused() -> None:
+def test_costs_with_other_number_of_stages_are_rejected() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     with pytest.raises(ValueError, match="2 stages and costs 3"):
         simulate(schedule, PassCosts((1.0,) * 3, (1.0,) * 3, (1.0,) * 3))
@@ -115,7 +115,7 @@ def test_costs_of_another_size_are_refused() -> None:
         simulate(schedule, PassCosts((1.0,) * 2, (1.0,) * 2, (1.0,) * 2), PassMemory((1.0,), (1.0,)))
 
 
-def test_no_time_is_no_bubble() -> None:
+def test_zero_times_have_no_bubble() -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=1)
     timeline = simulate(schedule, PassCosts((0.0,) * 2, (0.0,) * 2, (0.0,) * 2))
     assert timeline.bubble_rate("span") == timeline.bubble_rate("makespan") == 0.0
@@ -123,8 +123,8 @@ def test_no_time_is_no_bubble() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v"])
-def test_work_grows_with_the_number_of_passes(name: str) -> None:
-    """Eight times the microbatches take eight times the work: nothing looks at all passes for each of them."""
+def test_work_is_linear_in_the_number_of_passes(name: str) -> None:
+    """Eight times the microbatches take eight times the work, so no loop over all passes runs per pass."""
 
     def work(m: int) -> int:
         schedule = build(name, num_ranks=8, num_microbatches=m)

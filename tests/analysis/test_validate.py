@@ -1,4 +1,4 @@
-"""The validator: what it accepts, and the cell it marks in what it rejects."""
+"""Tests of the validator: accepted orders, and the cell that it marks in rejected ones."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def cells(draw: st.DrawFn, schedule: Schedule) -> tuple[int, int]:
 
 
 @given(st.data())
-def test_a_dropped_pass_is_missed(data: st.DataObject) -> None:
+def test_missing_pass_is_rejected(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     rank, column = data.draw(cells(schedule))
     rows = mutable(schedule)
     dropped = rows[rank].pop(column)
-    # Without its BW a backward is expected in two halves, the first of which is B.
+    # Without BW, the validator expects split backwards, of which B is the first half.
     expected = dropped._replace(kind=Kind.B) if dropped.kind is Kind.BW else dropped
     error = rejected(with_rows(schedule, rows), expected)
     assert error.rank == rank
@@ -54,7 +54,7 @@ def test_a_dropped_pass_is_missed(data: st.DataObject) -> None:
 
 
 @given(st.data())
-def test_a_repeated_pass_is_found_at_its_second_place(data: st.DataObject) -> None:
+def test_repeated_pass_is_rejected_at_its_second_position(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     rank, column = data.draw(cells(schedule))
     rows = mutable(schedule)
@@ -63,7 +63,7 @@ def test_a_repeated_pass_is_found_at_its_second_place(data: st.DataObject) -> No
 
 
 @given(st.data())
-def test_a_pass_on_a_foreign_rank_is_found(data: st.DataObject) -> None:
+def test_pass_on_another_rank_is_rejected(data: st.DataObject) -> None:
     schedule = data.draw(schedules(min_ranks=2))
     rank, column = data.draw(cells(schedule))
     other = data.draw(st.integers(0, schedule.num_ranks - 1))
@@ -79,7 +79,7 @@ def test_a_pass_on_a_foreign_rank_is_found(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_swapping_a_pass_with_its_own_dependency_is_rejected(data: st.DataObject) -> None:
-    """F behind the backward of the same microbatch, or B behind its W, on the same rank."""
+    """Moves F after the backward of the same microbatch, or B after its W, on the same rank."""
     schedule = data.draw(schedules())
     rank, column = data.draw(cells(schedule))
     rows = mutable(schedule)
@@ -96,7 +96,7 @@ def test_swapping_a_pass_with_its_own_dependency_is_rejected(data: st.DataObject
 
 
 @given(st.data())
-def test_any_swap_is_rejected_exactly_when_it_cannot_run(data: st.DataObject) -> None:
+def test_swap_is_rejected_if_and_only_if_it_cannot_run(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     (rank, one), rows = data.draw(cells(schedule)), mutable(schedule)
     other = data.draw(st.integers(0, len(rows[rank]) - 1))
@@ -120,7 +120,7 @@ def test_any_swap_is_rejected_exactly_when_it_cannot_run(data: st.DataObject) ->
         ("1W0", "1BW0", "a backward is either fused or split; rank 1 has both 1BW0 and 1B0"),
     ],
 )
-def test_rules(old: str, new: str, rule: str) -> None:
+def test_violated_rule_is_named(old: str, new: str, rule: str) -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=3)
     rows = [[Pass.parse(new) if str(p) == old else p for p in row] for row in schedule.order]
     error = rejected(with_rows(schedule, rows))
@@ -128,7 +128,7 @@ def test_rules(old: str, new: str, rule: str) -> None:
     assert error.rank == 1
 
 
-def test_the_grid_shows_neighbours_of_the_bad_cell_only() -> None:
+def test_large_grid_shows_only_the_marked_cells_neighbours() -> None:
     schedule = build("zb-h1", num_ranks=64, num_microbatches=128)
     rows = mutable(schedule)
     rows[40].remove(Pass.parse("40W60"))
@@ -138,7 +138,7 @@ def test_the_grid_shows_neighbours_of_the_bad_cell_only() -> None:
     assert "rank 31 " not in message
 
 
-def test_a_small_grid_is_whole() -> None:
+def test_small_grid_is_shown_completely() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     rows = mutable(schedule)
     rows[0].append(Pass.parse("0F0"))
@@ -149,26 +149,26 @@ def test_a_small_grid_is_whole() -> None:
     )
 
 
-def test_ranks_and_lists_must_be_as_many() -> None:
+def test_number_of_lists_must_equal_number_of_ranks() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
     with pytest.raises(ValueError, match="one list for each of the 2 ranks; got 1"):
         validate(replace(schedule, order=schedule.order[:1]))
 
 
-def test_forward_only_and_training_orders_are_not_mistaken() -> None:
+def test_forward_only_and_training_orders_are_distinguished() -> None:
     schedule = build("zb-h1", num_ranks=2, num_microbatches=2)
     with pytest.raises(ScheduleError, match="0B0; it is missing"):
         validate(schedule.forward_only())
-    with pytest.raises(ScheduleError, match="nothing but F; rank 0 has 0B0"):
+    with pytest.raises(ScheduleError, match="only F passes; rank 0 has 0B0"):
         validate(schedule, forward_only=True)
 
 
-def test_two_chunks_a_rank_may_mix_fused_and_split() -> None:
+def test_chunks_of_a_rank_can_mix_fused_and_split_backwards() -> None:
     rows = ["0F0 3F0 3B0 0B0 3W0 0W0".split(), "1F0 2F0 2BW0 1BW0".split()]
     validate(Schedule.from_text("v", Placement.vee(2), 1, rows))
 
 
-def test_the_error_survives_the_way_from_a_worker() -> None:
+def test_error_can_be_pickled() -> None:
     rows = [["0F0"]]
     error = rejected(Schedule.from_text("x", Placement.linear(1), 1, rows), Pass.parse("0B0"))
     copy = pickle.loads(pickle.dumps(error))

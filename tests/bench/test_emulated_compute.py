@@ -1,4 +1,4 @@
-"""The bench of emulated passes says what ran otherwise than planned."""
+"""Tests of the bench of emulated passes: deviations from the plan are printed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from bench.emulated_compute import differs
 
 
-def test_a_pass_that_is_far_from_its_plan_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pass_that_deviates_from_the_plan_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     near, far = (
         {"num_ranks": 2, "case": f"zb-v, M={m}", "worst": [ms, "0F1", 1]} for m, ms in ((1, 0.009), (2, 0.011))
     )

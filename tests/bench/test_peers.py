@@ -1,4 +1,4 @@
-"""What the benches say that torch's schedules do."""
+"""Tests of the benches' translation of torch's schedules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.ranks import RankPool
 
 
 def orders(rank: int, num_microbatches: int) -> list[tuple[tuple[str, ...], ...]]:
-    """Torch's zb1p and ZBV for this world, in our words."""
+    """Return torch's zb1p and ZBV for this world size in our notation."""
     world = torch.distributed.get_world_size()
 
     def stages(placement: Placement) -> list[PipelineStage]:
@@ -30,14 +30,14 @@ def orders(rank: int, num_microbatches: int) -> list[tuple[tuple[str, ...], ...]
     return results
 
 
-def test_torch_orders_are_valid_schedules_in_our_words(ranks: RankPool) -> None:
+def test_torch_orders_are_translated_to_valid_schedules(ranks: RankPool) -> None:
     zb1p, zbv = ranks.run(2, orders, 4)[0]
     assert zb1p == build("zb-h1", num_ranks=2, num_microbatches=4).to_text()
     assert zbv[0][:8] == ("0F0", "0F1", "0F2", "3F0", "3B0", "3W0", "3F1", "3B1")
 
 
 class Action:
-    """What an entry of a ``pipeline_order`` looks like."""
+    """Imitates an entry of torch's ``pipeline_order``."""
 
     def __init__(self, stage: int, kind: str, microbatch: int | None) -> None:
         self.stage_index = stage
@@ -45,12 +45,12 @@ class Action:
         self.microbatch_index = microbatch
 
 
-def test_letters_are_translated_and_what_is_no_pass_is_left_out() -> None:
+def test_letters_are_translated_and_other_actions_omitted() -> None:
     order = {0: [None, Action(0, "F", 0), Action(0, "F", 1), Action(0, "B", 0), Action(0, "I", 1), Action(0, "W", 1)]}
     order[0].append(Action(0, "REDUCE_GRAD", None))
     assert schedule_of("torch", order, Placement.linear(1), 2).to_text() == (("0F0", "0F1", "0BW0", "0B1", "0W1"),)
 
 
-def test_an_order_that_torch_would_not_run_is_refused() -> None:
+def test_invalid_torch_order_is_rejected() -> None:
     with pytest.raises(ScheduleError, match="0F1"):
         schedule_of("torch", {0: [Action(0, "F", 1), Action(0, "B", 0)]}, Placement.linear(1), 1)

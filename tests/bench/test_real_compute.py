@@ -1,4 +1,4 @@
-"""The bench of real passes says what it ran."""
+"""Tests of the bench of real passes: it reports what it ran."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ARGUMENTS = "--hidden-size 64 --num-layers 4 --num-microbatches 8 --rounds 2 --o
 
 
 @pytest.mark.timeout(300)
-def test_a_fitted_schedule_runs_in_the_order_made_for_its_trial(tmp_path: Path) -> None:
-    """The bench itself refuses passes in another order than the one that it predicts with."""
+def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
+    """The bench itself rejects passes in another order than that of its prediction."""
     file = tmp_path / "real_compute.json"
     command = [sys.executable, "-m", "bench.real_compute", *ARGUMENTS, "zb-v fitted", "--output", str(file)]
     done = subprocess.run(

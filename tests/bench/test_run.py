@@ -1,4 +1,4 @@
-"""One run of all benches: within its budget, and whole whatever a bench does."""
+"""Tests of a run of all benches: within its time budget, and complete even if a bench fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FAKES = {
     "works": "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text('{}'); print('fine')",
     "fails": "print('one'); print('two'); raise SystemExit('the last word')",
     "forgets": "print('nothing written')",
-    # It ignores being asked, as does its child; both must go.
+    # Ignores SIGTERM, as does its child; both must be killed.
     "hangs": (
         "import signal, subprocess, sys, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -36,7 +36,7 @@ FAKES = {
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """That of a run; Python finds a package ``fakes`` there."""
+    """A run's folder, from which Python can import the package ``fakes``."""
     (tmp_path / "fakes").mkdir()
     for name, text in FAKES.items():
         (tmp_path / f"fakes/{name}.py").write_text(text)
@@ -44,13 +44,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_full_run_takes_less_than_twenty_minutes() -> None:
+def test_full_run_is_expected_to_take_less_than_20_minutes() -> None:
     assert sum(bench.expected_s for bench in FULL) <= 19.5 * 60
     assert sum(bench.expected_s for bench in QUICK) <= 2 * 60
 
 
 @pytest.mark.parametrize("benches", [(*FULL, *ON_GPUS), QUICK], ids=["full", "quick"])
-def test_every_section_of_the_page_has_its_bench(benches: tuple[Bench, ...]) -> None:
+def test_every_section_of_the_page_has_a_bench(benches: tuple[Bench, ...]) -> None:
     names = [bench.name for bench in benches]
     on_gpus = {bench.name for bench in ON_GPUS}
     assert len(names) == len(set(names))
@@ -58,20 +58,20 @@ def test_every_section_of_the_page_has_its_bench(benches: tuple[Bench, ...]) -> 
 
 
 @pytest.mark.parametrize("bench", [*FULL, *ON_GPUS, *QUICK], ids=lambda bench: f"{bench.name}-{bench.expected_s:g}")
-def test_a_bench_understands_its_arguments(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benches_parse_their_arguments(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     script = importlib.import_module(f"bench.{bench.module}")
     monkeypatch.setattr(sys, "argv", [bench.module, *shlex.split(bench.arguments), "--output", "here.json"])
     assert script._parse().output == Path("here.json")
 
 
-def test_every_bench_that_a_document_runs_is_a_module() -> None:
+def test_benches_named_in_documents_are_modules() -> None:
     texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     named = {name for text in texts for name in re.findall(r"scripts/bench\.sh ([a-z]\w*)", text)}
     assert {"peer_schedules", "real_compute"} <= named
     assert all(importlib.util.find_spec(f"bench.{name}") for name in named), named
 
 
-def test_a_bench_that_fails_costs_the_others_nothing(folder: Path) -> None:
+def test_failing_bench_does_not_affect_the_others(folder: Path) -> None:
     benches = [Bench(name, name, "--some 'thing else'", 5) for name in ("fails", "forgets", "works")]
     record = run.run(benches, folder, quick=True, package="fakes")
     fails, forgets, works = record["benches"]
@@ -83,8 +83,8 @@ def test_a_bench_that_fails_costs_the_others_nothing(folder: Path) -> None:
     assert record["machine"]["device"].startswith(("cpu", "cuda"))
 
 
-def test_a_bench_that_hangs_is_ended_with_all_that_it_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Bench, "timeout_s", 10.0)  # for two starts of Python, on a machine that has other work
+def test_hanging_bench_is_killed_with_its_children(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Bench, "timeout_s", 10.0)  # enough for two starts of Python on a busy machine
     monkeypatch.setattr(run, "_GRACE_S", 1.0)
     record = run.run([Bench("hangs", "hangs", "", 5)], folder, quick=True, package="fakes")
     assert record["benches"][0]["status"] == "timed out"
@@ -94,15 +94,15 @@ def test_a_bench_that_hangs_is_ended_with_all_that_it_started(folder: Path, monk
     assert not child.exists() or "State:\tZ" in (child / "status").read_text()
 
 
-def test_a_run_needs_a_name_of_its_own(tmp_path: Path) -> None:
+def test_run_name_must_be_unused(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     command = [sys.executable, "-m", "bench.run", "--quick", "--folder", str(tmp_path), "--name", "mine"]
     result = subprocess.run(command, cwd=ROOT, env=ranks.environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 2 and "mine is in" in result.stderr
 
 
-def test_only_a_full_run_goes_on_the_page(tmp_path: Path) -> None:
-    # So little of a record that no page could be made of it, should one be tried.
+def test_only_full_runs_are_published(tmp_path: Path) -> None:
+    # An incomplete record, so that an attempt to render the page would fail.
     (tmp_path / page.RECORD).write_text(json.dumps({"run": "it", "quick": True, "benches": []}))
     command = [sys.executable, "-m", "bench.page", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, env=ranks.environment(), capture_output=True, text=True, check=False)
@@ -111,8 +111,8 @@ def test_only_a_full_run_goes_on_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_a_quick_run(tmp_path: Path) -> None:
-    """All benches for real, at small sizes; the checkout stays as it is."""
+def test_quick_run_completes(tmp_path: Path) -> None:
+    """Run all benches at small sizes; the checkout must not change."""
     before = (ROOT / "README.md").read_text()
     command = [sys.executable, "-m", "bench.run", "--quick", "--folder", str(tmp_path), "--name", "it"]
     environment = ranks.environment() | {"OMP_NUM_THREADS": "1"}

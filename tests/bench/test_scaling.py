@@ -1,4 +1,4 @@
-"""Scaling on paper is what the simulator says, only faster."""
+"""Tests of the scaling prediction: same lengths as the simulator, and the page's chart."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SETTING = Setting(forward_ms=10.0, backward_ms=12.0, wgrad_ms=8.0, comm_ms=0.5, 
 
 
 @given(st.sampled_from(CHOICES), st.integers(1, 6), st.integers(1, 15), st.randoms())
-def test_the_same_lengths_as_the_simulator(name: str, p: int, m: int, rng: random.Random) -> None:
+def test_lengths_equal_the_simulators(name: str, p: int, m: int, rng: random.Random) -> None:
     schedule = build(name, num_ranks=p, num_microbatches=m)
     figures = (tuple(rng.uniform(0.1, 20.0) for _ in range(schedule.num_stages)) for _ in range(3))
     links = {(a, b): rng.uniform(0.0, 9.0) for a in range(p) for b in range(p) if rng.random() < 0.2}
@@ -33,14 +33,14 @@ def test_the_same_lengths_as_the_simulator(name: str, p: int, m: int, rng: rando
     assert fast == pytest.approx({"makespan": timeline.makespan_ms, "span": timeline.span_ms}, rel=1e-12)
 
 
-def test_fused_and_split_backwards_together_are_refused() -> None:
+def test_mixed_fused_and_split_backwards_are_rejected() -> None:
     schedule = build("dualpipe-v", num_ranks=2, num_microbatches=8)
     with pytest.raises(ValueError, match="dualpipe-v has both"):
         lengths_ms(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1))
 
 
 @pytest.mark.parametrize("p", [2, 8, 32])
-def test_1f1b_without_transfers_is_the_papers_formula(p: int) -> None:
+def test_1f1b_without_transfers_equals_the_papers_formula(p: int) -> None:
     m, work = 64, 30.0
     point = predict(Setting(10.0, 12.0, 8.0, 0.0, 1000), "1f1b", (p, m))
     for metric in ("makespan", "span"):
@@ -50,7 +50,7 @@ def test_1f1b_without_transfers_is_the_papers_formula(p: int) -> None:
 
 
 @pytest.mark.parametrize("name", DRAWN)
-def test_more_microbatches_and_post_validation_never_cost_throughput(name: str) -> None:
+def test_more_microbatches_and_post_validation_never_lower_throughput(name: str) -> None:
     few, many = (predict(SETTING, name, (4, m)) for m in (16, 64))
     for metric in ("makespan", "span"):
         assert few.tokens_s[metric] < many.tokens_s[metric] < SETTING.ideal_tokens_s
@@ -74,13 +74,13 @@ def test_measured_times_and_links_replace_the_estimates(tmp_path: Path) -> None:
     message_bytes = 2 * 1024 * 6 * 2304
     assert estimated["comm_ms"] == pytest.approx(0.1 + message_bytes / 50e6)
     assert estimated["tokens"] == 6 * 1024
-    # 8 ranks by the configuration: the file's figures are for their halves.
+    # The configuration has 8 ranks, so lists in the file have 8 figures, of which the setting takes the median.
     costs.write_text(json.dumps({"forward_ms": [1, 3] * 4, "backward_ms": 4, "wgrad_ms": 5}))
     given_ = scale(tmp_path, *flags, "--costs", str(costs))[0]["setting"]
     assert [given_[f"{name}_ms"] for name in ("forward", "backward", "wgrad")] == [2, 4, 5]
 
 
-def test_the_published_times_are_those_of_the_table() -> None:
+def test_published_times_equal_the_table() -> None:
     with (ROOT / "configs/published/zero_bubble_table5.csv").open() as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     published = next(row for row in rows if (row["model"], row["m"]) == ("28.3B", "256"))
@@ -89,14 +89,14 @@ def test_the_published_times_are_those_of_the_table() -> None:
     assert content == {name: float(published[key]) for name, key in keys.items()}
 
 
-def test_a_costs_file_that_cannot_be_read_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_costs_file_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.scaling", "--costs", str(tmp_path / "none.json")]
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("scaling.py: cannot read the costs file") and result.stderr.count("\n") == 1
 
 
-def test_the_chart_has_a_line_for_every_schedule_in_every_panel(tmp_path: Path) -> None:
+def test_chart_has_one_line_per_schedule_and_panel(tmp_path: Path) -> None:
     content, text = scale(tmp_path)
     root = ElementTree.fromstring(text)
     lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
@@ -105,7 +105,7 @@ def test_the_chart_has_a_line_for_every_schedule_in_every_panel(tmp_path: Path) 
     assert "zb-h2, keeps (2p-1)M" in text
 
 
-def test_higher_is_more_and_right_is_more_ranks() -> None:
+def test_chart_axes_point_up_and_right() -> None:
     text = draw("title", [Panel("<panel>", (Line("a", ((2, 0.95), (8, 0.71))),))], {"a": "a & b"})
     corners = ElementTree.fromstring(text).find(".//{http://www.w3.org/2000/svg}polyline").get("points").split()
     (x0, y0), (x1, y1) = (map(float, corner.split(",")) for corner in corners)

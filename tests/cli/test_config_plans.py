@@ -1,4 +1,4 @@
-"""What we expect of the configurations that we ship is stored beside them, with the command that prints it."""
+"""The plans stored for the shipped configurations must equal the output of the commands stored with them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ ROOT = Path(__file__).parents[2]
 PLANS = sorted((ROOT / "configs/plans").glob("*.txt"))
 
 
-def test_every_configuration_has_its_plan() -> None:
+def test_every_configuration_has_a_stored_plan() -> None:
     configs = {path.stem for path in (ROOT / "configs").glob("*.yaml")} - {"gpt_tiny"}
     assert {path.stem for path in PLANS} == configs
 
 
-@pytest.mark.skipif(compiled() is None, reason="without its C++ part the search is on a smaller budget")
+@pytest.mark.skipif(compiled() is None, reason="without compiled loops the search has a smaller budget")
 @pytest.mark.parametrize("file", PLANS, ids=lambda path: path.stem)
-def test_a_stored_plan_is_what_its_command_prints(
+def test_stored_plan_equals_its_commands_output(
     file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``UPDATE_GOLDEN=1`` writes it anew."""
+    """``UPDATE_GOLDEN=1`` rewrites the stored plan."""
     monkeypatch.chdir(ROOT)
     first, stored = file.read_text().split("\n", 1)
     prompt, command, *arguments = first.split()

@@ -1,4 +1,4 @@
-"""The dry run: what it says of a job, and that it refuses what the run refuses, in the run's words."""
+"""Tests of the dry run: its report on a job, and the same errors as the run's."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def refusal(capsys: Capture, own: list[str], job: list[str]) -> str:
 
 
 def rows(out: str) -> list[list[str]]:
-    """The table of pipeline ranks."""
+    """Parse the table of pipeline ranks."""
     _, table = out.split("pipeline rank", 1)
     return [re.split(r"  +", line.strip()) for line in table.split("\n\n")[0].splitlines()[1:]]
 
 
-def test_who_is_where_with_what(capsys: Capture) -> None:
-    """Table, plan and memory of a real job agree with what planner and estimate say of it."""
+def test_report_agrees_with_planner_and_estimate(capsys: Capture) -> None:
+    """Table, plan and memory of a real job agree with ``zero-bubble plan`` and the estimate."""
     config = str(CONFIGS / "gpt_6.2b.yaml")
     out = run(capsys, ["--nodes", "2", "--gpu", "h100"], ["--config", config, *"--mock-data --vocab-size 1000".split(),
               *"--tokenizer-type NullTokenizer --zero-bubble-schedule zb-h1".split()])  # fmt: skip
@@ -60,32 +60,32 @@ def test_who_is_where_with_what(capsys: Capture) -> None:
         ["1", "2-3", "0", "1: 4"],
         ["7", "14-15", "1", "7: 3+loss"],
     ]
-    # The same model at the same costs: 3 4 4 4 4 4 4 3 layers, 12 microbatches on each of two replicas.
+    # The same model with the same costs: 3 4 4 4 4 4 4 3 layers, 12 microbatches on each of two replicas.
     plan = ["plan", "--schedule", "zb-h1", "--config", config, "--gpu", "h100", "--num-microbatches", "12"]
     assert main(plan) == 0
     by_plan = capsys.readouterr().out
     kept = re.search(r"GiB by rank, activations: (.*)", by_plan)
     assert kept is not None
-    # The loss on the last rank follows the vocabulary, of which the plan assumes another.
+    # The last rank differs: its loss depends on the vocabulary, for which the plan assumes another size.
     assert [row[4] for row in table[1:7]] == [f"{float(gib):.1f}" for gib in kept[1].split()[1:7]]
     assert "zb-h1: 8 ranks, 12 microbatches" in out
     assert "Proved free of deadlock for 12 microbatches" in out
 
 
-def test_a_v_has_both_ends_on_its_first_rank(capsys: Capture) -> None:
+def test_first_rank_of_a_v_has_both_ends_of_the_model(capsys: Capture) -> None:
     out = run(capsys, FOUR, [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-v"])
     assert [row[3] for row in rows(out)] == ["0: embedding+1, 7: 1+loss", "1: 1, 6: 1", "2: 1, 5: 1", "3: 1, 4: 1"]
 
 
-def test_without_a_schedule_the_plan_is_megatrons(capsys: Capture) -> None:
+def test_without_a_schedule_megatrons_own_is_planned(capsys: Capture) -> None:
     assert "1f1b: 4 ranks, 16 microbatches" in run(capsys, FOUR, [*JOB, *PIPELINE])
     looped = run(capsys, FOUR, [*JOB, *PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2"])
-    assert "interleaved-1f1b: 4 ranks" in looped and "Megatron's own schedule: it makes no proofs" in looped
+    assert "interleaved-1f1b: 4 ranks" in looped and "Megatron's built-in schedule, which is not proved" in looped
     one = run(capsys, FOUR, JOB)
     assert rows(one)[0][:4] == ["0", "0-3", "0", "0: embedding+8+loss"]
 
 
-def test_zb_auto_is_planned_for_the_estimate(capsys: Capture) -> None:
+def test_zb_auto_is_planned_with_estimated_costs(capsys: Capture) -> None:
     out = run(capsys, FOUR, [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-placement", "vee"])
     assert "zb-auto: 4 ranks, 16 microbatches" in out
 
@@ -103,13 +103,13 @@ def test_zb_auto_is_planned_for_the_estimate(capsys: Capture) -> None:
         "--data-path nowhere",
     ],
 )
-def test_what_the_run_refuses_is_refused_in_its_words(capsys: Capture, wrong: str) -> None:
+def test_invalid_jobs_get_the_runs_error(capsys: Capture, wrong: str) -> None:
     with pytest.raises(UserError) as caught:
         check(parse([*JOB, *wrong.split()]), 4)
     assert refusal(capsys, FOUR, [*JOB, *wrong.split()]) == f"zero-bubble dry-run: {caught.value}\n"
 
 
-def test_the_proof_knows_the_hardware_queues(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proof_respects_the_number_of_hardware_queues(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "breadth-first"]
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     run(capsys, FOUR, job)
@@ -117,10 +117,10 @@ def test_the_proof_knows_the_hardware_queues(capsys: Capture, monkeypatch: pytes
     assert "set it to 8, or choose another schedule" in refusal(capsys, FOUR, job)
     run(capsys, FOUR, [*job, "--zero-bubble-device", "cpu"])
     h1 = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-post-validation"]
-    assert "for 16 microbatches, with one hardware queue a GPU." in run(capsys, FOUR, h1)
+    assert "for 16 microbatches, with one hardware queue per GPU." in run(capsys, FOUR, h1)
 
 
-def test_a_schedule_file_of_another_size(capsys: Capture, tmp_path: Path) -> None:
+def test_schedule_file_of_another_size_is_rejected(capsys: Capture, tmp_path: Path) -> None:
     schedule = build("zb-h1", num_ranks=4, num_microbatches=8)
     file = tmp_path / "plan.json"
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(Placement.linear(4), 1, 1, 1)), None))
@@ -129,30 +129,30 @@ def test_a_schedule_file_of_another_size(capsys: Capture, tmp_path: Path) -> Non
     assert "zb-h1: 4 ranks, 8 microbatches" in run(capsys, FOUR, [*job, "--global-batch-size", "16"])
 
 
-def test_every_batch_of_a_ramp_up_is_proved(capsys: Capture) -> None:
+def test_every_batch_size_of_a_ramp_up_is_proved(capsys: Capture) -> None:
     job = [*JOB, *PIPELINE, *"--rampup-batch-size 8 8 100 --zero-bubble-schedule zb-h1".split()]
     assert "Proved free of deadlock for 4 to 16 microbatches" in run(capsys, FOUR, job)
 
 
-def test_memory_is_held_against_the_gpus(capsys: Capture) -> None:
+def test_memory_is_compared_with_the_gpus(capsys: Capture) -> None:
     config = str(CONFIGS / "gpt_6.2b.yaml")
     job = ["--config", config, "--mock-data", "--zero-bubble-schedule", "zb-h1"]
     own = ["--gpu-memory", "40GiB"]
     together = [float(row[6]) for row in rows(run(capsys, own, job))]
     assert max(together) < 40
     distributed = rows(run(capsys, ["--nodes", "2", *own], [*job, "--use-distributed-optimizer"]))
-    # 2 + 4 bytes a parameter and 12 on two replicas, instead of 18.
+    # 2 + 4 bytes per parameter and 12 divided by two replicas, instead of 18.
     assert [float(row[5]) for row in distributed] == pytest.approx(
         [float(row[5]) * 12 / 18 for row in rows(run(capsys, own, job))], abs=0.1
     )
     error = refusal(capsys, ["--gpu-memory", "20GiB"], job)
     fullest = together.index(max(together))
     assert f"got {max(together):.3g} GiB on pipeline rank {fullest} (" in error
-    assert "use a schedule that keeps less" in error
-    assert "--gpu-memory is in bytes, as 80GiB" in refusal(capsys, ["--gpu-memory", "1p"], job)
+    assert "use a schedule with less memory" in error
+    assert "--gpu-memory needs a size in bytes, such as 80GiB" in refusal(capsys, ["--gpu-memory", "1p"], job)
 
 
-def test_measured_costs_replace_the_estimate(capsys: Capture, tmp_path: Path) -> None:
+def test_costs_file_replaces_the_estimate(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     placement = Placement.linear(4)
     memory = PassMemory.uniform(placement, 2.0**30, 2.0**29)
@@ -161,21 +161,21 @@ def test_measured_costs_replace_the_estimate(capsys: Capture, tmp_path: Path) ->
     job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1"]
     own = ["--costs", str(file)]
     out = run(capsys, [*FOUR, *own], job)
-    assert f"Costs of {file}." in out and "estimated" not in out
+    assert f"Costs are from {file}." in out and "estimated" not in out
     assert rows(out)[0][4] == "4.0"
     makespan = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
     assert f"zb-h1: 4 ranks, 16 microbatches, {makespan:,.1f} ms" in out
     experts = [*job, "--num-experts", "4"]
-    assert "Passes of one length are assumed" in run(capsys, FOUR, experts)
+    assert "All passes are assumed to take equal time" in run(capsys, FOUR, experts)
     assert rows(run(capsys, [*FOUR, *own], experts))[0][4:] == ["4.0"]
-    assert "those of experts are not estimated" in refusal(capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], experts)
+    assert "which is not estimated for experts" in refusal(capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], experts)
     file.write_text(costs_to_json(costs))
     counted = run(capsys, [*FOUR, *own], job)
     assert "microbatches of activations\n" in counted
     assert [row[4:] for row in rows(counted)] == [["4"], ["4"], ["4"], ["4"]]
 
 
-def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:
+def test_flags_of_megatron_lm_jobs_are_accepted(capsys: Capture) -> None:
     job = "--num-layers 16 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
     job += (
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model=x --use-mcore-models --context-parallel-size 2".split()
@@ -184,11 +184,11 @@ def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:
     own = ["--nodes", "4", *FOUR, "--megatron-lm"]
     out = run(capsys, own, [*job, "--zero-bubble-schedule", "zb-h1"])
     assert out.startswith("4 nodes x 4 processes = 16 ranks: tensor 1 x context 2 x data 2 x pipeline 4\n")
-    assert "not checked here, but by Megatron-LM: --tokenizer-model --use-mcore-models\n" in out
+    assert "Not checked here, only by Megatron-LM: --tokenizer-model --use-mcore-models\n" in out
     looped = run(capsys, own, [*job, "--num-layers-per-virtual-pipeline-stage", "2"])
     assert rows(looped)[0][3] == "0: embedding+2, 4: 2"
     assert "invalid choice: 'tpu'" in refusal(capsys, own, [*job, "--zero-bubble-device", "tpu"])
-    assert "--zero-bubble-trace x measures a zero-bubble schedule, got none" in refusal(
+    assert "--zero-bubble-trace x needs a zero-bubble schedule to measure, got none" in refusal(
         capsys, own, [*job, "--zero-bubble-trace", "x"]
     )
     few = ["--nodes", "3", *FOUR, "--megatron-lm"]
@@ -198,24 +198,24 @@ def test_a_job_of_megatron_lm_keeps_its_own_flags(capsys: Capture) -> None:
     assert "unrecognized arguments: --foo" in refusal(capsys, ours, [*JOB, "--foo"])
 
 
-def test_the_command_of_every_node(capsys: Capture) -> None:
+def test_launch_command_is_printed_per_node(capsys: Capture) -> None:
     own = ["--nodes", "2", "--gpus-per-node", "2", "--launch-command", "run --node-rank @node@ it"]
     out = run(capsys, own, [*JOB, *PIPELINE])
     assert out.endswith("\nnode 0: run --node-rank 0 it\nnode 1: run --node-rank 1 it\n")
     assert "--nodes must be 1 or more; got 0" in refusal(capsys, ["--nodes", "0"], JOB)
 
 
-def test_the_estimate_counts_every_stages_own_layers(capsys: Capture) -> None:
-    """10 layers on 4 ranks are 2 3 3 2, and so is the memory."""
+def test_estimate_counts_the_layers_of_each_stage(capsys: Capture) -> None:
+    """10 layers on 4 ranks are placed as 2 3 3 2, and memory is proportional."""
     job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1", "--num-layers", "10", "--hidden-size", "8192"]
     out = run(capsys, FOUR, job)
     assert [row[3] for row in rows(out)] == ["0: embedding+2", "1: 3", "2: 3", "3: 2+loss"]
-    # 12 h^2 parameters a layer at 16 bytes (float32 and Adam); the vocabulary of bytes is small.
+    # A layer has 12 h^2 parameters at 16 bytes (float32 and Adam); the vocabulary of bytes is small.
     layer = 12 * 8192**2 * 16 / 2**30
     assert [float(row[5]) for row in rows(out)] == pytest.approx([2 * layer, 3 * layer, 3 * layer, 2 * layer], abs=0.1)
 
 
-def test_no_torch_is_loaded() -> None:
+def test_dry_run_does_not_load_torch() -> None:
     code = "import sys; from megatron.zero_bubble.__main__ import main; code = main(sys.argv[1:]); "
     code += "print('loaded', [name for name in ('torch', 'numpy') if name in sys.modules]); sys.exit(code)"
     job = ["dry-run", *FOUR, "--", *JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1"]

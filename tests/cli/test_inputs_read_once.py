@@ -1,4 +1,4 @@
-"""A file that a command is given is read once, so that a costs file may be a pipe: ``plan --costs <(...)``."""
+"""Commands read each input file once, so that it can be a pipe: ``plan --costs <(...)``."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ JOB = """-- --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length
     --lr 1e-3 --mock-data --global-batch-size 4 --pipeline-model-parallel-size 2"""
 
 
-pytestmark = pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="no files for file descriptors")
+pytestmark = pytest.mark.skipif(not Path("/dev/fd").is_dir(), reason="requires /dev/fd")
 
 
 def run(arguments: str, content: str) -> int:
-    """The exit code of a command in which a pipe with ``content`` takes the place of ``FILE``."""
+    """Run a command with ``FILE`` replaced by a pipe that contains ``content``; return the exit code."""
     reader, writer = os.pipe()
     os.write(writer, content.encode())
     os.close(writer)
@@ -44,12 +44,12 @@ def run(arguments: str, content: str) -> int:
         os.close(reader)
 
 
-def test_a_schedule_file_of_a_dry_run(
+def test_dry_run_reads_the_schedule_file_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, log = tmp_path / "plan.json", tmp_path / "reads"
     file.write_text(SCHEDULE_FILE)
-    monkeypatch.setattr(Path, "read_text", Path.read_text)  # back to itself at the end
+    monkeypatch.setattr(Path, "read_text", Path.read_text)  # log_reads replaces it; this restores it at the end
     log_reads(file, log, "read")
     code = main(f"dry-run {LAYOUT} {JOB} --zero-bubble-schedule-file {file}".split())
     assert code == 0, capsys.readouterr().err
@@ -69,5 +69,5 @@ def test_a_schedule_file_of_a_dry_run(
         ("trace FILE", TRACE_FILE),
     ],
 )
-def test_a_file_may_be_a_pipe(arguments: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_input_file_can_be_a_pipe(arguments: str, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(arguments, content) == 0, capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The launch scripts: the command of every node, with SLURM's commands and the interpreter played by short scripts."""
+"""Tests of the launch scripts' commands per node, with stubs for SLURM's commands and the Python interpreter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = (
 )
 JOB = f"{SHAPES} --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --mock-data --zero-bubble-device cpu".split()
 
-# Prints how torchrun was called, and is Python otherwise.
+# Prints the arguments of torchrun; runs everything else with Python.
 PYTHON = f"""#!/usr/bin/env bash
 if [[ "$2" == torch.distributed.run ]]; then
     printf '%s\\n' "$CUDA_DEVICE_MAX_CONNECTIONS $NCCL_DEBUG" "$@"
@@ -28,7 +28,7 @@ else
     exec {shlex.quote(sys.executable)} "$@"
 fi
 """
-# What SLURM would do with its options, less the options.
+# Runs the command once per node, as SLURM does, and ignores the options.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "srun $*" >&2
 while [[ "$1" == --* ]]; do
@@ -43,14 +43,14 @@ wait -n && wait -n
 SBATCH = """#!/usr/bin/env bash
 printf '%s\\n' "ROOT=$ZB_ROOT" "$@"
 """
-# More names than a pipe holds: a reader of the first one alone would have it killed for writing on.
+# More names than a pipe's buffer holds: if the script read only the first name, scontrol would be killed by SIGPIPE.
 SCONTROL = """#!/usr/bin/env bash
 [[ "$*" == "show hostnames there-[1-2]" ]] && printf '%s\\n' 127.0.0.1 there-{2..20000}
 """
 
 
 def launch(script: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Without what the shell of this test has set."""
+    """Run a script without the launch variables of this process's environment."""
     ours = (
         "NNODES",
         "NODE_RANK",
@@ -76,7 +76,7 @@ def launch(script: str, *arguments: str, **environment: str) -> subprocess.Compl
 
 @pytest.fixture
 def stubs(tmp_path: Path) -> Path:
-    """A folder with a Python that prints how torchrun is called, and with SLURM's commands."""
+    """A folder with stubs for Python and SLURM's commands."""
     for name, text in (("python", PYTHON), ("srun", SRUN), ("sbatch", SBATCH), ("scontrol", SCONTROL)):
         file = tmp_path / name
         file.write_text(text)
@@ -88,7 +88,7 @@ def path_with(stubs: Path) -> str:
     return f"{stubs}:{os.environ['PATH']}"
 
 
-def test_the_dry_run_prints_the_command_that_a_node_would_run(stubs: Path) -> None:
+def test_dry_run_prints_the_command_of_each_node(stubs: Path) -> None:
     python = {"PYTHON": str(stubs / "python")}
     nodes = {"NNODES": "2", "NPROC": "2", "MASTER_ADDR": "node-a", "MASTER_PORT": "1234", **python}
     odd = ["--save", "a folder/of $HOME"]
@@ -103,14 +103,14 @@ def test_the_dry_run_prints_the_command_that_a_node_would_run(stubs: Path) -> No
         "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr node-a".split()
     )
     assert called[10:] == ["--master-port", "1234", str(ROOT / "scripts/pretrain_gpt.py"), *JOB, *odd]
-    # The very same through a shell.
+    # The printed command gives the same result when run by a shell.
     again = subprocess.run(
         ["bash", "-c", printed[0].removeprefix("node 1: ")], capture_output=True, text=True, check=True
     )
     assert again.stdout == real.stdout
 
 
-def test_what_is_set_stays_as_it_is(stubs: Path) -> None:
+def test_environment_variables_override_defaults(stubs: Path) -> None:
     python = {"PYTHON": str(stubs / "python"), "NCCL_SOCKET_IFNAME": "ib0"}
     real = launch("launch_torchrun.sh", *JOB, NPROC="2", CUDA_DEVICE_MAX_CONNECTIONS="8", NCCL_DEBUG="INFO", **python)
     assert real.stdout.splitlines()[0] == "8 INFO"
@@ -122,8 +122,8 @@ def test_what_is_set_stays_as_it_is(stubs: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["launch_torchrun.sh", "launch_slurm.sh"])
-def test_a_bad_layout_is_refused_before_anything_starts(script: str) -> None:
-    """Nodes of three processes and a pipeline of two."""
+def test_invalid_layout_is_rejected_before_the_start(script: str) -> None:
+    """Nodes have three processes, pipelines two ranks."""
     done = launch(script, *JOB, "--dry-run", NNODES="3", GPUS_PER_NODE="3")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
@@ -132,7 +132,7 @@ def test_a_bad_layout_is_refused_before_anything_starts(script: str) -> None:
     )
 
 
-def test_options_of_the_dry_run_reach_it() -> None:
+def test_dry_run_options_are_passed_on() -> None:
     done = launch("launch_torchrun.sh", *JOB, "--gpu-memory", "1KiB", "--dry-run", "--gpu", "h200", NPROC="2")
     assert done.returncode == 2
     assert "every rank must fit --gpu-memory 1KiB" in done.stderr
@@ -156,14 +156,16 @@ def test_options_of_the_dry_run_reach_it() -> None:
         ({"NPROC": "2", "PYTHON": "no-python"}, "", "there is no 'no-python'; name it in PYTHON"),
     ],
 )
-def test_what_is_missing_is_one_sentence(environment: dict[str, str], arguments: str, sentence: str) -> None:
+def test_invalid_settings_are_rejected_in_one_sentence(
+    environment: dict[str, str], arguments: str, sentence: str
+) -> None:
     done = launch("launch_torchrun.sh", *arguments.split(), **environment)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("launch_torchrun.sh: ") and sentence in done.stderr
     assert done.stderr.count("\n") == 1
 
 
-def test_a_checkout_of_megatron_lm_is_launched_through_us(stubs: Path) -> None:
+def test_megatron_lm_checkout_is_run_with_our_launcher(stubs: Path) -> None:
     checkout = stubs / "Megatron-LM"
     checkout.mkdir()
     (checkout / "pretrain_gpt.py").touch()
@@ -173,17 +175,17 @@ def test_a_checkout_of_megatron_lm_is_launched_through_us(stubs: Path) -> None:
     start = ["-m", "megatron.zero_bubble.launch", str(checkout / "pretrain_gpt.py")]
     assert real.stdout.splitlines()[-len(flags) - 3 :] == [*start, *flags]
     dry = launch("launch_torchrun.sh", "--dry-run", *flags, **job)
-    assert "not checked here, but by Megatron-LM: --use-mcore-models\n" in dry.stdout
+    assert "Not checked here, only by Megatron-LM: --use-mcore-models\n" in dry.stdout
     assert " ".join(start) in dry.stdout.splitlines()[-1]
 
 
-def test_slurm_outside_an_allocation_submits_itself(stubs: Path) -> None:
+def test_slurm_script_submits_itself_outside_an_allocation(stubs: Path) -> None:
     done = launch("launch_slurm.sh", *JOB, NNODES="4", GPUS_PER_NODE="8", PATH=path_with(stubs))
     script = str(ROOT / "scripts/launch_slurm.sh")
     assert done.stdout.splitlines() == [f"ROOT={ROOT}", *"--nodes 4 --gpus-per-node 8".split(), script, *JOB]
 
 
-def test_slurm_tells_every_node_who_it_is(stubs: Path) -> None:
+def test_slurm_script_passes_node_rank_and_master_address(stubs: Path) -> None:
     allocation = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "there-[1-2]"}
     gpus = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "PYTHON": str(stubs / "python")}
     spool = stubs / "spool"  # sbatch runs a copy of the script
@@ -204,8 +206,8 @@ def test_slurm_tells_every_node_who_it_is(stubs: Path) -> None:
     assert "NNODES must be the nodes of the allocation, 2, got 3" in wrong.stderr
 
 
-def test_two_nodes_train_under_slurm(stubs: Path, tmp_path: Path) -> None:
-    """Two torchruns on this machine, each of one process, find each other and train."""
+def test_two_nodes_train_with_the_slurm_script(stubs: Path, tmp_path: Path) -> None:
+    """Two torchruns on this machine, with one process each, connect and train."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""What ``plan`` adds under a memory limit, and the table of ``compare``."""
+"""Tests of ``plan`` with a memory limit, and of the table of ``compare``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run_json(capsys: Capture, *arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_a_plan_under_a_limit_carries_its_certificate(capsys: Capture, objective: str) -> None:
+def test_plan_with_a_limit_reports_bound_and_gap(capsys: Capture, objective: str) -> None:
     arguments = ["plan", "--schedule", "zb-h1", *SIZES, *TIMES, "--memory-limit", "1p", "--objective", objective]
     plan = run_json(capsys, *arguments)
     placement = Placement.linear(4)
@@ -44,24 +44,24 @@ def test_a_plan_under_a_limit_carries_its_certificate(capsys: Capture, objective
     assert plan["lower_bound_ms"] == bound.value_ms
     assert plan["gap"] == pytest.approx(1 - bound.value_ms / plan[f"{objective}_ms"], abs=1e-9)
     text = run(capsys, *arguments)
-    assert "memory limit 4 microbatches: kept, at most 4 microbatches on a rank" in text
+    assert "memory limit 4 microbatches: met, peak 4 microbatches per rank" in text
     assert f"lower bound {bound.value_ms:.3f} ms {objective}" in text
-    assert f"gap {plan['gap']:.2%}: no other schedule is shorter by more" in text
+    assert f"gap {plan['gap']:.2%}: no schedule with this placement and limit saves more" in text
     assert "planned in 0.0" in text
 
 
-def test_a_limit_that_is_not_kept_is_said_and_claims_no_gap(capsys: Capture) -> None:
+def test_exceeded_limit_is_reported_without_a_gap(capsys: Capture) -> None:
     out = run(capsys, "plan", "--schedule", "zb-h2", *SIZES, *TIMES, "--memory-limit", "1p")
-    assert "memory limit 4 microbatches: EXCEEDED by zb-h2, at most 7 microbatches on a rank" in out
+    assert "memory limit 4 microbatches: EXCEEDED by zb-h2, peak 7 microbatches per rank" in out
     assert "gap" not in out
 
 
-def test_without_a_limit_there_is_no_certificate(capsys: Capture) -> None:
+def test_plan_without_a_limit_has_no_bound(capsys: Capture) -> None:
     assert "lower_bound_ms" not in run_json(capsys, "plan", "--schedule", "zb-h2", *SIZES, *TIMES)
 
 
 @pytest.mark.parametrize("placement", ["linear", "vee"])
-def test_zb_auto_plans_within_the_limit(capsys: Capture, placement: str) -> None:
+def test_zb_auto_respects_the_memory_limit(capsys: Capture, placement: str) -> None:
     arguments = ["plan", "--schedule", "zb-auto", *SIZES, *TIMES, "--placement", placement]
     plan = run_json(capsys, *arguments, "--memory-limit", "0.75p")
     validate(schedule_from_json(json.dumps(plan)))
@@ -73,8 +73,8 @@ def test_zb_auto_plans_within_the_limit(capsys: Capture, placement: str) -> None
     assert run_json(capsys, *arguments)["memory_limit"] == 4.0
 
 
-def test_zb_auto_takes_every_stages_own_costs(capsys: Capture, tmp_path: Path) -> None:
-    """A file for eight stages of a V serves both placements; memory in bytes, so the limit may be as well."""
+def test_zb_auto_uses_costs_per_stage(capsys: Capture, tmp_path: Path) -> None:
+    """A costs file for eight stages of a V fits both placements; its memory and the limit are in bytes."""
     placement = Placement.vee(4)
     costs = PassCosts((3.0, *(1.0,) * 6, 5.0), (1.0,) * 8, (0.5,) * 8, 0.25, {(0, 1): 2.0})
     memory = PassMemory((2.0**30,) * 8, (2.0**29,) * 8)
@@ -89,10 +89,10 @@ def test_zb_auto_takes_every_stages_own_costs(capsys: Capture, tmp_path: Path) -
     linear = run_json(capsys, *arguments, "--placement", "linear")
     work = 8 * (1.0 + 5.0 + 2 * 1.0 + 2 * 0.5)
     assert linear["span_ms"] * (1 - linear["bubble_rate_span"]) == pytest.approx(work)
-    assert "6 GiB: kept" in run(capsys, *arguments)
+    assert "6 GiB: met" in run(capsys, *arguments)
 
 
-def test_compare_has_every_schedule_with_what_fits_first(capsys: Capture) -> None:
+def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2")
     rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
     looped_names = {"interleaved-1f1b x2", "breadth-first x2"}
@@ -120,14 +120,14 @@ def test_compare_has_every_schedule_with_what_fits_first(capsys: Capture) -> Non
         assert ms <= rows["zb-auto", placement]["span_ms"] * (1 + 1e-9)
 
 
-def test_compare_by_makespan(capsys: Capture) -> None:
+def test_compare_sorts_by_makespan(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--objective", "makespan", "--placement", "linear")
     order = [(not row["within_limit"], row["makespan_ms"]) for row in table["rows"]]
     assert order == sorted(order)
     assert [row["placement"] for row in table["rows"] if row["schedule"] == "zb-auto"] == ["linear"]
 
 
-def test_compare_says_what_is_missing_and_why(capsys: Capture) -> None:
+def test_compare_reports_omitted_schedules_with_reasons(capsys: Capture) -> None:
     out = run(capsys, "compare", *SIZES, *TIMES)
     assert "no linear schedule within the limit has a span below" in out
     tight = run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", "0.2p")
@@ -138,7 +138,7 @@ def test_compare_says_what_is_missing_and_why(capsys: Capture) -> None:
     )
 
 
-def test_compare_as_text_lines_up(capsys: Capture) -> None:
+def test_text_table_columns_are_aligned(capsys: Capture) -> None:
     lines = run(capsys, "compare", *SIZES, *TIMES, "--activation-memory", "2e9").splitlines()
     assert lines[0].startswith("4 ranks, 8 microbatches, memory limit 4 microbatches, 7.451 GiB; shortest span first")
     h1 = next(line for line in lines if line.startswith("zb-h1"))
@@ -146,45 +146,45 @@ def test_compare_as_text_lines_up(capsys: Capture) -> None:
         assert lines[1].index(label) + len(label) == h1.index(end) + len(end)
 
 
-def test_an_estimate_says_that_it_is_one(capsys: Capture) -> None:
+def test_estimated_plan_states_its_assumptions(capsys: Capture) -> None:
     out = run(capsys, "plan", "--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"), "--gpu", "h100")
     assert out.startswith("Estimated from the shapes in ")
     assert "h100: 989 TFLOPS at 65% in matrix products" in out
-    assert "Attention by flash kernels, recompute none" in out
+    assert "Attention uses flash kernels, recompute none" in out
     assert "vocabulary of 50,304 is assumed" in out
     assert "zb-h1: 8 ranks, 24 microbatches" in out
     unfused = ["--no-flash-attention", "--num-microbatches", "40", "--memory-limit", "60GiB"]
     out = run(capsys, "plan", "--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"), *unfused)
     assert "a100: 312 TFLOPS" in out
-    assert "Attention keeps its scores" in out
+    assert "Attention stores its scores" in out
     assert "zb-h1: 8 ranks, 40 microbatches" in out
-    assert "60 GiB: kept" in out
+    assert "60 GiB: met" in out
 
 
 @pytest.mark.parametrize(("name", "p"), [("1.5b", 8), ("6.2b", 8), ("14.6b", 16), ("28.3b", 32)])
-def test_every_published_model_can_be_compared(capsys: Capture, name: str, p: int) -> None:
+def test_compare_runs_for_every_published_model(capsys: Capture, name: str, p: int) -> None:
     table = run_json(capsys, "compare", "--config", str(CONFIGS / f"gpt_{name}.yaml"), "--max-chunks", "2")
     assert table["num_ranks"] == p
     assert all(row["message_bytes"] > 0 and row["peak_memory"] > 2**30 for row in table["rows"])
 
 
-def test_layers_that_do_not_divide(capsys: Capture) -> None:
+def test_indivisible_layers_are_rejected(capsys: Capture) -> None:
     config = str(CONFIGS / "gpt_14.6b.yaml")
     assert main(["plan", "--schedule", "zb-h1", "--config", config, "--num-ranks", "12"]) == 2
-    assert "leaves 42 to 10 ranks; set decoder-first-pipeline-num-layers" in capsys.readouterr().err
+    assert "leaves 42 layers to 10 ranks; set decoder-first-pipeline-num-layers" in capsys.readouterr().err
 
 
-def test_passes_that_take_no_time_are_drawn(capsys: Capture) -> None:
+def test_passes_of_zero_length_are_drawn(capsys: Capture) -> None:
     zeros = "--forward-ms 0 --backward-ms 0 --wgrad-ms 0".split()
     assert "bubble rate" in run(capsys, "plan", "--schedule", "zb-h1", *SIZES, *zeros)
 
 
-def test_a_number_of_ranks_below_one(capsys: Capture) -> None:
+def test_number_of_ranks_below_one_is_rejected(capsys: Capture) -> None:
     assert main(["compare", "--config", str(CONFIGS / "gpt_tiny.yaml"), "--num-ranks", "-1"]) == 2
     assert "num_ranks must be 1 or more; got -1" in capsys.readouterr().err
 
 
-def test_a_v_is_fitted_to_the_costs_unless_taken_as_published(capsys: Capture) -> None:
+def test_schedule_on_a_v_is_fitted_to_the_costs_without_equal_passes(capsys: Capture) -> None:
     costs = ["--forward-ms", "9", "--backward-ms", "9", "--wgrad-ms", "4", "--comm-ms", "0.5"]
     own = run_json(capsys, "plan", "--schedule", "v-min", *SIZES, *costs)
     published = run_json(capsys, "plan", "--schedule", "v-min", *SIZES, *costs, "--equal-passes")
@@ -193,8 +193,8 @@ def test_a_v_is_fitted_to_the_costs_unless_taken_as_published(capsys: Capture) -
     assert max(own["peak_activation"]) <= max(published["peak_activation"])
 
 
-def test_an_iteration_with_its_optimizer_step(capsys: Capture) -> None:
-    """A synchronous optimizer takes the makespan and a step, post-validation the span and a step."""
+def test_step_ms_adds_the_optimizer_step(capsys: Capture) -> None:
+    """An iteration takes makespan plus step with a synchronous optimizer, span plus step with post-validation."""
     sizes = ["--num-ranks", "4", "--num-microbatches", "12"]
     times = ["--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2", "--comm-ms", "0.1"]
     arguments = ["plan", "--schedule", "zb-v", *sizes, *times]
@@ -205,9 +205,9 @@ def test_an_iteration_with_its_optimizer_step(capsys: Capture) -> None:
     expected = f"step of 0.25 ms: {synchronous:.3f} ms synchronous, {ahead:.3f} ms with post-validation"
     assert expected in text
     assert main([*arguments, "--step-ms", "-1"]) == 2
-    assert "--step-ms takes a time of 0 ms or more; got -1.0" in capsys.readouterr().err
+    assert "--step-ms must be a finite time, 0 or above; got -1.0" in capsys.readouterr().err
 
 
-def test_chunks_are_for_interleaved_schedules(capsys: Capture) -> None:
+def test_num_chunks_sets_the_stages_of_interleaved_schedules(capsys: Capture) -> None:
     plan = run_json(capsys, "plan", "--schedule", "interleaved-1f1b", *SIZES, *TIMES, "--num-chunks", "3")
     assert plan["num_stages"] == 12

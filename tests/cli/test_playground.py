@@ -1,4 +1,4 @@
-"""The playground's server: it answers and refuses as ``zero-bubble plan`` does, and serves this machine only."""
+"""Tests of the playground's server: same results and errors as ``zero-bubble plan``, for the local machine only."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def refusal(address: str, path: str, **more: Any) -> tuple[int, str]:
     return status, sentence
 
 
-def test_answers_are_what_plan_prints_for_200_settings(address: str, capsys: Capture) -> None:
+def test_results_equal_plans_for_200_settings(address: str, capsys: Capture) -> None:
     draw = random.Random(8)
     for number in range(200):
         asked = drawn_setting(draw, searched=number % 40 == 0)
@@ -80,7 +80,7 @@ def test_answers_are_what_plan_prints_for_200_settings(address: str, capsys: Cap
             assert (status, f"zero-bubble plan: {sentence}\n") == (400, err)
 
 
-def test_times_and_arrivals_are_those_of_the_passes(address: str) -> None:
+def test_times_and_arrivals_match_the_passes(address: str) -> None:
     answer = ask(address, {**ASKED, "schedule": "zb-v", "equal-passes": ""})
     schedule = schedule_from_json(json.dumps(answer["plan"]))
     ends = {
@@ -92,7 +92,7 @@ def test_times_and_arrivals_are_those_of_the_passes(address: str) -> None:
     assert max(ends.values()) == answer["plan"]["makespan_ms"]
     for rank, (row, waits, times) in enumerate(zip(schedule.order, answer["waits_for"], answer["times"], strict=True)):
         for p, needs, (start, _) in zip(row, waits, times, strict=True):
-            # What else it takes, its own forward, was there before.
+            # The pass's other input, its own forward, is available earlier.
             assert tuple(Pass.parse(text) for text, _ in needs) == schedule.dependencies(p)[:1]
             for text, arrives in needs:
                 source = Pass.parse(text)
@@ -100,7 +100,7 @@ def test_times_and_arrivals_are_those_of_the_passes(address: str) -> None:
                 assert arrives <= start
 
 
-def test_a_limit_that_is_not_kept_is_said_as_plan_says_it(address: str, capsys: Capture) -> None:
+def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) -> None:
     answer = ask(address, {**ASKED, "schedule": "zb-h2", "memory-limit": "1p"})
     main(shlex.split(answer["command"])[1:])
     assert answer["limit"]["kept"] is False
@@ -115,19 +115,19 @@ def test_a_limit_that_is_not_kept_is_said_as_plan_says_it(address: str, capsys: 
         ({"num-ranks": "two"}, "argument --num-ranks: invalid int value: 'two'"),
         ({"num-ranks": "--costs=/etc/passwd"}, "argument --num-ranks: invalid int value: '--costs=/etc/passwd'"),
         ({"schedule": "zb-9"}, "unknown schedule 'zb-9'; choose one of 1f1b"),
-        ({"equal-passes": ""}, "--equal-passes belongs to zb-v, v-half, v-min; leave it out"),
+        ({"equal-passes": ""}, "--equal-passes applies only to zb-v, v-half, v-min; leave it out"),
         ({"equal-passes": "yes"}, "argument --equal-passes: ignored explicit argument 'yes'"),
         ({"costs": "/etc/passwd"}, "got 'costs'; leave it out"),
         ({"schedule-file": "/etc/passwd"}, "got 'schedule-file'; leave it out"),
         ({"config": "/etc/passwd"}, "got 'config'; leave it out"),
-        ({"num-ranks": "33"}, "the playground has at most 32 num-ranks; got 33; zero-bubble plan takes more"),
+        ({"num-ranks": "33"}, "the playground allows at most 32 num-ranks; got 33; use zero-bubble plan"),
         ({"num-ranks": "32", "num-microbatches": "33"}, "at most 1024 ranks times microbatches; got 1056"),
         ({"forward-ms": "1e7"}, "at most 1e+06 forward-ms; got 1e+07"),
         ({"activation-memory": "1e308"}, "activation must be at most 1e+15; got 1e+308; give a smaller one"),
         ({"forward-ms": "nan"}, "forward_ms of stage 0 must be a finite number, 0 or above; got nan"),
     ],
 )
-def test_a_bad_question_is_refused_in_one_sentence(address: str, asked: dict[str, str], sentence: str) -> None:
+def test_invalid_request_is_rejected_in_one_sentence(address: str, asked: dict[str, str], sentence: str) -> None:
     status, said = refusal(address, f"/plan?{urlencode(ASKED | asked)}")
     assert status == 400
     assert sentence in said
@@ -136,27 +136,32 @@ def test_a_bad_question_is_refused_in_one_sentence(address: str, asked: dict[str
 @pytest.mark.parametrize(
     "asked",
     [
-        {"num-ranks": f"1{'0' * 400}"},  # no float
-        {"schedule": "zb-auto", "num-ranks": "2", "num-microbatches": "3", "forward-ms": "1e-320"},  # 1 / it is inf
+        {"num-ranks": f"1{'0' * 400}"},  # too large for a float
+        {
+            "schedule": "zb-auto",
+            "num-ranks": "2",
+            "num-microbatches": "3",
+            "forward-ms": "1e-320",
+        },  # its reciprocal is inf
     ],
 )
-def test_numbers_that_leave_the_range_of_floats_are_refused(address: str, asked: dict[str, str]) -> None:
+def test_numbers_outside_the_range_of_floats_are_rejected(address: str, asked: dict[str, str]) -> None:
     status, said = refusal(address, f"/plan?{urlencode(ASKED | asked)}")
     assert status == 400
-    assert said.startswith("some number is too large or small to plan with: ")
-    assert said.endswith("; choose ones nearer to 1")
+    assert said.startswith("some figures are too large or too small to plan with: ")
+    assert said.endswith("; give figures nearer to 1")
 
 
-def test_a_question_that_is_no_question(address: str) -> None:
+def test_malformed_requests_are_rejected(address: str) -> None:
     assert refusal(address, "/plan") == (400, "one of the arguments --schedule --schedule-file is required")
     assert refusal(address, "/plan?zb-h1")[0] == 400
     assert refusal(address, "http://[") == (400, "Invalid IPv6 URL")
-    assert refusal(address, "/elsewhere") == (404, "there is / and /plan; got '/elsewhere'")
+    assert refusal(address, "/elsewhere") == (404, "only / and /plan exist; got '/elsewhere'")
     assert get(address, "/", method="POST")[0] == 501
 
 
 @pytest.mark.parametrize("path", ["/", f"/plan?{urlencode(ASKED)}"])
-def test_only_this_machines_own_names_are_served(address: str, path: str) -> None:
+def test_other_host_names_are_rejected(address: str, path: str) -> None:
     port = urlsplit(address).port
     for host in (f"127.0.0.1:{port}", f"localhost:{port}"):
         assert get(address, path, host)[0] == 200
@@ -166,33 +171,33 @@ def test_only_this_machines_own_names_are_served(address: str, path: str) -> Non
         assert f"got the host '{host}'" in sentence
 
 
-def test_http_s_own_port_may_be_left_out_and_no_other() -> None:
+def test_port_80_is_optional_in_the_host_header() -> None:
     with Server(0) as server:
         assert "localhost" not in server.hosts
-        server.server_port = 80  # which only root can have
+        server.server_port = 80  # only root can listen on port 80
         assert server.hosts == ("127.0.0.1:80", "localhost:80", "127.0.0.1", "localhost")
 
 
 @pytest.mark.parametrize("path", ["/", f"/plan?{urlencode(ASKED)}"])
-def test_pages_of_other_sites_cannot_ask(address: str, path: str) -> None:
+def test_requests_of_other_sites_are_rejected(address: str, path: str) -> None:
     for site in ("same-origin", "none"):
         assert get(address, path, **{"Sec-Fetch-Site": site})[0] == 200
     for site in ("cross-site", "same-site", ""):
         status, sentence = refusal(address, path, **{"Sec-Fetch-Site": site})
         assert status == 403
-        assert f"pages of other sites may not ask; got a {site} request" in sentence
+        assert f"requests from pages of other sites are rejected; got a {site} request" in sentence
 
 
-def test_a_connection_closes_where_the_visitor_asks_for_it(address: str) -> None:
+def test_connection_close_is_honoured(address: str) -> None:
     url = urlsplit(address)
     lines = (f"GET /plan?{urlencode(ASKED)} HTTP/1.1", f"Host: {url.netloc}", "Connection: close", "", "")
     with socket.create_connection((str(url.hostname), url.port), timeout=30) as visitor:
         visitor.sendall("\r\n".join(lines).encode())
         with visitor.makefile("rb") as replied:
-            assert replied.read().startswith(b"HTTP/1.1 200 ")  # all of it: to the end of the connection
+            assert replied.read().startswith(b"HTTP/1.1 200 ")  # read() returns only when the connection closes
 
 
-def test_the_page_is_one_file_that_loads_nothing(address: str) -> None:
+def test_page_is_a_single_file_without_external_resources(address: str) -> None:
     status, kind, body = get(address, "/")
     page = body.decode()
     assert (status, kind) == (200, "text/html; charset=utf-8")
@@ -203,7 +208,7 @@ def test_the_page_is_one_file_that_loads_nothing(address: str) -> None:
         assert f'"name": "{name}"' in page
 
 
-def test_one_search_runs_at_a_time_and_none_for_who_has_left() -> None:
+def test_searches_run_one_at_a_time_and_not_for_closed_connections() -> None:
     searched = {**ASKED, "schedule": "zb-auto", "num-ranks": "2", "num-microbatches": "3"}
     with Server(0) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
@@ -211,8 +216,10 @@ def test_one_search_runs_at_a_time_and_none_for_who_has_left() -> None:
         with server.searching, socket.create_connection((host, int(port))) as visitor:
             lines = (f"GET /plan?{urlencode(searched)} HTTP/1.1", f"Host: {server.hosts[0]}", "", "")
             visitor.sendall("\r\n".join(lines).encode())
-            assert ask(server.address, ASKED)["plan"]["schedule"] == "zb-h1"  # nothing else waits for the search
-        for _ in range(2):  # the second time it is known
+            assert (
+                ask(server.address, ASKED)["plan"]["schedule"] == "zb-h1"
+            )  # other requests do not wait for the search
+        for _ in range(2):  # the second request uses the cache
             assert ask(server.address, searched | {"comm-ms": "1"})["plan"]["schedule"] == "zb-auto"
         for thread in threading.enumerate():
             if "process_request_thread" in thread.name:
@@ -223,9 +230,9 @@ def test_one_search_runs_at_a_time_and_none_for_who_has_left() -> None:
 
 @contextmanager
 def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
-    """The command, as from a terminal: Ctrl-C reaches it, even where these tests ignore it as a background job does."""
+    """Start the command as from a terminal: it receives Ctrl-C even if the tests run in the background."""
     command = [sys.executable, "-m", "megatron.zero_bubble", "playground", "--no-browser", *flags]
-    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a new program inherits only that it is ignored
+    ours = signal.signal(signal.SIGINT, signal.default_int_handler)  # a new process inherits only ignored signals
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     finally:
@@ -237,29 +244,29 @@ def started(*flags: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_the_command_serves_until_ctrl_c_and_says_that_a_port_is_taken() -> None:
+def test_command_serves_until_ctrl_c_and_rejects_a_used_port() -> None:
     with started() as running:
         assert running.stdout is not None
         said = running.stdout.readline()
-        address = said.split()[4]
-        assert said == f"The playground is at {address} for this machine only; Ctrl-C ends it.\n"
+        address = said.split()[3]
+        assert said == f"Playground running at {address} (this machine only); press Ctrl-C to stop it.\n"
         assert get(address, "/")[0] == 200
         port = urlsplit(address).port
         with started("--port", str(port)) as second:
             out, err = second.communicate(timeout=60)
-        why = f"cannot listen on port {port}: it is taken; choose another, or leave --port out"
+        why = f"cannot listen on port {port}: it is in use; choose another port, or leave --port out"
         assert (second.returncode, out, err) == (2, "", f"zero-bubble playground: {why}\n")
         running.send_signal(signal.SIGINT)
         out, err = running.communicate(timeout=60)
-    assert (running.returncode, out, err) == (0, "\nThe playground has ended.\n", "")
+    assert (running.returncode, out, err) == (0, "\nPlayground stopped.\n", "")
 
 
-def test_a_port_has_a_range(capsys: Capture) -> None:
+def test_port_outside_the_range_is_rejected(capsys: Capture) -> None:
     assert main(["playground", "--no-browser", "--port", "65536"]) == 2
-    assert "--port must be within 0..65535, 0 for a free one; got 65536" in capsys.readouterr().err
+    assert "--port must be 0 to 65535, where 0 selects a free port; got 65536" in capsys.readouterr().err
 
 
-def test_the_page_is_installed_with_the_package(tmp_path: Path) -> None:
+def test_page_is_installed_with_the_package(tmp_path: Path) -> None:
     command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path)]
     environment = {**os.environ, "ZB_BUILD": "none"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)

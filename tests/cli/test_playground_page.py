@@ -1,4 +1,4 @@
-"""The playground's page in a real browser: it shows what ``zero-bubble plan`` prints, by mouse and by keys."""
+"""Tests of the playground's page in a real browser: same figures as ``zero-bubble plan``, mouse and keyboard use."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def driver() -> Iterator[WebDriver]:
 
 @pytest.fixture
 def page(driver: WebDriver, address: str) -> Iterator[WebDriver]:
-    """The page at a small setting, all searches done; whatever the test does, the page must not complain."""
+    """The page with a small setting after all searches; no test may cause errors in the page's console."""
     driver.get("about:blank")
     driver.get(f"{address}#{urlencode(SMALL)}")
     settle(driver)
@@ -58,14 +58,14 @@ def page(driver: WebDriver, address: str) -> Iterator[WebDriver]:
 
 
 def plan(capsys: Capture, *words: str) -> dict[str, Any] | str:
-    """What ``zero-bubble plan`` prints: the plan, or the sentence that says why there is none."""
+    """Return the plan that ``zero-bubble plan`` prints, or its error."""
     code = main(["plan", *words, "--format", "json"])
     out, err = capsys.readouterr()
     return dict(json.loads(out)) if code == 0 else err.removeprefix("zero-bubble plan: ").strip()
 
 
 def figures(plan: dict[str, Any]) -> list[float]:
-    """What the table has of a plan, in its columns' order."""
+    """Return a plan's figures in the order of the table's columns."""
     keys = ("span_ms", "bubble_rate_span", "makespan_ms", "bubble_rate_makespan")
     peak = max(plan["peak_activation"]) / plan["num_ranks"]
     return [*(plan[key] for key in keys), peak, plan["lower_bound_ms"], plan["gap"]]
@@ -89,8 +89,8 @@ def shown(line: WebElement) -> list[float]:
     ]
 
 
-def asked_by_controls(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str], str]:
-    """The setting of the controls and the row's name for ``flags``, and the flags that the page makes of them."""
+def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str], str]:
+    """Return the controls' setting for ``flags``, the flags that the page derives from it, and the row's name."""
     name, objective = flags["schedule"], flags.get("objective", "span")
     setting = {key: flags[flag] for key, flag in KEYS.items()} | {"v": flags.get("num-chunks", "2")}
     setting |= {"limit": flags.get("memory-limit", "").removesuffix("p"), "objective": objective}
@@ -104,23 +104,23 @@ def asked_by_controls(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, 
     return setting, made, row
 
 
-def test_the_tables_numbers_are_those_of_plan_for_200_settings(page: WebDriver, capsys: Capture) -> None:
-    """Each from the controls' values to the table's cells, beside a command line that is put together here."""
+def test_table_equals_plan_for_200_settings(page: WebDriver, capsys: Capture) -> None:
+    """Compare the table's cells for values of the controls with the output of the command that this test builds."""
     draw = random.Random(88)
     for number in range(200):
-        setting, flags, row = asked_by_controls(drawn_setting(draw, searched=number % 50 == 0))
+        setting, flags, row = controls_for(drawn_setting(draw, searched=number % 50 == 0))
         words = [word for flag, value in flags.items() for word in (f"--{flag}", value) if word]
         answer = page.execute_async_script(ASK, setting, row)
         expected = plan(capsys, *words)
         if isinstance(expected, str):
             assert answer == {"error": expected}, setting
-            page.get_log("browser")  # which says 400 as well
+            page.get_log("browser")  # discard the logged status 400
         else:
             assert answer["values"] == figures(expected), (setting, row)
             assert sorted(shlex.split(answer["command"])) == sorted(["zero-bubble", "plan", *words])
 
 
-def test_every_schedule_is_in_the_table_and_drawn(page: WebDriver) -> None:
+def test_every_schedule_has_a_table_row_and_a_chart(page: WebDriver) -> None:
     names = {name_of(line) for line in lines(page)}
     expected = {f"{name} x2" if recipe.shape == "interleaved" else name for name, recipe in SCHEDULES.items()}
     expected |= {"zb-auto", *(f"{name} fitted" for name, recipe in SCHEDULES.items() if recipe.adapts)}
@@ -129,12 +129,12 @@ def test_every_schedule_is_in_the_table_and_drawn(page: WebDriver) -> None:
     rates = [shown(line)[1] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
     assert rates == sorted(rates)
     reasons = page.find_element("id", "absent").text
-    assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, at most 4 microbatches on a rank" in reasons
+    assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, peak 4 microbatches per rank" in reasons
     scales = {canvas.get_attribute("data-scale") for canvas in page.find_elements("css selector", "canvas.layer")}
     assert len(scales) == 1
 
 
-def test_a_slider_changes_the_table_to_what_plan_says(page: WebDriver, capsys: Capture) -> None:
+def test_slider_updates_the_table_to_plans_figures(page: WebDriver, capsys: Capture) -> None:
     from selenium.webdriver.common.keys import Keys
 
     before = shown(line_of(page, "1f1b"))
@@ -152,7 +152,7 @@ def test_a_slider_changes_the_table_to_what_plan_says(page: WebDriver, capsys: C
     assert "W=8.5" in page.current_url and "objective=makespan" in page.current_url
 
 
-def test_the_address_keeps_the_setting(page: WebDriver, address: str) -> None:
+def test_url_restores_the_setting(page: WebDriver, address: str) -> None:
     page.find_element("css selector", "input[value=linear]").click()
     settle(page)
     url = page.current_url
@@ -163,23 +163,23 @@ def test_the_address_keeps_the_setting(page: WebDriver, address: str) -> None:
     assert page.find_element("css selector", "input[value=linear]").is_selected()
     assert page.find_element("css selector", "tbody").text == table
     reasons = page.find_element("id", "absent").text
-    assert "stages lie two a rank, in a V, and the placement asked for is linear" in reasons
+    assert "has two stages per rank in a V, but the selected placement is linear" in reasons
     assert "zb-v fitted" in reasons and "zb-v fitted" not in table
 
 
-def test_a_pass_that_is_pointed_at_says_what_it_waits_for(page: WebDriver) -> None:
+def test_hovering_over_a_pass_shows_its_dependencies(page: WebDriver) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
     canvas = page.find_element("css selector", "#picture-zb-h1 canvas.layer")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
     left, scale, pitch = (float(str(canvas.get_attribute(f"data-{name}"))) for name in ("left", "scale", "pitch"))
-    # F of microbatch 0 takes 10 ms a rank and 0.5 to the next: on rank 1 it runs from 10.5 to 20.5.
+    # F of microbatch 0 takes 10 ms per rank and 0.5 ms to the next rank: on rank 1 it runs from 10.5 to 20.5 ms.
     x = left + 15 * scale - canvas.size["width"] / 2
     y = 1.4 * pitch - canvas.size["height"] / 2
     ActionChains(page).move_to_element_with_offset(canvas, int(x), int(y)).perform()
     assert page.find_element("id", "tip").text.splitlines() == [
         "1F0 forward of microbatch 0, stage 1 on rank 1: 10.5 ms to 20.5 ms.",
-        "Waits for 0F0 on rank 0, there at 10.5 ms.",
+        "Waits for 0F0 on rank 0, whose result arrives at 10.5 ms.",
         "Rank 1 is idle for 10.5 ms before it.",
         "Needed by 2F0 on rank 2.",
     ]
@@ -190,7 +190,7 @@ def test_a_pass_that_is_pointed_at_says_what_it_waits_for(page: WebDriver) -> No
     assert page.execute_script(drawn, canvas) != marked
 
 
-def test_passes_are_reached_by_keys(page: WebDriver) -> None:
+def test_passes_can_be_selected_with_the_keyboard(page: WebDriver) -> None:
     from selenium.webdriver.common.keys import Keys
 
     canvas = page.find_element("css selector", "#picture-zb-h1 canvas.layer")
@@ -202,7 +202,7 @@ def test_passes_are_reached_by_keys(page: WebDriver) -> None:
     assert said == ["0F0", "1F0", "1F1", "0F1", ""]
 
 
-def test_the_copied_command_prints_the_same_numbers(page: WebDriver, capsys: Capture) -> None:
+def test_copied_command_prints_the_same_figures(page: WebDriver, capsys: Capture) -> None:
     rights = {"permissions": ["clipboardReadWrite", "clipboardSanitizedWrite"]}
     page.execute_cdp_cmd("Browser.grantPermissions", rights)
     for name in ("zb-auto", "zb-v", "interleaved-1f1b x2"):
@@ -220,7 +220,7 @@ def test_the_copied_command_prints_the_same_numbers(page: WebDriver, capsys: Cap
 
 
 @pytest.mark.parametrize("width", [1200, 700])
-def test_nothing_is_cut_off(page: WebDriver, width: int) -> None:
+def test_content_fits_the_window_width(page: WebDriver, width: int) -> None:
     resize(page, width, 900)
     try:
         for what in ("document.documentElement", "document.querySelector('.wide')"):
@@ -230,7 +230,7 @@ def test_nothing_is_cut_off(page: WebDriver, width: int) -> None:
         resize(page, 1200, 900)
 
 
-def test_a_wrong_number_is_refused_in_plans_words(driver: WebDriver, address: str) -> None:
+def test_invalid_number_shows_plans_error(driver: WebDriver, address: str) -> None:
     driver.get("about:blank")
     driver.get(f"{address}#{urlencode(SMALL | {'F': '-1'})}")
     settle(driver)
@@ -239,5 +239,5 @@ def test_a_wrong_number_is_refused_in_plans_words(driver: WebDriver, address: st
     assert f"1f1b, zb-h1, zb-h2, zb-auto: {sentence} -1.0" in reasons
     assert "interleaved-1f1b x2, breadth-first x2, zb-v, zb-v fitted, " in reasons
     assert f"v-min fitted, dualpipe-v: {sentence} -0.5" in reasons
-    assert driver.find_element("id", "best").text == "There is no schedule within the limit."
+    assert driver.find_element("id", "best").text == "No schedule is within the limit."
     assert all("400" in message for message in console_errors(driver))

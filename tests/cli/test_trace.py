@@ -1,4 +1,4 @@
-"""``zero-bubble trace``: every form of a recorded iteration, and a sentence for what cannot be drawn."""
+"""Tests of ``zero-bubble trace``: all output formats of a recorded iteration, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_text(capsys: Capture, file: str) -> None:
+def test_text_compares_plan_and_measurement(capsys: Capture, file: str) -> None:
     first, planned, measured, chain, _, *ranks = run(capsys, "trace", file).splitlines()
     assert first == "iteration 12"
     assert planned.startswith("planned   zb-h1: 2 ranks, 2 microbatches, ")
@@ -30,21 +30,21 @@ def test_text(capsys: Capture, file: str) -> None:
     assert len(ranks) == 2
 
 
-def test_several_files_one_after_the_other(capsys: Capture, file: str) -> None:
+def test_several_files_are_printed_in_order(capsys: Capture, file: str) -> None:
     assert run(capsys, "trace", file, file) == "\n".join([run(capsys, "trace", file)] * 2)
 
 
-def test_another_iteration(capsys: Capture, file: str) -> None:
+def test_iteration_can_be_chosen(capsys: Capture, file: str) -> None:
     assert "measured minus planned: +9.00 ms" in run(capsys, "trace", file, "--iteration", "7")
 
 
-def test_pictures(capsys: Capture, file: str) -> None:
+def test_picture_formats(capsys: Capture, file: str) -> None:
     assert run(capsys, "trace", file, "--format", "svg").startswith("<svg")
     assert run(capsys, "trace", file, "--format", "html").startswith("<!doctype html>")
     assert problems(run(capsys, "trace", file, "--format", "perfetto")) == []
 
 
-def test_into_a_file(capsys: Capture, file: str, tmp_path: Path) -> None:
+def test_output_file(capsys: Capture, file: str, tmp_path: Path) -> None:
     assert run(capsys, "trace", file, "--format", "html", "--output", str(tmp_path / "page.html")) == ""
     assert (tmp_path / "page.html").read_text() == run(capsys, "trace", file, "--format", "html")
 
@@ -53,13 +53,15 @@ def test_into_a_file(capsys: Capture, file: str, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["{file}", "--iteration", "3"], "iteration 3 was not recorded; choose one of 7, 8, 12"),
-        (["{file}", "{file}", "--format", "html"], "a drawing is of one file; got 2; leave out --format or name one"),
+        (["{file}", "{file}", "--format", "html"], "--format html draws one file; got 2; leave --format out or give"),
         (["{file}", "--output", "/no/such/folder"], "cannot write /no/such/folder: No such file or directory; give"),
         (["/no/such.json"], "cannot read the trace file /no/such.json: No such file or directory"),
         ([__file__], "it must be JSON; line 1, column 3: Extra data"),
     ],
 )
-def test_what_cannot_be_drawn(capsys: Capture, file: str, arguments: list[str], message: str) -> None:
+def test_invalid_arguments_are_rejected_in_one_sentence(
+    capsys: Capture, file: str, arguments: list[str], message: str
+) -> None:
     err = fails(capsys, "trace", *(argument.format(file=file) for argument in arguments))
     assert err.startswith("zero-bubble trace: ")
     assert message in err

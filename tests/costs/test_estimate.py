@@ -1,4 +1,4 @@
-"""Estimates against the published formulas and the published profiles."""
+"""Compare estimates with the published formulas and the published profiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 
 PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
 SHAPES = {"1.5B": (24, 2304, 24, 6), "6.2B": (32, 4096, 32, 3), "14.6B": (48, 5120, 40, 1), "28.3B": (64, 6144, 48, 1)}
-"""Layers if every rank had as many as those between, hidden size, heads, microbatch (arXiv 2401.10241, table 3)."""
+"""Layers, hidden size, heads and microbatch size (arXiv 2401.10241, table 3). The first and last rank have one layer
+less than ``layers / p``."""
 
 
 def published(name: str, p: int) -> Model:
@@ -24,8 +25,8 @@ def published(name: str, p: int) -> Model:
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_memory_of_a_layer_is_the_papers(name: str) -> None:
-    """M_B = sb(34h + 5as) and M_W = 32sbh, in bytes."""
+def test_memory_per_layer_equals_the_papers(name: str) -> None:
+    """M_B is sb(34h + 5as) and M_W is 32sbh, in bytes."""
     model = published(name, 8)
     _, memory = estimate(model, DEVICES["a100"], Placement.linear(8))
     s, b, h, a = model.sequence, model.microbatch, model.hidden, model.heads
@@ -37,8 +38,8 @@ def test_memory_of_a_layer_is_the_papers(name: str) -> None:
     assert full.activation[3] == pytest.approx(model.layers[3] * 2 * s * b * h)
 
 
-def test_operations_of_a_layer_are_the_papers() -> None:
-    """F sbh(24h+4s), B sbh(24h+8s), W 24sbh^2, on a device where nothing else takes time."""
+def test_operations_per_layer_equal_the_papers() -> None:
+    """F is sbh(24h+4s), B is sbh(24h+8s) and W is 24sbh^2, on a device where nothing else takes time."""
     model = published("6.2B", 8)
     device = replace(DEVICES["a100"], tflops=1e-9, efficiency=1.0, memory_tbs=1e30)
     s, b, h = model.sequence, model.microbatch, model.hidden
@@ -70,7 +71,7 @@ def test_times_are_within_5_percent_of_the_papers_profiles(row: dict[str, str]) 
     assert costs.comm_ms == pytest.approx(float(row["t_comm_ms"]), rel=0.25)
 
 
-def test_the_output_layer_is_on_the_last_stage_of_any_placement() -> None:
+def test_output_layer_is_on_the_last_stage_of_any_placement() -> None:
     model = published("1.5B", 8)
     linear, kept = estimate(model, DEVICES["h100"], Placement.linear(8))
     vee, kept_in_vee = estimate(model, DEVICES["h100"], Placement.vee(8))
@@ -81,7 +82,7 @@ def test_the_output_layer_is_on_the_last_stage_of_any_placement() -> None:
     assert kept.activation[7] > kept.activation[0]
 
 
-def test_tensor_parallelism_divides_work_and_with_sequences_all_memory() -> None:
+def test_tensor_parallelism_divides_work_and_memory() -> None:
     model = replace(published("6.2B", 8), flash=True)
     one, kept = estimate(model, DEVICES["h100"], Placement.linear(8))
     split, kept_split = estimate(replace(model, tensor_parallel=4), DEVICES["h100"], Placement.linear(8))
@@ -89,24 +90,24 @@ def test_tensor_parallelism_divides_work_and_with_sequences_all_memory() -> None
         replace(model, tensor_parallel=4, sequence_parallel=True), DEVICES["h100"], Placement.linear(8)
     )
     assert split.wgrad_ms[3] == pytest.approx(one.wgrad_ms[3] / 4)
-    # 34 sbh: 24 are divided, 10 only with sequence parallelism (arXiv 2205.05198, equations 2 and 4).
+    # Of 34 sbh, 24 are always divided, and 10 only with sequence parallelism (arXiv 2205.05198, equations 2 and 4).
     assert kept_split.activation[3] == pytest.approx(kept.activation[3] * (10 + 24 / 4) / 34)
     assert kept_all.activation[3] == pytest.approx(kept.activation[3] / 4)
 
 
-def test_gated_and_grouped_layers() -> None:
-    """Llama-like: three MLP matrices, keys and values for a quarter of the heads."""
+def test_weights_of_gated_and_grouped_layers() -> None:
+    """As in Llama: three MLP matrices, and keys and values for a quarter of the heads."""
     model = replace(published("6.2B", 8), gated=True, groups=8, ffn=11_008)
     h = model.hidden
     assert model.layer_weights == 2 * h * h + 2 * h * h // 4 + 3 * h * 11_008
     linear, vee = model.weights(Placement.linear(8)), model.weights(Placement.vee(8))
     assert (linear[0], linear[3]) == (3 * model.layer_weights + 51_200 * h, 4 * model.layer_weights)
-    # Both ends of the model on the first rank of a V, with half of each end's layers.
+    # The first rank of a V has both ends of the model, with half of the layers of each end.
     assert vee[0] == 3 * model.layer_weights + 2 * 51_200 * h
     assert sum(vee) == sum(linear)
 
 
-def test_a_rank_without_layers_keeps_what_it_received() -> None:
+def test_rank_without_layers_stores_the_received_message() -> None:
     model = replace(published("6.2B", 8), layers=(0, 5, 5, 5, 5, 5, 5, 0))
     costs, memory = estimate(model, DEVICES["a100"], Placement.linear(8))
     assert costs.forward_ms[0] == 0.0

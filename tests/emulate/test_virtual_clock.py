@@ -1,4 +1,4 @@
-"""The real executor and the real transport, on virtual clocks: what ran is what was planned, to 0.01 ms."""
+"""Run the real executor and transport on virtual clocks: passes run as planned, to within 0.01 ms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Case = tuple[Schedule, PassCosts]
 
 
 def deviations(_rank: int, cases: list[Case]) -> list[tuple[float, str]]:
-    """Run every case on this rank; returns how far it was from its plan, and where."""
+    """Run every case on this rank; return the largest deviation from the plan and its location, per case."""
     assert dist.group.WORLD is not None
     transport = Transport(dist.group.WORLD, [])
     results = [virtual_deviation_ms(schedule, costs, transport) for schedule, costs in cases]
@@ -39,8 +39,8 @@ def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int) -> None
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: str(p.stage_to_rank))
 @pytest.mark.parametrize("num_slices", [1, 2])
-def test_several_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Placement, num_slices: int) -> None:
-    """The turn of a V hands its tensors over on the rank; slices of a sequence are passes of their own."""
+def test_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Placement, num_slices: int) -> None:
+    """At the turn of a V, tensors pass between stages of one rank; slices of a sequence are separate passes."""
     schedule = gpipe(placement, 3, num_slices)
     stages = range(schedule.num_stages)
     costs = PassCosts(
@@ -57,8 +57,8 @@ def ends_of_iterations(_rank: int, cases: list[Case], step_ms: float, ahead: boo
 
 @pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_iterations_follow_each_other_as_simulated(ranks: RankPool, num_ranks: int, ahead: bool) -> None:
-    """With steps taken ahead, and with a synchronous optimizer."""
+def test_consecutive_iterations_run_as_simulated(ranks: RankPool, num_ranks: int, ahead: bool) -> None:
+    """With steps taken ahead of validation, and with a synchronous optimizer."""
     cases = []
     for name in SCHEDULES:
         for num_microbatches in (1, 3 * num_ranks):
@@ -71,8 +71,8 @@ def test_iterations_follow_each_other_as_simulated(ranks: RankPool, num_ranks: i
             assert measured[rank][index] == pytest.approx([ends[rank] for ends in planned], abs=0.01), schedule.name
 
 
-def test_an_iteration_takes_the_span_and_a_step(ranks: RankPool) -> None:
-    """8 ranks, 24 microbatches, twice the memory of 1F1B; a synchronous optimizer takes the makespan."""
+def test_period_is_span_plus_step_with_steps_ahead(ranks: RankPool) -> None:
+    """8 ranks, 24 microbatches, twice 1F1B's memory; with a synchronous optimizer the period is makespan plus step."""
     placement = Placement.linear(8)
     costs = PassCosts.uniform(placement, 50, 50, 50)
     schedule = zb_auto(costs, PassMemory.uniform(placement), 8, 24, 16.0, placement="linear", objective="span")

@@ -1,4 +1,4 @@
-"""Plans as JSON: the keys, the round trip, and every way in which a file can be wrong."""
+"""Tests of plans as JSON: keys, round trip, and errors in files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def content(**changes: Any) -> str:
     return json.dumps({key: value for key, value in plan_.items() if value is not None})
 
 
-def test_the_keys_are_a_contract() -> None:
+def test_json_keys_are_exactly_the_documented_ones() -> None:
     assert list(json.loads(content())) == [
         "schedule", "num_ranks", "num_stages", "num_microbatches", "stage_to_rank", "order", "makespan_ms", "span_ms",
         "bubble_rate_makespan", "bubble_rate_span", "peak_activation",
     ]  # fmt: skip
 
 
-def test_values_of_a_plan() -> None:
+def test_json_values_of_a_plan() -> None:
     read = json.loads(plan(build("zb-h1", num_ranks=2, num_microbatches=2)))
     assert read["order"] == [["0F0", "0F1", "0B0", "0W0", "0B1", "0W1"], ["1F0", "1B0", "1F1", "1B1", "1W0", "1W1"]]
     assert (read["stage_to_rank"], read["num_stages"], read["peak_activation"]) == ([0, 1], 2, [2.0, 2.0])
@@ -52,7 +52,7 @@ def test_round_trip_of_chunks_and_slices() -> None:
     assert schedule_from_json(plan(schedule)) == schedule
 
 
-def test_unknown_keys_are_skipped_and_counts_may_be_left_out() -> None:
+def test_unknown_keys_are_ignored_and_counts_are_optional() -> None:
     assert schedule_from_json(content(more=[1], num_ranks=None, num_stages=None, makespan_ms=None)).num_ranks == 2
 
 
@@ -71,15 +71,15 @@ def test_unknown_keys_are_skipped_and_counts_may_be_left_out() -> None:
         (content(stage_to_rank=[0, -1]), "stage_to_rank must be a list of ranks"),
         (content(stage_to_rank=[0, 2]), "renumber the ranks without gaps"),
         (content(stage_to_rank=[]), "at least one stage"),
-        (content(order=[["0F0"], "1F0"]), "order must be a list a rank"),
-        (content(order=[["0F0", 3]]), "order must be a list a rank"),
+        (content(order=[["0F0"], "1F0"]), "order must be one list per rank"),
+        (content(order=[["0F0", 3]]), "order must be one list per rank"),
         (content(order=[["0X0"]]), "a pass is written .* got '0X0'"),
         (content(order=[]), "one list for each of the 2 ranks; got 0"),
-        (content(num_ranks=3), "num_ranks must agree with stage_to_rank, which says 2; got 3"),
-        (content(num_stages=4), "num_stages must agree with stage_to_rank, which says 2; got 4"),
+        (content(num_ranks=3), "num_ranks must agree with stage_to_rank, which gives 2; got 3"),
+        (content(num_stages=4), "num_stages must agree with stage_to_rank, which gives 2; got 4"),
     ],
 )
-def test_a_corrupt_file_is_one_sentence_with_its_name(text: str, message: str, tmp_path: Path) -> None:
+def test_corrupt_file_is_rejected_in_one_sentence_with_its_name(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=f"^schedule file .*plan.json: .*{message}") as caught:
@@ -87,7 +87,7 @@ def test_a_corrupt_file_is_one_sentence_with_its_name(text: str, message: str, t
     assert "\n" not in str(caught.value)
 
 
-def test_an_invalid_order_shows_the_grid() -> None:
+def test_invalid_order_shows_the_grid() -> None:
     order = json.loads(content())["order"]
     order[1][1], order[1][0] = order[1][0], order[1][1]
     with pytest.raises(ScheduleError, match="rank 1 stops at 1B0, which waits for 1F0 on rank 1") as caught:
@@ -95,7 +95,7 @@ def test_an_invalid_order_shows_the_grid() -> None:
     assert ">1B0<" in str(caught.value)
 
 
-def test_a_missing_or_binary_file_is_one_sentence(tmp_path: Path) -> None:
+def test_missing_and_binary_files_are_rejected_in_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read the schedule file .*: No such file"):
         read_schedule_file(tmp_path / "none.json")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")

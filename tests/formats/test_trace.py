@@ -1,4 +1,4 @@
-"""Recorded iterations as JSON: the keys, the round trip, and every way in which a file can be wrong."""
+"""Tests of recorded iterations as JSON: keys, round trip, and errors in files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COSTS = PassCosts.uniform(SCHEDULE.placement, 10, 10, 10, 1)
 
 
 def recording(schedule: Schedule = SCHEDULE) -> Recording:
-    """Three iterations, the first the slowest, with one event of every kind."""
+    """Return a recording of three iterations, the first of them the slowest, with one event of every kind."""
     costs = PassCosts.uniform(schedule.placement, 10, 10, 10, 1)
     first = schedule.order[0][0]
     traces = {number: run(schedule, costs, slow={first: late}) for number, late in ((7, 9.0), (8, 0.0), (12, 4.0))}
@@ -32,7 +32,7 @@ def recording(schedule: Schedule = SCHEDULE) -> Recording:
     return Recording(costs, traces, PassMemory.uniform(schedule.placement, 64e6, 16e6))
 
 
-def test_the_keys_are_a_contract() -> None:
+def test_json_keys_are_exactly_the_documented_ones() -> None:
     content = json.loads(trace_to_json(recording()))
     assert list(content) == [
         "format", "schedule", "num_ranks", "num_microbatches", "forward_ms", "backward_ms", "wgrad_ms", "comm_ms",
@@ -49,7 +49,7 @@ def test_the_keys_are_a_contract() -> None:
     assert rank["validations"] == [[3, 3.5]]
 
 
-def test_the_figures_of_the_quickstart() -> None:
+def test_summary_figures_are_of_the_typical_iteration() -> None:
     content = json.loads(trace_to_json(recording()))
     assert recording().typical == 12
     assert content["measured"]["makespan_ms"] - content["planned"]["makespan_ms"] == pytest.approx(4.0)
@@ -62,13 +62,13 @@ def test_round_trip(schedule: Schedule) -> None:
     assert trace_from_json(trace_to_json(recording(schedule))) == recording(schedule)
 
 
-def test_times_are_to_a_tenth_of_a_microsecond() -> None:
+def test_times_are_rounded_to_a_tenth_of_a_microsecond() -> None:
     slow = {SCHEDULE.order[0][0]: 1.23456789}
     read = trace_from_json(trace_to_json(Recording(COSTS, {1: run(SCHEDULE, COSTS, slow=slow)})))
     assert read.traces[1].timeline.spans[0][0].end_ms == 11.2346
 
 
-def test_memory_may_be_unknown() -> None:
+def test_memory_is_optional() -> None:
     known = recording()
     assert trace_from_json(trace_to_json(Recording(known.costs, known.traces))).memory is None
 
@@ -87,15 +87,18 @@ def rank_of(content: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda c: c.update(format=2), "format must be 1, the only one that this version reads; got 2"),
-        (lambda c: c.update(format=True), "format must be 1, the only one that this version reads; got true"),
-        (lambda c: c.pop("format"), "it must have the key format, 1, the only one that this version reads; it is mi"),
+        (lambda c: c.update(format=2), "format must be 1, the only format that this version reads; got 2"),
+        (lambda c: c.update(format=True), "format must be 1, the only format that this version reads; got true"),
+        (
+            lambda c: c.pop("format"),
+            "it must have the key format, 1, the only format that this version reads; it is mi",
+        ),
         (lambda c: c.update(iterations=[]), r"iterations must be a list of at least one iteration; got \[\]"),
         (lambda c: c.update(iterations=[1]), "every iteration must be an object; got 1"),
         (lambda c: c["iterations"][0].update(iteration="7"), 'iteration must be a whole number; got "7"'),
         (
             lambda c: c["iterations"][2].update(iteration=7),
-            "every iteration must have a number of its own; got 7 twice; leave one out",
+            "iteration numbers must be unique; got 7 twice; remove one of them",
         ),
         (lambda c: c["iterations"][0].update(ranks=[]), "ranks must be a list of at least one rank"),
         (lambda c: c["iterations"][0].update(ranks=[[]]), r"iteration 7, rank 0 must be an object; got \[\]"),
@@ -120,8 +123,11 @@ def rank_of(content: dict[str, Any]) -> dict[str, Any]:
             lambda c: rank_of(c).update(validations=[[0, None]]),
             "validations of iteration 7, rank 1 must give end as ms; got null",
         ),
-        (lambda c: rank_of(c).update(passes=[]), "iteration 7, rank 1 must have passes, one after the other; got 0"),
-        (lambda c: rank_of(c)["passes"].reverse(), "iteration 7, rank 1 must have passes, one after the other; got 6"),
+        (lambda c: rank_of(c).update(passes=[]), "iteration 7, rank 1 must have one or more passes in order .*; got 0"),
+        (
+            lambda c: rank_of(c)["passes"].reverse(),
+            "iteration 7, rank 1 must have one or more passes in order .*; got 6",
+        ),
         (lambda c: rank_of(c)["passes"].pop(), "1W1"),
         (lambda c: rank_of(c)["passes"][-1].__setitem__(0, "9W1"), "9W1|stage"),
         (lambda c: c.update(forward_ms=[1.0]), "every list must have one figure per stage"),
@@ -130,21 +136,21 @@ def rank_of(content: dict[str, Any]) -> dict[str, Any]:
         (lambda c: c.update(comm_ms=True), "comm_ms must be a number; got true"),
         (lambda c: rank_of(c)["sends"][0].__setitem__(2, 10**400), "sends of .* must give sent as ms; got 10000"),
         (lambda c: c.update(comm_ms="1"), 'comm_ms must be a number; got "1"'),
-        (lambda c: c.pop("wgrad"), "it must have the key wgrad, a list of numbers, one a stage; it is missing"),
+        (lambda c: c.pop("wgrad"), "it must have the key wgrad, a list of numbers, one per stage; it is missing"),
         (lambda c: c.update(activation=[1.0], wgrad=[1.0]), "memory must have one figure per stage"),
     ],
 )
-def test_what_can_be_wrong(edit: Callable[[dict[str, Any]], object], message: str) -> None:
+def test_invalid_content_is_rejected(edit: Callable[[dict[str, Any]], object], message: str) -> None:
     with pytest.raises(ValueError, match=message) as raised:
         trace_from_json(edited(edit))
     assert isinstance(raised.value, ValueError)
 
 
-def test_the_file_is_named(tmp_path: Path) -> None:
+def test_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_text("[]")
     with pytest.raises(ValueError, match=r"trace file .*trace\.json: it must be a JSON object; got '\[\]'"):
         read_trace_file(tmp_path / "trace.json")
 
 
-def test_a_pass_of_the_file_is_a_pass() -> None:
+def test_passes_are_parsed() -> None:
     assert trace_from_json(trace_to_json(recording())).traces[8].timeline.spans[0][0].pass_ == Pass.parse("0F0")

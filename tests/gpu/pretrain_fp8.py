@@ -1,4 +1,4 @@
-"""``scripts/pretrain_gpt.py``, with the FP8 of TransformerEngine: delayed scaling, E4M3 forwards and E5M2 backwards."""
+"""``scripts/pretrain_gpt.py`` with TransformerEngine's FP8: delayed scaling, E4M3 forwards and E5M2 backwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training on GPUs: over NCCL with one a rank, and over gloo where the ranks share one."""
+"""Tests of training on GPUs: over NCCL with one GPU per rank, and over gloo with a shared GPU."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 def train(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py") -> list[tuple[float, float]]:
-    """Losses and gradient norms of five steps on two ranks."""
+    """Train five steps on two ranks; return losses and gradient norms."""
     metrics = folder / f"{len(list(folder.iterdir()))}.jsonl"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     exact = ["--zero-bubble-exact"] if "--zero-bubble-schedule" in flags else []
@@ -39,15 +39,15 @@ def train(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py") ->
 
 
 @pytest.mark.parametrize("precision", [[], ["--bf16"]])
-def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path, precision: list[str]) -> None:
-    """Stock megatron-core cannot do this; our own 1F1B is the reference."""
+def test_two_ranks_on_one_gpu_over_gloo_equal_1f1b(tmp_path: Path, precision: list[str]) -> None:
+    """The reference is our own 1F1B, because stock megatron-core cannot share a GPU over gloo."""
     shared = [*precision, "--distributed-backend", "gloo"]
     reference = train(tmp_path, "--zero-bubble-schedule", "1f1b", *shared)
     for schedule in ("zb-h1", "zb-h2"):
         assert train(tmp_path, "--zero-bubble-schedule", schedule, *shared) == reference
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one GPU per rank")
 @pytest.mark.parametrize("max_connections", ["1", "8"])
 def test_two_gpus_over_nccl_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_connections: str) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", max_connections)

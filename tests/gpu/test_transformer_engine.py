@@ -1,6 +1,6 @@
-"""TransformerEngine itself: W through its own delayed weight gradients has the bits of the schedules that delay none.
+"""Tests with the real TransformerEngine: schedules that delay weight gradients equal 1F1B bit for bit.
 
-Its attention is asked for the backend whose backward is deterministic.
+The flags select the attention backend whose backward is deterministic.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def needs_fp8(script: str) -> None:
         pytest.skip("this GPU has no FP8 arithmetic")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each of two ranks")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one GPU per rank")
 @pytest.mark.parametrize("script", ["scripts/pretrain_gpt.py", FP8], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("options", [[], ["--disable-bias-linear", "--swiglu"]], ids=["bias", "no bias"])
-def test_bits_of_stock(tmp_path: Path, script: str, options: list[str]) -> None:
+def test_same_bits_as_stock(tmp_path: Path, script: str, options: list[str]) -> None:
     needs_fp8(script)
     reference = train(tmp_path, *ENGINE, *options, script=script)
     for schedule in ("1f1b", "zb-h1", "zb-h2"):
@@ -40,8 +40,8 @@ def test_bits_of_stock(tmp_path: Path, script: str, options: list[str]) -> None:
 
 
 @pytest.mark.parametrize("script", ["scripts/pretrain_gpt.py", FP8], ids=["bf16", "fp8"])
-def test_two_ranks_share_one_gpu_over_gloo(tmp_path: Path, script: str) -> None:
-    """Stock megatron-core cannot do this; the reference is our own 1F1B, which runs W right behind each backward."""
+def test_two_ranks_on_one_gpu_over_gloo_equal_1f1b(tmp_path: Path, script: str) -> None:
+    """The reference is our own 1F1B with fused backwards, because stock megatron-core cannot share a GPU over gloo."""
     needs_fp8(script)
     shared = (*ENGINE, "--distributed-backend", "gloo")
     reference = train(tmp_path, *shared, "--zero-bubble-schedule", "1f1b", script=script)

@@ -1,1 +1,1 @@
-"""What tests share: the pool of ranks."""
+"""Shared test helpers: rank pools, reference models, job launchers, browsers and format checkers."""

@@ -1,12 +1,12 @@
-"""A real browser for tests of pages: Chromium without a window, driven by selenium.
+"""A real browser for page tests: headless Chromium, driven by selenium.
 
     with browser() as driver:
         driver.get(url)  # http:// or file://
         ...
     assert console_errors(driver) == []
 
-It needs selenium (the extra ``dev``), ``chromium`` and ``chromedriver`` (``scripts/install_browser.sh``); nothing is
-downloaded here. Where one of them is missing the test is skipped.
+Requires selenium (the extra ``dev``), ``chromium`` and ``chromedriver`` (``scripts/install_browser.sh``); nothing is
+downloaded here. The test is skipped where one of them is missing.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 _FLAGS = (
     "--headless=new",
-    "--no-sandbox",  # as root, in a container, there is no other way
+    "--no-sandbox",  # the sandbox does not start as root in a container
     "--disable-gpu",
     "--disable-dev-shm-usage",  # /dev/shm is small in containers
     "--hide-scrollbars",
     "--force-device-scale-factor=1",
-    # It asks nobody for anything but the page.
+    # No network requests other than the page's own.
     "--disable-quic",
     "--no-first-run",
     "--disable-background-networking",
@@ -42,7 +42,7 @@ _FLAGS = (
 
 
 def missing() -> str | None:
-    """What a browser test lacks on this machine, in words; None when there is everything."""
+    """Describe what browser tests need and this machine lacks; None if nothing is missing."""
     lacking = [program for program in ("chromium", "chromedriver") if shutil.which(program) is None]
     if importlib.util.find_spec("selenium") is None:
         lacking.append("selenium")
@@ -53,9 +53,9 @@ def missing() -> str | None:
 
 @contextmanager
 def browser(width: int = 1200, height: int = 900, *, dark: bool = False) -> Iterator[WebDriver]:
-    """A fresh browser whose pages are ``width`` x ``height`` pixels; ``dark`` asks pages for their dark colours.
+    """Start a browser whose pages are ``width`` x ``height`` pixels; ``dark`` selects the pages' dark colour scheme.
 
-    Skips the test, with the reason, where the machine has no browser. Every start is an empty profile.
+    Each start uses an empty profile. On a machine without a browser the test is skipped with the reason.
     """
     if reason := missing():
         pytest.skip(reason)
@@ -71,7 +71,7 @@ def browser(width: int = 1200, height: int = 900, *, dark: bool = False) -> Iter
     ):
         for flag in (*_FLAGS, f"--user-data-dir={profile}", f"--window-size={width},{height}"):
             options.add_argument(flag)
-        # A proxy that is meant for the outside must not stand between us and the driver.
+        # Requests to the driver must not go through a configured proxy.
         patch.setenv("no_proxy", "localhost,127.0.0.1")
         driver = Chrome(options, Service(shutil.which("chromedriver")))
         try:
@@ -85,18 +85,18 @@ def browser(width: int = 1200, height: int = 900, *, dark: bool = False) -> Iter
 
 
 def resize(driver: WebDriver, width: int, height: int) -> None:
-    """Give pages ``width`` x ``height`` pixels, whatever the window's frame takes."""
+    """Set the page's viewport to ``width`` x ``height`` pixels, independent of the window's frame."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
 
 def console_errors(driver: WebDriver) -> list[str]:
-    """What the pages complained about since the last call: exceptions, failed requests, console.error and .warn."""
+    """Return the pages' errors since the last call: exceptions, failed requests, console.error and console.warn."""
     return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
 def screenshot(driver: WebDriver, path: Path, element: WebElement | None = None) -> Path:
-    """A PNG of what the window shows, or of ``element``."""
+    """Write a PNG of the visible page, or of ``element``, to ``path``."""
     shot = driver.get_screenshot_as_png() if element is None else element.screenshot_as_png
     path.write_bytes(shot)
     return path

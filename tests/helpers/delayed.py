@@ -1,4 +1,4 @@
-"""Iterations that were never run: a simulation with delays put in, as a trace."""
+"""Synthetic traces: a simulated iteration with injected delays."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ NONE: Delays = {}
 def run(
     schedule: Schedule, costs: PassCosts, slow: Delays = NONE, transfer: Delays = NONE, host: Delays = NONE
 ) -> Trace:
-    """An iteration in which passes take longer, outputs travel longer, or a host dawdles before a pass, by those ms."""
+    """Simulate an iteration with extra milliseconds per pass.
+
+    Args:
+        slow: added to the pass's duration.
+        transfer: added to the transfer of the pass's output.
+        host: added before the pass starts.
+    """
     rank_of = schedule.placement.stage_to_rank
     ends: dict[Pass, float] = {}
     rows: list[list[Span]] = [[] for _ in schedule.order]

@@ -1,9 +1,11 @@
-"""A stand-in for what zero-bubble training uses of TransformerEngine: plain torch, on the CPU.
+"""A fake of the parts of TransformerEngine that zero-bubble training uses: plain torch, on the CPU.
 
-Its modules delay weight gradients by TransformerEngine's rules: a queue for each module, whose ``pop`` raises where it
-is empty; ``backward_dw`` that overwrites ``weight.grad``, leaves a bias that has a gradient alone, and calls the hooks;
-``main_grad`` that the first microbatch overwrites and a stand-in gradient at B with fused accumulation; with ``fp8`` a
-bias gradient that is reduced at B, from what is quantized behind it.
+Its modules delay weight gradients by TransformerEngine's rules:
+
+- Each module has a queue, whose ``pop`` raises if the queue is empty.
+- ``backward_dw`` overwrites ``weight.grad``, leaves a bias that already has a gradient alone, and calls the hooks.
+- With fused accumulation, the first microbatch overwrites ``main_grad``, and B returns a placeholder gradient.
+- With ``fp8``, the bias gradient is reduced at B, before the output gradient is quantized.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ class WeightGradStore:
 
 
 class TransformerEngineBaseModule(torch.nn.Module):
-    """``num_gemms`` weights and biases; a single one has no number in its name."""
+    """Base class with ``num_gemms`` weights and biases; a single weight has no number in its name."""
 
     def __init__(
         self, names: Sequence[str], shape: tuple[int, int], fused: bool, bias: bool, return_bias: bool, dtype: Any
@@ -128,7 +130,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _weight_gradients(ctx: Any, xs: list[Any], grads: list[Any], weights: list[Any]) -> tuple[list[Any], list[Any]]:
-    """What a backward returns for weights and biases: the gradients, or what it returns while they wait."""
+    """Return what a backward returns for weights and biases: the gradients, or placeholders for delayed ones."""
     module, fp8, fused = ctx.module, ctx.module.fp8, ctx.module.fuse_wgrad_accumulation
     outs = [w.main_grad if fused else torch.full_like(w, torch.nan) for w in weights]
     accumulate = fused and not ctx.is_first
@@ -152,7 +154,7 @@ def _weight_gradients(ctx: Any, xs: list[Any], grads: list[Any], weights: list[A
     for weight in weights if fused else ():
         weight.grad_added_to_main_grad = True
     if fused:
-        return [torch.full_like(w, torch.nan) for w in weights], late  # whoever adds them will notice
+        return [torch.full_like(w, torch.nan) for w in weights], late  # NaN: adding a placeholder is noticed
     is_delayed = module.wgrad_store.delay_wgrad_compute()
     return ([None] * len(outs) if is_delayed and not is_grouped else outs), late
 
@@ -228,7 +230,7 @@ class GroupedLinear(TransformerEngineBaseModule):
 
 
 class DataParallel(torch.nn.Module):
-    """As megatron-core's: ``main_grad``, its hook where autograd or the module calls it, and what becomes ready."""
+    """A fake of megatron-core's class: ``main_grad``, a hook that autograd or the module calls, and ready gradients."""
 
     def __init__(self, config: Any, ddp_config: Any, module: torch.nn.Module) -> None:
         super().__init__()
@@ -278,7 +280,7 @@ _PLACES: dict[str, list[type]] = {
 
 @contextmanager
 def installed(version: str = VERSION) -> Iterator[None]:
-    """While this lasts, ``transformer_engine`` can be imported."""
+    """Make ``transformer_engine`` importable within this context."""
     modules = "transformer_engine.pytorch.module"
     names = ["transformer_engine", "transformer_engine.pytorch", modules, *(f"{modules}.{place}" for place in _PLACES)]
     before = {name: sys.modules.get(name) for name in names}

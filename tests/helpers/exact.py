@@ -1,11 +1,12 @@
-"""The best schedule there is, with proof, for small cases: a constraint model for OR-tools CP-SAT (extra ``exact``).
+"""Provably optimal schedules for small cases: a constraint model for OR-tools CP-SAT (extra ``exact``).
 
-The bounds of ``analysis.bounds`` are measured by it.
+Tests compare the bounds of ``analysis.bounds`` with these optima.
 
-Every pass is an interval, a rank runs one at a time, microbatches keep their order (``analysis.bounds.setting`` says
-why no schedule is lost by that), and what is kept is an interval as well, from the start of F to the end of B and on to
-the end of W. Up to 4 ranks and 6 microbatches take seconds; a good ``hint`` helps beyond. Related formulations: the ILP
-of the Zero Bubble paper (arXiv 2401.10241, appendix G) and CrossPipe's constraint program (arXiv 2507.00217).
+Every pass is an interval, a rank runs one pass at a time, and microbatches keep their order
+(``analysis.bounds.setting`` explains why that excludes no optimal schedule). Stored activations are intervals as well,
+from the start of F to the end of B and from there to the end of W. Up to 4 ranks and 6 microbatches take seconds;
+larger cases need a good ``hint``. Related formulations: the ILP of the Zero Bubble paper (arXiv 2401.10241, appendix
+G) and CrossPipe's constraint program (arXiv 2507.00217).
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 _TICKS = 1_000_000
-"""Ticks in all passes one by one; durations are cut to whole ticks, so that the bound holds for the true ones."""
-_MOST_MS = 1e12
-"""Of all passes one by one, for ticks of a millisecond: times ``_TICKS``, below the solver's greatest integer."""
+"""Ticks in the sum of all passes. Durations are rounded down to ticks, so that the bound holds for the exact ones."""
+_LARGEST_MS = 1e12
+"""Largest sum of all passes for ticks of one millisecond; times ``_TICKS`` it is below the solver's largest integer."""
 
 
 @dataclass(frozen=True)
 class ExactSchedule:
-    """What the solver found: ``cost_ms`` of ``schedule``, and ``bound_ms``, below which no schedule is.
+    """A solution: ``schedule``, its ``cost_ms``, and the lower bound ``bound_ms`` on every schedule's cost.
 
-    ``optimal`` says that ``bound_ms`` is reached. With the span as objective that may take a first pass which starts
-    later than it could; ``cost_ms`` is what ``simulate`` says, where every pass starts as early as it can.
+    ``optimal`` is True if the solver reached ``bound_ms``. With the span as objective, reaching it can require a first
+    pass that starts later than possible; ``cost_ms`` is ``simulate``'s, which starts every pass as early as possible.
     """
 
     schedule: Schedule
@@ -52,12 +53,12 @@ def solve(
     seconds: float = 60.0,
     workers: int = 1,
 ) -> ExactSchedule:
-    """The shortest schedule within ``memory_limit`` (unit of ``memory``), as far as ``seconds`` allow.
+    """Find the shortest schedule within ``memory_limit`` (in the unit of ``memory``) in at most ``seconds``.
 
-    ``hint`` is a schedule to start from, on the same placement; it need not keep the limit.
+    ``hint`` is a schedule on the same placement to start the search from; it may exceed the limit.
 
     Raises:
-        ValueError: when no schedule keeps the limit, or when none was found in time.
+        ValueError: if no schedule satisfies the limit, or none was found in time.
     """
     from ortools.sat.python import cp_model
 
@@ -74,7 +75,7 @@ def solve(
     solver.parameters.num_workers = workers
     status = solver.solve(model.cp)
     if status == cp_model.INFEASIBLE:
-        raise ValueError(f"no schedule keeps the memory limit {memory_limit}; raise it")
+        raise ValueError(f"no schedule satisfies the memory limit {memory_limit}; raise it")
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         raise ValueError(f"the exact solver found no schedule within {seconds} s; give a hint or more seconds")
     schedule = model.schedule(solver)
@@ -84,7 +85,7 @@ def solve(
 
 
 class _Model:
-    """The constraint model; ``start`` and ``end`` of every pass are its variables, in ticks."""
+    """The constraint model; its variables are ``start`` and ``end`` of every pass, in ticks."""
 
     def __init__(self, cp: Any, costs: PassCosts, placement: Placement, m: int, fused: bool) -> None:
         self.cp, self.costs, self.placement, self.m = cp, costs, placement, m
@@ -94,7 +95,7 @@ class _Model:
         hops = pairwise(placement.stage_to_rank)
         transfers = 2 * m * sum(max(costs.comm(a, b), costs.comm(b, a)) for a, b in hops)
         one_by_one = sum(map(costs.duration, self.passes)) + transfers
-        exact = self._whole() and one_by_one <= _MOST_MS
+        exact = self._whole() and one_by_one <= _LARGEST_MS
         self.tick = 1.0 if exact else max(one_by_one, 1e-9) / _TICKS
         self.horizon = int(one_by_one / self.tick) + 1
         self.start: dict[Pass, Any] = {}
@@ -107,26 +108,26 @@ class _Model:
             self.interval[p] = cp.new_fixed_size_interval_var(self.start[p], length, str(p))
 
     def _whole(self) -> bool:
-        """Whole milliseconds need no finer clock."""
+        """Whether all durations are whole milliseconds, so that one tick can be one millisecond."""
         c = self.costs
         figures = (*c.forward_ms, *c.backward_ms, *c.wgrad_ms, c.comm_ms, *c.links.values())
         return all(ms == int(ms) for ms in figures)
 
     def ticks(self, ms: float) -> int:
-        """Whole ticks within ``ms``."""
+        """Convert ``ms`` to ticks, rounded down."""
         return int(ms / self.tick)
 
     def on(self, rank: int) -> list[Pass]:
-        """The passes of ``rank``."""
+        """Return the passes of ``rank``."""
         return [p for p in self.passes if self.placement.stage_to_rank[p.stage] == rank]
 
     def one_pass_at_a_time(self) -> None:
-        """A rank computes one pass at a time."""
+        """Constrain each rank to one pass at a time."""
         for rank in range(self.placement.num_ranks):
             self.cp.add_no_overlap(self.interval[p] for p in self.on(rank))
 
     def dependencies(self) -> None:
-        """Passes wait for what they need, and for the same pass of the microbatch before."""
+        """Make each pass wait for its inputs and for the same pass of the previous microbatch."""
         unordered = Schedule("", self.placement, self.m, (tuple(self.passes),))
         ranks = self.placement.stage_to_rank
         for p in self.passes:
@@ -137,7 +138,7 @@ class _Model:
                 self.cp.add(self.start[p] >= self.end[Pass(p.stage, p.kind, p.microbatch - 1)])
 
     def keep_within(self, memory: PassMemory, limit: float) -> None:
-        """What a rank keeps, counted in millionths of the limit."""
+        """Limit each rank's stored activations, counted in millionths of the limit."""
         for rank in range(self.placement.num_ranks):
             kept, sizes = [], []
             for p in self.on(rank):
@@ -149,11 +150,11 @@ class _Model:
                 length = self.cp.new_int_var(0, self.horizon, f"{p} keeps")
                 kept.append(self.cp.new_interval_var(begin, length, self.end[p], f"{p} frees"))
                 sizes.append(round(size[p.stage] / limit * _TICKS))
-            # Rounding errors of the sizes add up to less than the half of a millionth each.
+            # The rounding error of each size is at most half a millionth.
             self.cp.add_cumulative(kept, sizes, _TICKS + len(sizes) // 2)
 
     def minimize(self, objective: Metric) -> None:
-        """The longest rank from its first pass to its last, or all of them."""
+        """Minimize the largest span of any rank, or the makespan."""
         cost = self.cp.new_int_var(0, self.horizon, objective)
         for rank in range(self.placement.num_ranks):
             stages = self.placement.stages_of(rank)
@@ -163,7 +164,7 @@ class _Model:
         self.cp.minimize(cost)
 
     def start_from(self, hint: Schedule) -> None:
-        """Begin the search at the times of ``hint``, its k-th pass of a kind being microbatch k's."""
+        """Start the search from the times of ``hint``; the k-th pass of each kind is taken as microbatch k's."""
         timeline = simulate(hint, self.costs)
         starts: dict[tuple[int, Kind], list[int]] = {}
         for row in timeline.spans:
@@ -179,7 +180,7 @@ class _Model:
                 self.cp.add_hint(self.start[p], times[p.microbatch])
 
     def schedule(self, solver: Any) -> Schedule:
-        """The solution as an order; among passes of no length at one time, dependencies decide."""
+        """Convert the solution to an order; dependencies order passes of zero length at the same time."""
         rank_of_kind = {kind: n for n, kind in enumerate(self.kinds)}
 
         def when(p: Pass) -> tuple[int, int, int, int, int]:

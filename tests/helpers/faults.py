@@ -1,4 +1,4 @@
-"""Training with gradients that are wrong at a chosen place."""
+"""Training runs with corrupted gradients at chosen iterations, ranks and microbatches."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 
 from megatron.zero_bubble.ir import Compute, Kind, Op
 from megatron.zero_bubble.runtime.observer import IterationObserver
-from tests.helpers.parity import BASE_FLAGS, Outcome, _digest, _splits, _train_once, lay_out_anew
+from tests.helpers.parity import BASE_FLAGS, Outcome, _digest, _splits, _train_once, rebuild_process_groups
 
 
 @dataclass(frozen=True)
 class Fault:
-    """In one microbatch of one iteration, a gradient of ``rank`` is multiplied by ``factor``, which may be NaN."""
+    """Multiply a gradient of ``rank`` by ``factor`` (may be NaN) in one microbatch of one iteration."""
 
     iteration: int
     rank: int
@@ -24,7 +24,7 @@ class Fault:
 
 
 class _Injector(IterationObserver):
-    """Arms the fault of the backward that runs, whatever the schedule, and however often."""
+    """Apply each fault to the matching backward, under any schedule and each time the backward runs."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = faults
@@ -32,15 +32,15 @@ class _Injector(IterationObserver):
         self._factor = 1.0
         self._chunks: Any = []
 
-    def meddle(self, chunks: Any, seen: Any) -> None:
-        """Put the faults into the model's first layer norm, and count the forwards of every chunk."""
+    def attach(self, chunks: Any, seen: Any) -> None:
+        """Hook the faults into the model's first layer norm, and count the forwards of every chunk."""
         self._seen = seen
         for chunk in chunks:
             chunk.register_buffer("num_forwards", torch.zeros(()))
             chunk.register_forward_pre_hook(_count)
         self._chunks = chunks
         norms = [weight for name, weight in chunks[0].named_parameters() if name.endswith("layernorm.weight")]
-        for norm in norms[:1]:  # a stage may have none
+        for norm in norms[:1]:  # a stage may have no layer norm
             norm.register_hook(self._spoil)
 
     def begin(self, op: Op) -> None:
@@ -52,7 +52,7 @@ class _Injector(IterationObserver):
         self._factor = 1.0
 
     def counted(self) -> tuple[str, ...]:
-        """How often each chunk ran, and the sums that experts keep for the log."""
+        """Return the number of forwards per chunk, and the sums that experts collect for the log."""
         from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
 
         forwards = [f"{chunk.num_forwards.item():.0f} forwards" for chunk in self._chunks]
@@ -69,10 +69,10 @@ def _count(module: Any, _inputs: Any) -> None:
 def train_with_faults(
     rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fault], near: float | None = None
 ) -> list[Outcome]:
-    """The outcome of a run from the same start with each of ``modes``, more flags.
+    """Train from the same start once per entry of ``modes`` (additional flags); return the outcomes.
 
     Args:
-        near: from which part of the clip on a norm makes the next steps synchronous; None leaves the default.
+        near: fraction of the clip threshold from which a norm makes the next steps synchronous; None is the default.
     """
     from megatron.zero_bubble.optimizer import post_validation
 
@@ -94,14 +94,14 @@ def _train(flags: str, faults: Sequence[Fault]) -> Outcome:
 
     args = parse([*BASE_FLAGS.split(), *flags.split()])
     check(args, torch.distributed.get_world_size())
-    lay_out_anew(args)
+    rebuild_process_groups(args)
     own = parallel_state.get_pipeline_model_parallel_rank()
     injector = _Injector([fault for fault in faults if fault.rank == own])
     pipeline = apply(args.zero_bubble, [injector])
     try:
         for value in sums_for_the_log().values():
             value.zero_()
-        outcome, _ = _train_once(args, _splits(args), None, pipeline, injector.meddle)
+        outcome, _ = _train_once(args, _splits(args), None, pipeline, injector.attach)
         assert pipeline.num_pending == 0
     finally:
         revert()

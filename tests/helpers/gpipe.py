@@ -1,4 +1,4 @@
-"""Schedules that no registry offers, to show that plan and runtime take any placement and any order."""
+"""Schedules that are not in the registry, to test that plan and runtime accept any placement and order."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 
 def gpipe(placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    """All forwards, all backwards, all weight gradients, stage after stage; slices go backward in reverse."""
+    """Run all F, then all B, then all W, stage by stage; B and W take the slices in reverse order."""
 
     def row(rank: int) -> tuple[Pass, ...]:
         stages, microbatches, slices = placement.stages_of(rank), range(num_microbatches), range(num_slices)

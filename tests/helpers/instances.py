@@ -1,4 +1,4 @@
-"""Random pipelines with a schedule each: any placement, costs of every stage and link, memory, and order."""
+"""Random pipelines and schedules: placement, costs per stage and link, memory, and order."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Schedule, simulate
 
 _CHOICE = 12
-"""How many ready passes a random schedule looks at before it takes one."""
+"""Number of ready passes from which a random schedule picks its next pass."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Instance:
 
 
 def random_placement(rng: random.Random, most_ranks: int) -> Placement:
-    """Linear, V, interleaved, or stages thrown onto ranks."""
+    """Draw a placement: linear, V, interleaved, or stages on random ranks."""
     p = rng.randint(1, most_ranks)
     shape = rng.randrange(4)
     if shape == 0:
@@ -39,7 +39,7 @@ def random_placement(rng: random.Random, most_ranks: int) -> Placement:
 def random_instance(
     rng: random.Random, most_ranks: int = 6, most_microbatches: int = 12, whole: bool = False
 ) -> Instance:
-    """Equal or unequal stages; whole figures suit solvers that count in integers."""
+    """Draw a pipeline with equal or unequal stages; ``whole`` draws integers, for integer solvers."""
     placement = random_placement(rng, most_ranks)
     n = placement.num_stages
 
@@ -61,11 +61,11 @@ def random_instance(
 
 
 def random_schedule(rng: random.Random, instance: Instance, fused: bool = False) -> Schedule:
-    """A valid order, greedy in time with random preferences; microbatches may overtake each other."""
+    """Draw a valid order: greedy in time with random preferences; microbatches may overtake each other."""
     placement, costs, m = instance.placement, instance.costs, instance.num_microbatches
     names = [Kind.F, Kind.BW] if fused else [Kind.F, Kind.B, Kind.W]
     every = [Pass(s, k, j) for s in range(placement.num_stages) for k in names for j in range(m)]
-    # The dependencies know which backwards are fused from the passes present, in whatever order they are.
+    # dependencies() detects fused backwards from the passes present; their order does not matter.
     rows = tuple(tuple(p for p in every if placement.stage_to_rank[p.stage] == r) for r in range(placement.num_ranks))
     unordered = Schedule("random", placement, m, rows)
     taste = {kind: rng.choice((0.0, 10.0, 200.0)) for kind in names}
@@ -102,7 +102,7 @@ def random_schedule(rng: random.Random, instance: Instance, fused: bool = False)
 
 
 def peak_memory(schedule: Schedule, instance: Instance) -> float:
-    """The most that any rank keeps, in the unit of the instance's memory."""
+    """Return the largest activation memory of any rank, in the unit of the instance's memory."""
     peaks = simulate(schedule, instance.costs, instance.memory).peak_activation
     whole = [sum(instance.memory.activation[s] for s in schedule.placement.stages_of(r)) for r in range(len(peaks))]
     return max(peak * one for peak, one in zip(peaks, whole, strict=True))

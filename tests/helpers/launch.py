@@ -1,7 +1,7 @@
-"""Whole training runs, each rank a process of its own with RANK, WORLD_SIZE and MASTER_* as any launcher sets them.
+"""Whole training runs: one process per rank, with RANK, WORLD_SIZE and MASTER_* set as any launcher sets them.
 
-The processes are forked from the server that ``ranks.py`` uses, imports done, so that a run starts in a second. No
-agent watches over them: what a rank does when another dies is its own doing.
+The processes are forked from the fork server of ``ranks.py``, which has done the imports, so that a run starts within
+a second. No elastic agent supervises them: the ranks themselves react to the death of another rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Setup = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Death:
-    """A signal to one rank, at the start of the ``call``-th call (from 1) of ``target``, ``module:Class.method``."""
+    """Signal one rank at the start of the ``call``-th call (from 1) of ``target``, given as ``module:Class.method``."""
 
     rank: int
     target: str
@@ -56,13 +56,13 @@ class Death:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How one rank ended.
+class RankExit:
+    """Exit of one rank.
 
     Attributes:
-        exit_code: negative for a signal.
-        output: what it wrote on stdout and stderr.
-        ended_s: when, in seconds since the first rank ended.
+        exit_code: negative if a signal ended the process.
+        output: the process's stdout and stderr.
+        ended_s: seconds between the first rank's end and this rank's.
     """
 
     exit_code: int
@@ -72,16 +72,16 @@ class Ended:
 
 def run_training(
     num_ranks: int, flags: Sequence[str], folder: Path, setup: Setup | None = None, timeout: float = 100.0
-) -> list[Ended]:
-    """Run ``pretrain_gpt.py`` with ``flags`` on ``num_ranks`` bare processes and return how each ended.
+) -> list[RankExit]:
+    """Run ``pretrain_gpt.py`` with ``flags`` on ``num_ranks`` processes without an agent; return each rank's exit.
 
     Args:
-        folder: where the ranks write their output.
-        setup: called as ``setup(rank)`` in each process before training: to break something.
-        timeout: of the whole run, in seconds.
+        folder: the ranks' output is written here.
+        setup: called as ``setup(rank)`` in each process before training, e.g. to inject a fault.
+        timeout: seconds for the whole run.
 
     Raises:
-        TimeoutError: with the output of every rank; the ranks still running are killed.
+        TimeoutError: contains the output of every rank; ranks that are still running are killed.
     """
     start_server()
     context = get_context("forkserver")
@@ -110,14 +110,14 @@ def run_training(
         raise TimeoutError(f"ranks {hanging} did not end within {timeout:.0f} s\n{sections}")
     first = min(ended.values())
     return [
-        Ended(process.exitcode or 0, output, ended[rank] - first)
+        RankExit(process.exitcode or 0, output, ended[rank] - first)
         for rank, (process, output) in enumerate(zip(processes, outputs, strict=True))
     ]
 
 
 def _kill(process: BaseProcess) -> None:
-    """End a rank and what it started: megatron-core's checkpoint writer has a process that outlives a killed rank."""
-    assert process.pid is not None, "it was started"
+    """Kill a rank and its children: megatron-core's checkpoint writer is a process that outlives a killed rank."""
+    assert process.pid is not None, "the process was started"
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()

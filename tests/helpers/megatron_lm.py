@@ -1,7 +1,7 @@
-"""Whole jobs of Megatron-LM's own scripts, out of checkouts that ``ZB_MEGATRON_LM`` names.
+"""Whole jobs of Megatron-LM's scripts, run from the checkouts listed in ``ZB_MEGATRON_LM``.
 
-The variable holds folders, separated as in ``PATH``: clones of Megatron-LM at core_r0.13.0 to main. megatron-core of a
-checkout is the checkout's own. Tests that need one are skipped without it.
+The variable lists folders, separated as in ``PATH``: clones of Megatron-LM at core_r0.13.0 to main. Each job uses the
+megatron-core of its checkout. Tests that need a checkout are skipped if the variable is unset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.helpers.warm_ranks import ForkedRank, WarmRanks
 
 VARIABLE = "ZB_MEGATRON_LM"
 ROOT = Path(__file__).resolve().parents[2]
-# A GPT of four layers; what a CPU has no kernels for is off.
+# A GPT with four layers, without the options that have no CPU kernels.
 BASE_FLAGS = """
     --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64
     --micro-batch-size 1 --global-batch-size 6 --train-iters 10 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
@@ -44,7 +44,7 @@ _TIMES = re.compile(r"(elapsed time per iteration \(ms\)|throughput per GPU \(TF
 
 @dataclass(frozen=True)
 class Checkout:
-    """One of them, and the minor of its megatron-core."""
+    """A Megatron-LM checkout and its megatron-core release, e.g. ``0.16``."""
 
     path: Path
     minor: str
@@ -54,7 +54,7 @@ class Checkout:
 
 
 def checkouts() -> list[Checkout]:
-    """Those that the variable names, the oldest first."""
+    """Return the checkouts listed in ``ZB_MEGATRON_LM``, oldest first."""
     found = []
     for folder in filter(None, os.environ.get(VARIABLE, "").split(os.pathsep)):
         info = (Path(folder) / "megatron/core/package_info.py").read_text()
@@ -65,38 +65,39 @@ def checkouts() -> list[Checkout]:
 
 @dataclass(frozen=True)
 class Log:
-    """What a job printed, all ranks together, and how it ended."""
+    """Output of all ranks of a job, and their exit codes."""
 
     text: str
     exit_codes: tuple[int, ...]
 
     @property
     def weights(self) -> list[str]:
-        """A digest of each parameter of each rank after the last iteration, sorted: of warm ranks only."""
+        """Sorted digests of all ranks' parameters after the last iteration; only jobs on ``WarmRanks`` print them."""
         return sorted(self.of("weights after "))
 
     @property
     def aborted_at_exit(self) -> bool:
-        """Whether training was complete and the C++ runtime then aborted a process that was ending. On a busy machine
-        this happens once in a hundred jobs or so, with and without a schedule of ours.
+        """Whether training completed and the C++ runtime then aborted a process at exit.
+
+        On a busy machine this happens in about one job in a hundred, with and without our schedules.
         """
         aborted = "terminate called without an active exception" in self.text
         return aborted and set(self.exit_codes) <= {0, -signal.SIGABRT} and bool(self.weights)
 
     @property
     def figures(self) -> list[str]:
-        """The lines of iterations and evaluations as printed, without times."""
+        """The printed lines of iterations and evaluations, without times."""
         lines = (_ITERATION.search(line) or _EVALUATION.search(line) for line in self.text.splitlines())
         return [_TIMES.sub("", found[0]) for found in lines if found]
 
     def of(self, start: str) -> list[str]:
-        """The lines that begin so."""
+        """Return the lines that begin with ``start``."""
         return [line for line in self.text.splitlines() if line.startswith(start)]
 
 
 @dataclass
 class RunningJob:
-    """The processes of a job, and where each writes what it prints."""
+    """The processes of a running job, and their output files."""
 
     ranks: list[subprocess.Popen[bytes] | ForkedRank]
     files: list[Path]
@@ -104,23 +105,23 @@ class RunningJob:
 
     @property
     def outputs(self) -> list[str]:
-        """What each rank has printed so far."""
+        """Output so far, per rank."""
         return self._kept or [file.read_text(errors="replace") if file.exists() else "" for file in self.files]
 
     @property
     def text(self) -> str:
-        """What all have printed."""
+        """Output so far of all ranks."""
         return "".join(self.outputs)
 
     def keep_outputs(self) -> None:
-        """Read the files for the last time."""
+        """Read the output files into memory, before they are deleted."""
         self._kept = self.outputs
 
     def wait_for(self, printed: str, timeout: float = 200) -> None:
-        """Until a rank has printed this.
+        """Wait until a rank has printed ``printed``.
 
         Raises:
-            TimeoutError: when time is up, or a rank has ended before, with what they printed so far.
+            TimeoutError: if ``timeout`` seconds pass or a rank ends first; contains the output so far.
         """
         deadline = time.monotonic() + timeout
         while printed not in self.text:
@@ -129,7 +130,7 @@ class RunningJob:
             time.sleep(0.01)
 
     def wait(self, timeout: float) -> list[int | None]:
-        """The exit codes after at most so many seconds; None where a rank still runs."""
+        """Wait up to ``timeout`` seconds; return the exit code per rank, None for a rank that still runs."""
         deadline = time.monotonic() + timeout
         while any(rank.poll() is None for rank in self.ranks) and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -138,10 +139,10 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class Job:
-    """A script on so many CPU ranks.
+    """A script on ``num_ranks`` CPU ranks.
 
     Attributes:
-        before: what comes between the interpreter and the script.
+        before: arguments between the interpreter and the script.
     """
 
     script: Path
@@ -150,13 +151,13 @@ class Job:
     before: tuple[str, ...] = ("-m", "megatron.zero_bubble.launch")
 
     def run(self, timeout: float = 500, warm: WarmRanks | None = None) -> Log:
-        """All ranks to their end; those that are left when one fails are ended too.
+        """Run all ranks to their end; if one fails, the others are killed after a while.
 
         Args:
-            warm: forks the ranks, which saves their imports; for jobs under the launcher.
+            warm: fork the ranks from here, which saves their imports; for jobs that use the launcher.
 
         Raises:
-            TimeoutError: with what they printed so far.
+            TimeoutError: contains the output so far.
         """
         with self.running(warm) as running:
             codes = _wait(running.ranks, timeout)
@@ -166,7 +167,7 @@ class Job:
 
     @contextlib.contextmanager
     def running(self, warm: WarmRanks | None = None) -> Iterator[RunningJob]:
-        """All ranks, started; those that are left are killed."""
+        """Start all ranks; kill the remaining ones on exit from the context."""
         with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -208,7 +209,7 @@ class Job:
 
 
 def environment() -> dict[str, str]:
-    """Of every rank."""
+    """Return the environment of every rank."""
     return os.environ | {
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
         "OMP_NUM_THREADS": "1",
@@ -218,7 +219,7 @@ def environment() -> dict[str, str]:
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], timeout: float) -> tuple[int, ...] | None:
-    """Their exit codes; a rank that fails has the others killed after a while. None when time is up."""
+    """Wait for all exit codes; 10 s after a rank fails, the others count as killed. None on timeout."""
     deadline = time.monotonic() + timeout
     while any(rank.poll() is None for rank in ranks):
         if time.monotonic() > deadline:
@@ -234,9 +235,7 @@ def _wait(ranks: Sequence[subprocess.Popen[bytes] | ForkedRank], timeout: float)
 
 @functools.cache
 def _data_cache() -> str:
-    """A folder in which the first job of a kind leaves the order of its samples to the others; it ends with this
-    process.
-    """
+    """Return a folder that caches sample orders across jobs; it is deleted when this process exits."""
     folder = tempfile.mkdtemp(prefix="megatron-lm-data-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -255,7 +254,7 @@ def pretrain_gpt(
     more: Sequence[str] = (),
     exact: bool = True,
 ) -> Log:
-    """``pretrain_gpt.py`` of the checkout on CPU ranks, under our schedule or, with None, under its own, to its end."""
+    """Run the checkout's ``pretrain_gpt.py`` on CPU ranks to its end, with our schedule, or Megatron's own for None."""
     job = gpt_job(checkout, num_ranks, flags, schedule, more, exact)
     log = job.run(warm=_warm(checkout))
     return job.run(warm=_warm(checkout)) if log.aborted_at_exit else log
@@ -264,7 +263,7 @@ def pretrain_gpt(
 def running_gpt(
     checkout: Checkout, num_ranks: int, flags: str, schedule: str
 ) -> contextlib.AbstractContextManager[RunningJob]:
-    """The same job, started."""
+    """Start the job of :func:`pretrain_gpt`."""
     return gpt_job(checkout, num_ranks, flags, schedule).running(_warm(checkout))
 
 
@@ -276,11 +275,11 @@ def gpt_job(
     more: Sequence[str] = (),
     exact: bool = True,
 ) -> Job:
-    """The job of :func:`pretrain_gpt`, not started yet."""
+    """Return the job of :func:`pretrain_gpt` without starting it."""
     own = ["--zero-bubble-device", "cpu"]
     if schedule is not None:
         own += ["--zero-bubble-schedule", schedule, *(["--zero-bubble-exact"] if exact else [])]
-    # Megatron counts a run in iterations or in samples, and has one batch size or steps of it.
+    # The length of a run is given in iterations or in samples, and the batch size is constant or a step schedule.
     base = _BY_ITERATIONS.sub("", BASE_FLAGS) if "--train-samples" in flags else BASE_FLAGS
     base = base.replace("--global-batch-size 6", "") if "--step-batch-size-schedule" in flags else base
     base = base.replace("--mock-data", "") if "data-path" in flags or "data-args-path" in flags else base
@@ -290,7 +289,7 @@ def gpt_job(
 
 @functools.cache
 def stock(checkout: Checkout, num_ranks: int, flags: str, more: tuple[str, ...] = ()) -> Log:
-    """The same job under Megatron's own schedule; run once."""
+    """Run the same job with Megatron's own schedule; the result is cached."""
     log = pretrain_gpt(checkout, num_ranks, flags, None, more)
     assert log.exit_codes == (0,) * num_ranks, log.text[-4000:]
     return log

@@ -1,4 +1,4 @@
-"""Run a script of Megatron-LM on a CPU rank, as it is: ``on_cpu.py SCRIPT ARGUMENTS``."""
+"""Run an unmodified Megatron-LM script on a CPU rank: ``on_cpu.py SCRIPT ARGUMENTS``."""
 
 import runpy
 import sys

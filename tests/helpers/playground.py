@@ -1,4 +1,4 @@
-"""A playground in this process, questions drawn at random for it, and waiting for its page."""
+"""Start a playground in this process, draw random settings for it, and wait for its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SETTLED = "return document.body.dataset.settled === hashOf(readSetting())"
 
 @contextmanager
 def playground() -> Iterator[str]:
-    """The address of a playground that runs in this process."""
+    """Run a playground in this process; yield its address."""
     with Server(0) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         try:
@@ -29,14 +29,14 @@ def playground() -> Iterator[str]:
 
 
 def settle(driver: WebDriver, seconds: float = 120) -> None:
-    """Wait until the page shows all answers for what its controls say."""
+    """Wait until the page shows all results for the current values of its controls."""
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(driver, seconds, poll_frequency=0.1).until(lambda page: page.execute_script(_SETTLED))
 
 
 def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:
-    """Flags of ``zero-bubble plan`` and their values; ``searched`` for what is searched, small enough to be quick."""
+    """Draw flags of ``zero-bubble plan``; with ``searched``, a small case of a schedule that needs a search."""
     adapting = [name for name, recipe in SCHEDULES.items() if recipe.adapts]
     name = draw.choice(["zb-auto", *adapting] if searched else [*SCHEDULES])
     flags = {
@@ -62,5 +62,5 @@ def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:
 
 
 def without_seconds(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """A plan's JSON but for how long it took, which is never the same twice."""
+    """Return a plan's JSON without the planning time, which differs between runs."""
     return {key: value for key, value in plan.items() if key != "planning_seconds"}

@@ -1,7 +1,7 @@
-"""The slow imports, done once by the fork server; ranks inherit them.
+"""The slow imports, done once by the fork server and inherited by the ranks.
 
-Objects alive at the fork are frozen out of the garbage collector: a collection between tests then takes milliseconds,
-and does not copy the pages that the ranks share.
+Objects alive at the fork are frozen, i.e. excluded from garbage collection: a collection between tests then takes
+milliseconds and does not copy the memory pages that the ranks share.
 """
 
 import atexit
@@ -17,4 +17,4 @@ import pytest  # noqa: F401  (a rank imports the test module that its function l
 
 gc.collect()
 gc.freeze()
-atexit.register(gc.unfreeze)  # or extension modules report everything frozen as leaked when the server ends
+atexit.register(gc.unfreeze)  # otherwise extension modules report frozen objects as leaked when the server ends

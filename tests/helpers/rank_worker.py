@@ -1,4 +1,4 @@
-"""The side of the pool (``ranks.py``) that runs in a rank's process: take a job, run it, answer, forget it."""
+"""The worker loop of the rank pool (``ranks.py``): receive a job, run it, reply, and reset the process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SEED = 1234
 
 @dataclass(frozen=True)
 class Job:
-    """One call for one rank; ``call`` is the pickled ``(fn, args, after)``. In its place, None asks for a reset."""
+    """One call for one rank; ``call`` is the pickled ``(fn, args, after)``. The pool sends None to request a reset."""
 
     rank: int
     world_size: int
@@ -36,14 +36,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Reply:
-    """The pickled result, or the traceback of what was raised."""
+    """The pickled result, or the traceback of the exception."""
 
     result: bytes = b""
     error: str = ""
 
 
 def serve(connection: Connection, log: str, initializer: Callable[[], object]) -> None:
-    """Run jobs until the pool closes its end. Output goes to the file ``log``."""
+    """Run jobs until the pool closes its end of the connection. Output goes to the file ``log``."""
     _own_process(log)
     connection.send_bytes(pickle.dumps(_reply(initializer, keep=False)))
     while True:
@@ -60,7 +60,7 @@ def serve(connection: Connection, log: str, initializer: Callable[[], object]) -
 
 
 def reset() -> None:
-    """Forget the last job: its process groups, megatron-core's globals, its garbage. Patches it must revert itself."""
+    """Clear the last job's process groups, megatron-core's globals and garbage. A job must revert its own patches."""
     import torch.distributed
     from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
@@ -75,7 +75,7 @@ def reset() -> None:
     rerun_state_machine.destroy_rerun_state_machine()
     initialize_rng_tracker(force_reset=True)
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
-    get_moe_layer_wise_logging_tracker().clear()  # it is as long as the first model it saw
+    get_moe_layer_wise_logging_tracker().clear()  # its length is that of the first model
     MTPLossLoggingHelper.tracker.clear()
     gc.collect()
     if torch.distributed.is_initialized():
@@ -106,19 +106,19 @@ def _run(job: Job) -> object:
 
 
 def _reply(call: Callable[[], object], keep: bool) -> Reply:
-    """Call and pack what came of it; ``keep`` tells whether the result is wanted."""
+    """Call and pack the result or the exception; without ``keep`` the result is dropped."""
     try:
         result = call()
         return Reply(result=pickle.dumps(result if keep else None))
-    except BaseException:  # noqa: BLE001 (SystemExit and pytest's outcomes too: the pool must hear what ended the job)
+    except BaseException:  # noqa: BLE001 (SystemExit and pytest's outcomes too: the pool must learn what ended the job)
         return Reply(error=traceback.format_exc())
 
 
 def _own_process(log: str) -> None:
-    """Lead a session that dies with the pool, write to ``log``, show the stack on SIGUSR2, use one thread."""
+    """Start a new session that ends with the pool; write to ``log``, dump the stack on SIGUSR2, use one thread."""
     import torch
 
-    os.setsid()  # Ctrl-C stays with the parent, and one signal reaches what a job starts (checkpoint writers)
+    os.setsid()  # Ctrl-C reaches only the parent, and one signal reaches a job's children (checkpoint writers)
     threading.Thread(target=_die_with_parent, args=(Path(log).parent,), daemon=True).start()
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
@@ -132,9 +132,9 @@ def _own_process(log: str) -> None:
 
 
 def _die_with_parent(folder: Path) -> None:
-    """The fork server lives as long as its ranks, so a rank must see for itself that the tests were killed.
+    """End the rank when the test process dies: the fork server lives as long as its ranks, so it does not end them.
 
-    It also removes the pool's folder, which nobody else is left to do.
+    Also remove the pool's folder, since the killed test process cannot.
     """
     parent = parent_process()
     assert parent is not None, "a rank is started by the pool"

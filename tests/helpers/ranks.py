@@ -1,12 +1,13 @@
-"""A pool of rank processes, started once and used by test after test.
+"""A pool of rank processes, started once and shared by all tests.
 
-Importing torch and megatron-core takes seconds, a collective takes microseconds. So a fork server imports them once,
-ranks are forked from it when first needed, and they stay: a test costs the milliseconds of its own work. Every run
-gets a new process group over a new file store, of exactly the size it asked for, and afterwards each rank is put back
-to the state of a new process (``rank_worker.reset``).
+Importing torch and megatron-core takes seconds; a collective takes microseconds. A fork server therefore imports them
+once, and ranks are forked from it when first needed and kept, so that a test takes only the milliseconds of its work.
+Every run gets a new process group of the requested size over a new file store; afterwards each rank is reset to the
+state of a new process (``rank_worker.reset``).
 
-A rank that raises, dies or stays silent fails the run, with a report from every rank (``RankFailure``), and the whole
-pool is killed: the next run gets a new one. After torch's ``testing/_internal/common_distributed.py``.
+A rank that raises, dies or does not answer fails the run with a report from every rank (``RankFailure``). The whole
+pool is then killed, and the next run starts a new one. Modelled on torch's
+``testing/_internal/common_distributed.py``.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LOG_TAIL_BYTES = 8000
 
 
 def install_cpu_platform() -> None:
-    """The default initialiser: what a rank runs once, before its first job."""
+    """Install the CPU platform: the default initializer, which a rank runs once before its first job."""
     importlib.import_module("megatron.zero_bubble.platforms.cpu").install()
 
 
@@ -44,8 +45,8 @@ class RankFailure(Exception):
     """At least one rank raised, died or did not answer in time.
 
     Attributes:
-        reports: for every rank, ``"ok"`` or what happened to it: its traceback, the signal or exit status it died of,
-            or the stack it was in when the time was up, and then the end of what it printed.
+        reports: per rank, ``"ok"`` or the failure: the traceback, the signal or exit status, or the stack at the
+            timeout, followed by the end of the rank's output.
     """
 
     def __init__(self, summary: str, reports: dict[int, str]) -> None:
@@ -64,7 +65,7 @@ class _Rank:
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None, "it was started"
+        assert self.process.pid is not None, "the process was started"
         return self.process.pid
 
     def describe_death(self) -> str:
@@ -74,7 +75,7 @@ class _Rank:
         return f"{how} before it answered\n{self.log_tail()}"
 
     def describe_silence(self) -> str:
-        """Have the rank write its stack to its log (it registered faulthandler for this signal)."""
+        """Make the rank write its stack to its log: SIGUSR2 triggers its faulthandler."""
         before = self.log.stat().st_size
         os.kill(self.pid, signal.SIGUSR2)
         deadline = time.monotonic() + 1.0
@@ -88,13 +89,13 @@ class _Rank:
 
 
 MAX_THREADS = 400
-"""A rank with more is replaced. A model of megatron-core whose optimizer is distributed is never freed (its hooks refer
-to it through autograd), and keeps 15 process groups, each with threads of its own: after an hour there are thousands,
-and the machine is busy with them."""
+"""Ranks with more threads are replaced. A megatron-core model with a distributed optimizer is never freed (its hooks
+refer to it through autograd) and keeps 15 process groups alive, each with threads: after an hour of tests there would
+be thousands, which slow the machine down."""
 
 
 class RankPool:
-    """Runs functions on ranks 0 .. n-1, each a process with gloo initialised for n.
+    """Runs functions on ranks 0 .. n-1, each in a process with gloo initialized for n ranks.
 
     Args:
         initializer: a picklable top-level function, called once in every new process.
@@ -118,19 +119,19 @@ class RankPool:
     ) -> list[Any]:
         """Call ``fn(rank, *args)`` on ranks ``0 .. num_ranks - 1``; return their results in rank order.
 
-        ``fn``, ``args`` and the results are pickled by value: tensors arrive as copies, and a view brings its whole
-        storage, so return ``view.clone()``. Python, numpy and torch are seeded alike on every rank and run.
+        ``fn``, ``args`` and the results are pickled by value: tensors arrive as copies, and a view is sent with its
+        whole storage, so return ``view.clone()``. Python, numpy and torch have the same seeds on every rank and run.
 
         Args:
             fn: a top-level function of an importable module.
-            timeout: seconds for the slowest rank, starting the processes not counted.
-            grace: seconds the other ranks still have to answer once one has failed; give it the time a fault test
-                allows its survivors.
-            after: called as ``after(rank)`` when ``fn`` has returned, with the process group still up: the place to
+            timeout: seconds for the slowest rank, excluding the start of the processes.
+            grace: seconds for the other ranks to answer after one has failed; in a fault test, the time that its
+                survivors have.
+            after: called as ``after(rank)`` after ``fn`` has returned, while the process group still exists, e.g. to
                 assert that no buffer, handle or patch is left.
 
         Raises:
-            RankFailure: when a rank raised, died or was silent for ``timeout``; the pool has been replaced.
+            RankFailure: if a rank raised, died or did not answer within ``timeout``; the pool has been killed.
         """
         try:
             if any(_num_threads(pid) > MAX_THREADS for pid in self.pids()):
@@ -142,24 +143,24 @@ class RankPool:
             jobs = [Job(rank, num_ranks, store, timeout, call) for rank in range(num_ranks)]
             name = f"{fn.__module__}.{fn.__qualname__}"
             results = self._exchange(jobs, f"{name} on {num_ranks} ranks", timeout, grace)
-            self._exchange([None] * num_ranks, f"putting the ranks back after {name}", timeout, grace)
+            self._exchange([None] * num_ranks, f"resetting the ranks after {name}", timeout, grace)
         except BaseException:
             self._kill()
             raise
         return results
 
     def pids(self) -> list[int]:
-        """The processes of the pool, in rank order."""
+        """Return the process ids of the pool, in rank order."""
         return [rank.pid for rank in self._ranks]
 
     def close(self) -> None:
-        """End every process and remove what the pool wrote."""
+        """Kill every process and remove the pool's files."""
         atexit.unregister(self.close)
         self._kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _grow(self, num_ranks: int) -> None:
-        """Start the processes that are missing, all at once."""
+        """Start the missing processes in parallel."""
         first, started = len(self._ranks), range(len(self._ranks), num_ranks)
         if not started:
             return
@@ -176,7 +177,7 @@ class RankPool:
         self._collect(self._ranks[first:], "starting the ranks", START_TIMEOUT_S, grace=1.0)
 
     def _exchange(self, jobs: Sequence[Job | None], what: str, timeout: float, grace: float) -> list[Any]:
-        """Send one job to each rank and return the answers."""
+        """Send one job to each rank and return the results."""
         ranks = self._ranks[: len(jobs)]
         for rank, job in zip(ranks, jobs, strict=True):
             with suppress(BrokenPipeError):  # it died since its last job, which _collect reports
@@ -184,7 +185,7 @@ class RankPool:
         return self._collect(ranks, what, timeout, grace)
 
     def _collect(self, ranks: Sequence[_Rank], what: str, timeout: float, grace: float) -> list[Any]:
-        """Wait for one reply of every rank; the first failure shortens the wait to ``grace``."""
+        """Wait for one reply from every rank; the first failure shortens the wait to ``grace``."""
         start = time.monotonic()
         deadline = start + timeout
         results: dict[int, Any] = {}
@@ -216,7 +217,7 @@ class RankPool:
 
     def _kill(self) -> None:
         for rank in self._ranks:
-            with suppress(ProcessLookupError):  # the rank and what it started, if it got as far as leading a session
+            with suppress(ProcessLookupError):  # the rank and its children, if it has started its session
                 os.killpg(rank.pid, signal.SIGKILL)
             rank.process.kill()
         for rank in self._ranks:
@@ -227,12 +228,12 @@ class RankPool:
 
 
 def _num_threads(pid: int) -> int:
-    """0 where the process is gone, or the system has no /proc."""
+    """Return the number of threads; 0 if the process is gone or the system has no /proc."""
     return sum(1 for _ in Path(f"/proc/{pid}/task").glob("*"))
 
 
 def _receive(connection: Connection) -> Reply | None:
-    """The next reply, or None when the other end closed before a whole one arrived."""
+    """Return the next reply, or None if the other end closed before a complete reply arrived."""
     try:
         return pickle.loads(connection.recv_bytes()) if connection.poll() else None
     except (EOFError, ConnectionResetError):
@@ -240,7 +241,7 @@ def _receive(connection: Connection) -> Reply | None:
 
 
 def start_server() -> None:
-    """Start the fork server, with what every rank needs in its environment and its imports done."""
+    """Start the fork server with the ranks' environment and imports."""
     get_context("forkserver").set_forkserver_preload(["tests.helpers.rank_worker", "tests.helpers.rank_imports"])
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     with _environment(PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1"):
@@ -249,7 +250,7 @@ def start_server() -> None:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """``os.environ`` with ``values`` in it, for a child process to inherit."""
+    """Add ``values`` to ``os.environ`` within this context, for a child process to inherit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

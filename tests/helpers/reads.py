@@ -1,4 +1,4 @@
-"""How often a process reads a file."""
+"""Count how often a process reads a file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def log_reads(file: Path, log: Path, who: str) -> None:
-    """From now on this process adds a line ``who`` to ``log`` whenever it reads ``file``."""
+    """Make this process append the line ``who`` to ``log`` each time it reads ``file``."""
     read_text = Path.read_text
 
     def logged(path: Path, *args: Any, **kwargs: Any) -> str:

@@ -1,4 +1,4 @@
-"""The pictures of the playground in the README: ``python -m tests.helpers.screenshots [FOLDER]`` (default: docs)."""
+"""Render the README's picture of the playground: ``python -m tests.helpers.screenshots [FOLDER]`` (default: docs)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SETTING = {"p": "4", "m": "8", "F": "10", "B": "11", "W": "8", "comm": "0.5", "l
 
 
 def main(folder: Path) -> None:
-    """Write ``playground.png``: the table, the first drawings, and a pass that is pointed at."""
+    """Write ``playground.png``: the table, the first charts, and a pass under the pointer."""
     from selenium.webdriver.common.action_chains import ActionChains
 
     with playground() as address, browser(1160, 880) as driver:

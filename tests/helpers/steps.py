@@ -1,4 +1,4 @@
-"""Optimizer steps without passes: every rank has a small layer, and its gradients are drawn anew for every step."""
+"""Optimizer steps without passes: every rank has a small layer with random gradients, drawn for each step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SPIKE = 1e6
 
 
 class Job:
-    """One rank: a layer (none on the ranks ``empty``) behind DDP, megatron-core's optimizer and its scheduler.
+    """One rank: a layer (none on the ranks ``empty``) in DDP, megatron-core's optimizer and its scheduler.
 
     Args:
         ahead: whether the optimizer is a ``PostValidatedOptimizer``.
         pipeline: the number of pipeline ranks; the other ranks are replicas.
-        together: whether replicas must decide alike.
-        options: of ``OptimizerConfig``.
+        together: whether replicas must reach the same decision.
+        options: arguments of ``OptimizerConfig``.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class Job:
         self.scheduler = scheduler_of(self.optimizer)
 
     def gradients(self, step: int, factor: float = 1.0) -> None:
-        """Where the passes would be."""
+        """Write random gradients, in place of the passes."""
         generator = torch.Generator().manual_seed(100 * step + self.rank)
         for parameter in self.chunk.parameters():
             parameter.main_grad.copy_(factor * torch.randn(parameter.shape, generator=generator))
 
     def contents(self) -> list[str]:
-        """Digests of everything that the optimizer holds, whether or not it is final."""
+        """Return digests of the optimizer's whole state, final or not."""
         found = [_digest(parameter) for parameter in self.chunk.parameters()]
         for part in self.plain.chained_optimizers:
             for group in part.param_groups:
@@ -83,7 +83,7 @@ class Job:
 
 
 def scheduler_of(optimizer: Any) -> Any:
-    """Another learning rate and weight decay for every step."""
+    """Return a scheduler with a different learning rate and weight decay for each step."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     return OptimizerParamScheduler(
@@ -102,11 +102,13 @@ def scheduler_of(optimizer: Any) -> Any:
 
 
 def take_steps(job: Job, spikes: Mapping[int, int], num_steps: int) -> list[list[str]]:
-    """Take steps, ahead where the optimizer can; the scheduler goes on right after each. What each step led to, as soon
-    as it is final.
+    """Take steps, ahead of validation if the optimizer supports it; the scheduler advances right after each step.
 
     Args:
-        spikes: by step, the rank whose gradients are too large.
+        spikes: per step, the rank whose gradients are too large.
+
+    Returns:
+        The optimizer's contents after each step, read once they are final.
     """
     ahead = job.optimizer is not job.plain
     seen = []

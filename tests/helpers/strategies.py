@@ -1,4 +1,4 @@
-"""Random schedules and costs for property tests; ``tests/conftest.py`` says how many they try."""
+"""Hypothesis strategies for schedules and costs; ``tests/conftest.py`` sets the number of examples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ milliseconds = st.floats(0.1, 100.0)
 
 @st.composite
 def schedules(draw: st.DrawFn, min_ranks: int = 1, linear: bool = False) -> Schedule:
-    """Any schedule of the registry, or any with one stage a rank, also with fewer microbatches than ranks."""
+    """Draw a registered schedule, if ``linear`` one with one stage per rank; microbatches can be fewer than ranks."""
     ranks = draw(st.integers(min_ranks, 8))
     name = draw(names.filter(lambda name: SCHEDULES[name].shape == "linear") if linear else names)
     return build(name, num_ranks=ranks, num_microbatches=draw(num_microbatches))
@@ -22,7 +22,7 @@ def schedules(draw: st.DrawFn, min_ranks: int = 1, linear: bool = False) -> Sche
 
 @st.composite
 def costs_for(draw: st.DrawFn, schedule: Schedule) -> PassCosts:
-    """Another figure for every stage, and links that differ."""
+    """Draw different costs per stage and per link."""
     per_stage = st.lists(milliseconds, min_size=schedule.num_stages, max_size=schedule.num_stages).map(tuple)
     ranks = st.integers(0, schedule.num_ranks - 1)
     links = draw(st.dictionaries(st.tuples(ranks, ranks), milliseconds, max_size=3))

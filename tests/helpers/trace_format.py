@@ -1,9 +1,9 @@
-"""What an importer of Chrome traces relies on, checked strictly.
+"""A strict checker of what importers of Chrome traces rely on.
 
-Written after the "Trace Event Format" document (Google, 2016) and what Perfetto's importer does with it or counts as an
-error (google/perfetto, ``json_trace_tokenizer.cc``, ``json_trace_parser_impl.cc``): events of the kinds X, i, C, M, s
-and f with their keys, times in us, thread numbers that are the system's, slices of a thread that nest, arrows with both
-ends, each inside of a slice that comes before it in the file, numbers for counters.
+It follows the "Trace Event Format" document (Google, 2016) and the errors of Perfetto's importer (google/perfetto,
+``json_trace_tokenizer.cc``, ``json_trace_parser_impl.cc``): events of the kinds X, i, C, M, s and f with their keys,
+times in us, thread numbers unique across processes, nested slices per thread, arrows with both ends, each inside a
+slice that precedes it in the file, and numeric counters.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _METADATA = {
 
 
 def problems(text: str) -> list[str]:
-    """A sentence for each thing that is wrong with a trace; none for a good one."""
-    content = json.loads(text, parse_constant=lambda name: name)  # NaN and Infinity are no JSON
+    """Return one sentence per error in a trace; empty for a valid trace."""
+    content = json.loads(text, parse_constant=lambda name: name)  # NaN and Infinity are not valid JSON
     if not isinstance(content, dict) or not isinstance(content.get("traceEvents"), list):
         return ["the trace must be an object with the list traceEvents"]
     if content.keys() != {"traceEvents"}:
-        return [f"nothing but traceEvents is read alike by all versions; got {sorted(content)}"]
+        return [f"all versions agree only on the key traceEvents; got {sorted(content)}"]
     events: list[Event] = content["traceEvents"]
     found = [f"{wrong}: {json.dumps(event)}" for event in events for wrong in _of_event(event)]
     if found:
@@ -85,13 +85,13 @@ def _of_values(event: Event) -> Iterable[str]:
 def _of_metadata(event: Event) -> Iterable[str]:
     key, kind = _METADATA.get(event["name"], ("", str))
     if not key:
-        yield "a metadata event must be one that is known"
+        yield "a metadata event must have a known name"
     elif set(event["args"]) != {key} or type(event["args"][key]) is not kind:
         yield f"{event['name']} must have args {key}"
 
 
 def _names(events: list[Event]) -> Iterable[str]:
-    """Every process and thread that holds something has one name."""
+    """Every process and thread with events has exactly one name."""
     given: defaultdict[tuple[str, int, int], int] = defaultdict(int)
     for event in events:
         if event["ph"] == "M":
@@ -103,14 +103,14 @@ def _names(events: list[Event]) -> Iterable[str]:
     homes: defaultdict[int, set[int]] = defaultdict(set)
     for pid, tid in threads:
         homes[tid].add(pid)
-    yield from (f"thread {tid} is of several processes" for tid in homes if len(homes[tid] | ({tid} & used)) > 1)
+    yield from (f"thread {tid} belongs to several processes" for tid in homes if len(homes[tid] | ({tid} & used)) > 1)
     yield from (
         f"{name} of {pid}, {tid} is given {count} times" for (name, pid, tid), count in given.items() if count > 1
     )
 
 
 def _nesting(slices: dict[Track, list[Event]]) -> Iterable[str]:
-    """On a thread a slice is within another or apart from it, and they are listed in the order of their starts."""
+    """Slices of a thread are nested or disjoint, and are listed in the order of their starts."""
     for track, row in slices.items():
         open_until: list[int] = []
         before = 0
@@ -127,7 +127,7 @@ def _nesting(slices: dict[Track, list[Event]]) -> Iterable[str]:
 
 
 def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[str]:
-    """Both ends are there, each in a slice, and in no instant's way: Perfetto would hang them on the instant."""
+    """Each arrow has two ends, each in a slice on a thread without instants: Perfetto would attach it to an instant."""
     instants = {(event["pid"], event["tid"]) for event in events if event["ph"] == "i"}
     place = {id(event): index for index, event in enumerate(events)}
     starts: dict[int, int] = {}
@@ -150,7 +150,7 @@ def _arrows(events: list[Event], slices: dict[Track, list[Event]]) -> Iterable[s
         elif both["s"][0]["ts"] > both["f"][0]["ts"]:
             yield f"arrow {number} ends before it starts"
         elif starts[id(both["s"][0])] > starts[id(both["f"][0])]:
-            yield f"arrow {number} ends in a slice that starts before the one it comes from: it would be turned round"
+            yield f"arrow {number} ends in a slice that starts before its source slice: Perfetto would reverse it"
 
 
 def _counters(events: list[Event]) -> Iterable[str]:

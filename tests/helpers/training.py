@@ -1,4 +1,4 @@
-"""Whole training runs on the rank pool, and what they wrote."""
+"""Whole training runs on the rank pool, and readers of their metrics files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = (
 
 
 def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
-    """One rank of ``pretrain_gpt.py`` in the process group that the pool has made."""
+    """Run one rank of ``pretrain_gpt.py`` in the pool's process group."""
     from megatron.zero_bubble.patching import revert
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
@@ -33,7 +33,7 @@ def run(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
 
 
 def train(ranks: RankPool, num_ranks: int, flags: str, metrics: Path | None = None) -> list[dict[str, Any]]:
-    """Train with ``SMALL`` and ``flags``; the lines of the metrics file, if there is one."""
+    """Train with ``SMALL`` and ``flags``; return the records of the metrics file, empty without one."""
     words = [*SMALL.split(), *flags.split()]
     if metrics is not None:
         words += ["--metrics-file", str(metrics)]
@@ -46,6 +46,6 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
 
 
 def losses(lines: Sequence[dict[str, Any]], kind: str = "train") -> dict[int, tuple[Any, ...]]:
-    """What a run computed, exact, by iteration."""
+    """Return a run's exact results per iteration."""
     names = ("lm_loss", "grad_norm", "learning_rate", "loss_scale", "consumed_samples")
     return {line["iteration"]: tuple(line.get(name) for name in names) for line in lines if line["kind"] == kind}

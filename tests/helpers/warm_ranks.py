@@ -1,6 +1,6 @@
-"""Ranks of Megatron-LM jobs, forked from a process that has imported what they all import: most of a small job's time.
+"""Ranks of Megatron-LM jobs, forked from a process that has done the imports, which take most of a small job's time.
 
-A forked rank then does what ``python -m megatron.zero_bubble.launch SCRIPT ARGUMENTS`` does, in the same order.
+A forked rank then does the same as ``python -m megatron.zero_bubble.launch SCRIPT ARGUMENTS``, in the same order.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from typing import Any, TextIO
 
 
 class WarmRanks:
-    """A process that forks ranks of jobs that run ``script``; it ends with this one, and its ranks with it.
+    """A process that forks ranks for jobs that run ``script``; it ends with this process, and its ranks end with it.
 
     Args:
-        environment: of the ranks, but for what tells them apart.
+        environment: common environment of the ranks, without RANK and the like.
     """
 
     def __init__(self, script: Path, environment: Mapping[str, str]) -> None:
@@ -40,11 +40,11 @@ class WarmRanks:
         )
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], output: Path) -> ForkedRank:
-        """Fork one that runs ``arguments``, the script first; what it prints goes to ``output``."""
+        """Fork a rank that runs ``arguments``, whose first is the script; its output goes to the file ``output``."""
         return ForkedRank(self, self.ask(arguments=arguments, environment=dict(environment), output=str(output)))
 
     def ask(self, **request: Any) -> Any:
-        """The answer of the process to one request."""
+        """Send one request to the process and return its answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
@@ -55,7 +55,7 @@ class WarmRanks:
 
 
 class ForkedRank:
-    """One rank, in the manner of ``subprocess.Popen``."""
+    """One rank, with the interface of ``subprocess.Popen``."""
 
     def __init__(self, ranks: WarmRanks, pid: int) -> None:
         self._ranks, self._pid = ranks, pid
@@ -77,7 +77,7 @@ class ForkedRank:
 
 
 def _serve(script: str, answers: TextIO) -> list[str]:
-    """Answer requests until there are no more; returns in a forked rank, with its arguments."""
+    """Answer requests until stdin closes; returns only in a forked rank, with its arguments."""
     from megatron.zero_bubble.platforms import cpu, select
     from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
 
@@ -106,9 +106,9 @@ def _serve(script: str, answers: TextIO) -> list[str]:
 
 
 def _read_descriptions_of_flags_once() -> None:
-    """Megatron-LM reads those of many flags out of its own sources, since core_r0.16: a fifth of a small job's time.
+    """Cache the sources from which Megatron-LM, since core_r0.16, reads many flags' descriptions at every start.
 
-    Nothing else in its jobs asks for sources.
+    Reading them takes a fifth of a small job's time. Nothing else in the jobs uses ``inspect.getsource``.
     """
     from megatron.training.arguments import add_megatron_arguments
 
@@ -117,7 +117,7 @@ def _read_descriptions_of_flags_once() -> None:
 
 
 def _digest_weights_after_training() -> None:
-    """One line per parameter when Megatron's training loop returns or exits: printed losses have seven digits."""
+    """Print one digest per parameter when Megatron's training loop ends: printed losses have only seven digits."""
     from megatron.training import training
 
     train = training.train
@@ -162,8 +162,8 @@ def _become_rank(arguments: list[str], environment: dict[str, str], output: str)
 
 if __name__ == "__main__":
     sys.path[0] = str(Path(sys.argv[1]).parent)
-    to_whom_asks = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what is imported may print
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # the imports may print
     from megatron.zero_bubble.megatron_lm import launch
 
-    sys.exit(launch.main(_serve(sys.argv[1], to_whom_asks)))
+    sys.exit(launch.main(_serve(sys.argv[1], answers)))

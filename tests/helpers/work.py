@@ -1,4 +1,4 @@
-"""How much work a call does, in lines of Python: a figure that a busy machine does not change."""
+"""Measure the work of a call in lines of Python, a figure that does not depend on the machine's load."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """Lines of Python that ``call`` runs, those of generators and of all that it calls included."""
+    """Return the number of lines of Python that ``call`` executes, including generators and callees."""
     count = 0
 
     def trace(frame: FrameType, event: str, arg: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Which values of ``ZeroBubbleConfig`` go together."""
+"""Tests of which values of ``ZeroBubbleConfig`` can be combined."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({"memory_limit": "0.25p"}, "the memory limit '0.25p' is for zb-auto; other schedules .* leave it out"),
-        ({"placement": "vee"}, "the placement 'vee' is for zb-auto"),
-        ({"rollback": "inverse"}, "the rollback 'inverse' is for post_validation, which is not asked for"),
+        ({"memory_limit": "0.25p"}, "memory_limit='0.25p' applies only to zb-auto, .* fixed peak; leave it out"),
+        ({"placement": "vee"}, "placement='vee' applies only to zb-auto"),
+        ({"rollback": "inverse"}, "rollback='inverse' has no effect without post_validation"),
     ],
 )
-def test_options_of_another_configuration(options: dict[str, Any], sentence: str) -> None:
+def test_options_without_effect_are_rejected(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         ZeroBubbleConfig("zb-h1", **options)

@@ -1,4 +1,4 @@
-"""Which documents each split gets, as megatron-core divides them, and what is said where one gets none."""
+"""Tests of document splits: same division as megatron-core's, and errors for empty splits."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHARES = st.one_of(st.integers(0, 1000), st.floats(0, 1).map(lambda share: roun
 
 
 @given(st.lists(_SHARES, min_size=1, max_size=3), st.integers(0, 10**6))
-def test_documents_are_divided_as_by_megatron(shares: list[float], num_documents: int) -> None:
+def test_documents_are_divided_as_in_megatron(shares: list[float], num_documents: int) -> None:
     if not sum(shares):
         return
     text = ",".join(map(str, shares))
@@ -39,7 +39,7 @@ def write(prefix: Path, lengths: list[int]) -> str:
 
 
 @pytest.mark.parametrize("split", ["969,30,0", "100,0,0", "9,1,1"])
-def test_splits_with_documents(tmp_path: Path, split: str) -> None:
+def test_splits_with_documents_are_accepted(tmp_path: Path, split: str) -> None:
     check_divided([write(tmp_path / "a", [50] * 317)], weighted=False, split=split, seq_length=1000)
 
 
@@ -52,19 +52,21 @@ def test_splits_with_documents(tmp_path: Path, split: str) -> None:
         ([0] * 5000 + [50] * 5000, False, "1,1", "train split of {} without tokens .* give train a larger share"),
     ],
 )
-def test_a_split_without(tmp_path: Path, lengths: list[int], weighted: bool, split: str, words: str) -> None:
+def test_split_without_documents_or_tokens_is_rejected(
+    tmp_path: Path, lengths: list[int], weighted: bool, split: str, words: str
+) -> None:
     prefix = write(tmp_path / "a", lengths)
     with pytest.raises(ValueError, match=words.format(prefix)):
         check_divided([prefix], weighted, split, seq_length=32)
 
 
-def test_a_blend_without_weights_reads_a_sample_of_each(tmp_path: Path) -> None:
+def test_blend_without_weights_needs_a_sample_of_each_file(tmp_path: Path) -> None:
     blend = [write(tmp_path / "a", [50] * 4), write(tmp_path / "b", [8] * 4)]
     check_divided(blend, weighted=False, split="1,0,0", seq_length=31)
     check_divided(blend, weighted=True, split="3,1,0", seq_length=1000)
-    with pytest.raises(ValueError, match="at least one sample .33 tokens. .* of .*b 32 tokens; put a weight before"):
+    with pytest.raises(ValueError, match="at least one sample .33 tokens. .* of .*b only 32 tokens; put a weight"):
         check_divided(blend, weighted=False, split="1,0,0", seq_length=32)
-    with pytest.raises(ValueError, match="b has 4 documents with 32 tokens; give another one or leave it out"):
+    with pytest.raises(ValueError, match="b has 4 documents with 32 tokens; replace it or leave it out"):
         check_whole("valid", blend, weighted=False, seq_length=32)
     check_whole("valid", blend[1:], weighted=False, seq_length=32)
     with pytest.raises(
@@ -73,7 +75,7 @@ def test_a_blend_without_weights_reads_a_sample_of_each(tmp_path: Path) -> None:
         check_whole("test", [write(tmp_path / "c", [0, 0])], weighted=False, seq_length=32)
 
 
-def test_files_that_cannot_be_read_are_left_to_their_readers(tmp_path: Path) -> None:
+def test_unreadable_files_are_ignored(tmp_path: Path) -> None:
     whole = Path(f"{write(tmp_path / 'c', [50] * 40)}.idx")
     whole.write_bytes(whole.read_bytes()[:60])
     check_divided([str(tmp_path / "c")], weighted=True, split="9,1,0", seq_length=32)

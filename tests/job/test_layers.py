@@ -1,4 +1,4 @@
-"""How many layers each stage gets, evenly or not."""
+"""Tests of the number of layers per stage, even and uneven."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline
 
 
 def by_rank(layout: str, placement: Placement) -> list[int]:
-    """Layers, embedding and loss of every rank."""
+    """Return the number of layers, embedding and loss included, per rank."""
     stages = layout.split("|")
     return [sum(len(stages[s]) for s in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
 
 
-def test_46_layers_on_16_ranks() -> None:
+def test_balanced_layout_of_46_layers_on_16_ranks() -> None:
     linear, vee = Placement.linear(16), Placement.vee(16)
     assert balanced_layout(linear, 46) == "|".join(["Ett", *["ttt"] * 14, "ttL"])
     layout = balanced_layout(vee, 46)
@@ -33,7 +33,7 @@ def test_46_layers_on_16_ranks() -> None:
 
 
 @given(st.integers(1, 8), st.sampled_from([Placement.linear, Placement.vee]), st.integers(0, 40))
-def test_every_rank_has_about_the_same(p: int, make, layers: int) -> None:
+def test_balanced_layout_differs_by_at_most_one_layer_per_rank(p: int, make, layers: int) -> None:
     placement = make(p)
     try:
         layout = balanced_layout(placement, layers)
@@ -49,7 +49,7 @@ def test_every_rank_has_about_the_same(p: int, make, layers: int) -> None:
 
 
 def test_too_few_layers() -> None:
-    with pytest.raises(ValueError, match="5 layers do not fill 8 pipeline stages .* use at least 6 layers"):
+    with pytest.raises(ValueError, match="5 layers with .* do not fill 8 pipeline stages; use at least 6 layers"):
         balanced_layout(Placement.vee(4), 5)
 
 
@@ -60,7 +60,7 @@ def job(flags: str) -> argparse.Namespace:
 
 
 def megatrons(args: argparse.Namespace) -> list[int]:
-    """What megatron-core would build, stage after stage."""
+    """Return the number of layers that megatron-core builds per stage."""
     import torch
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
@@ -91,7 +91,7 @@ def megatrons(args: argparse.Namespace) -> list[int]:
         ("3 --num-layers 10 --decoder-last-pipeline-num-layers 2 --zero-bubble-schedule zb-v", [2, 2, 1, 2, 2, 1]),
     ],
 )
-def test_every_stage_has_the_layers_that_megatron_builds(flags: str, layers: list[int]) -> None:
+def test_layers_per_stage_equal_megatrons(flags: str, layers: list[int]) -> None:
     args = job(flags)
     assert list(job_layers(args)) == layers == megatrons(args)
 
@@ -104,7 +104,7 @@ def test_every_stage_has_the_layers_that_megatron_builds(flags: str, layers: lis
         ("2 --num-layers 3 --pipeline-model-parallel-layout E(t|t)*1tL", [1, 2]),
     ],
 )
-def test_a_layout_is_read_as_megatron_reads_it(flags: str, layers: list[int]) -> None:
+def test_layout_is_parsed_as_in_megatron(flags: str, layers: list[int]) -> None:
     from megatron.core.transformer.enums import LayerType
     from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
@@ -114,5 +114,5 @@ def test_a_layout_is_read_as_megatron_reads_it(flags: str, layers: list[int]) ->
 
 
 def test_a_layout_of_other_stages_or_layers_is_refused() -> None:
-    with pytest.raises(ValueError, match="got 2 stages and 3 layers for 2 and 4; change either"):
+    with pytest.raises(ValueError, match="has 2 stages and 3 layers, but the job has 2 stages and 4 layers"):
         job_layers(job("2 --num-layers 4 --pipeline-model-parallel-layout Et|ttL"))

@@ -1,4 +1,4 @@
-"""Options of Megatron that a zero-bubble schedule cannot honour."""
+"""Tests of the rules for Megatron options that zero-bubble schedules do not support."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.zero_bubble.job.rules import check_options
 @pytest.mark.parametrize(
     "option, sentence",
     [
-        ("delay_wgrad_compute", "it defers W a second time; got True; drop --delay-wgrad-compute"),
+        ("delay_wgrad_compute", "already defers weight gradients; got True; drop --delay-wgrad-compute"),
         ("overlap_dispatch_backward_with_experts_wgrad", "runs the W of experts inside their B; got True; drop"),
-        ("use_transformer_engine_op_fuser", "whose gradients wait for W; got True; drop --use-transformer-engine-op"),
+        ("use_transformer_engine_op_fuser", "must defer to W; got True; drop --use-transformer-engine-op"),
     ],
 )
-def test_weight_gradients_are_delayed_by_one_only(option: str, sentence: str) -> None:
+def test_other_delays_of_weight_gradients_are_rejected(option: str, sentence: str) -> None:
     check_options(SimpleNamespace())
     check_options(SimpleNamespace(**{option: False}))
     with pytest.raises(ValueError, match=f"need {option}=False, because .*{sentence}"):
@@ -27,27 +27,27 @@ def test_weight_gradients_are_delayed_by_one_only(option: str, sentence: str) ->
 @pytest.mark.parametrize(
     "option, sentence",
     [
-        ("moe_paged_stash", "Megatron resets its pages at the head of its own iterations; got True; drop --moe-paged"),
-        ("overlap_p2p_comm_warmup_flush", "in the order of the schedule; got True; drop --overlap-p2p-communication-"),
+        ("moe_paged_stash", "Megatron resets the pages only in its own schedules; got True; drop --moe-paged"),
+        ("overlap_p2p_comm_warmup_flush", "overlap with messages; got True; drop --overlap-p2p-communication-"),
     ],
 )
-def test_options_of_megatrons_own_iterations(option: str, sentence: str) -> None:
+def test_options_of_megatrons_own_schedules_are_rejected(option: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=f"need {option}=False, because .*{sentence}"):
         check_options(SimpleNamespace(**{option: True}))
 
 
-def test_a_group_size_that_is_not_megatrons_default() -> None:
+def test_nondefault_microbatch_group_size_is_rejected() -> None:
     job = SimpleNamespace(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=2)
     for job.microbatch_group_size_per_vp_stage in (None, 4):
         check_options(job)
     job.microbatch_group_size_per_vp_stage = 3
     with pytest.raises(ValueError, match="--microbatch-group-size-per-virtual-pipeline-stage 3 and 4 ranks; drop"):
         check_options(job)
-    job.virtual_pipeline_model_parallel_size = None  # Megatron, too, groups nothing then
+    job.virtual_pipeline_model_parallel_size = None  # without virtual stages Megatron has no groups either
     check_options(job)
 
 
-def test_options_that_need_the_stages_in_place() -> None:
+def test_multi_token_prediction_on_a_v_is_rejected() -> None:
     values = SimpleNamespace(mtp_num_layers=1)
     check_options(values)
     with pytest.raises(ValueError, match="stages on a V need mtp_num_layers=None, because .* got 1; drop --mtp-num-l"):

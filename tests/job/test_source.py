@@ -1,4 +1,4 @@
-"""Where schedules come from: a name, a file, or a search; each resolved once."""
+"""Tests of schedule sources: a name, a file or a search, each resolved once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job.source import ScheduleSource
 
 
-def test_by_name() -> None:
+def test_source_by_name() -> None:
     source = ScheduleSource.by_name("interleaved-1f1b", 2, 3)
     assert (source.name, source.placement) == ("interleaved-1f1b", Placement.interleaved(2, 3))
     for count in (2, 4):
@@ -19,11 +19,11 @@ def test_by_name() -> None:
 
 
 def test_a_name_that_has_no_such_stages() -> None:
-    with pytest.raises(ValueError, match="'zb-v' has 2 stages a rank; got 3; leave the number out"):
+    with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3; leave the number out"):
         ScheduleSource.by_name("zb-v", 2, 3)
 
 
-def test_a_file_is_not_needed_again(tmp_path: Path) -> None:
+def test_schedule_file_is_read_once(tmp_path: Path) -> None:
     schedule = build("v-half", num_ranks=3, num_microbatches=6)
     file = tmp_path / "plan.json"
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
@@ -35,14 +35,14 @@ def test_a_file_is_not_needed_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("placement", "first"), [("linear", "zb-h1"), ("vee", "zb-v")])
-def test_a_search_begins_with_a_schedule_by_name(placement: str, first: str) -> None:
+def test_search_starts_from_a_named_schedule(placement: str, first: str) -> None:
     source = ZeroBubbleConfig("zb-auto", placement=placement).sources()(4)  # type: ignore[arg-type]
     assert source.name == "zb-auto"
     assert source.make(8) == build(first, num_ranks=4, num_microbatches=8)
     assert source.placement == source.make(8).placement
 
 
-def test_what_cannot_be_had_is_refused_before_the_ranks_are_known(tmp_path: Path) -> None:
+def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown schedule 'zb-h3'"):
         ZeroBubbleConfig("zb-h3").sources()
     with pytest.raises(ValueError, match="cannot read the schedule file"):

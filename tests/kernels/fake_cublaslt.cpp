@@ -1,5 +1,5 @@
-// csrc/wgrad/cublaslt.cpp against a cuBLASLt that computes on the CPU: it takes the library's word for how matrices lie
-// (column-major, with leading dimensions), so that a wrong transpose or stride is seen where there is no GPU.
+// Tests csrc/wgrad/cublaslt.cpp with a fake cuBLASLt that computes on the CPU. The fake interprets matrix layouts as the
+// library does (column-major, with leading dimensions), so that a wrong transpose or stride is detected without a GPU.
 
 #include <cublasLt.h>
 
@@ -129,7 +129,7 @@ const char* cublasLtGetStatusString(cublasStatus_t) { return "refused"; }
 
 }  // extern "C"
 
-// A matrix (rows, columns) of small integers, stored either way with `pad` elements between its lines.
+// A matrix (rows, columns) of small integers, row- or column-major, with `pad` elements between its rows or columns.
 struct Filled {
   int64_t leading;
   bool is_row_major;

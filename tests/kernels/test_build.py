@@ -1,4 +1,4 @@
-"""What setup.py builds, and that the CUDA sources compile where there is a compiler and no GPU."""
+"""Tests of setup.py's build, and that the CUDA sources compile without a GPU."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ def setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_the_build_says_what_it_builds() -> None:
+def test_build_reports_what_it_builds() -> None:
     assert "compiled ops for" in setup("--version").stdout
-    assert "no compiled ops, as ZB_BUILD=none asks" in setup("--version", ZB_BUILD="none").stdout
+    assert "no compiled ops, because ZB_BUILD=none" in setup("--version", ZB_BUILD="none").stdout
 
 
-def test_without_pybind11_the_search_is_not_compiled(tmp_path: Path) -> None:
+def test_search_is_not_compiled_without_pybind11(tmp_path: Path) -> None:
     (tmp_path / "pybind11.py").write_text("raise ImportError('hidden')")
     without = setup("--version", ZB_BUILD="none", PYTHONPATH=str(tmp_path))
     assert not without.returncode
     assert (
-        "no compiled search, because pybind11 is not importable here (hidden): install pybind11 first" in without.stdout
+        "no compiled search: pybind11 is not importable in the build environment (hidden); install pybind11 first"
+        in without.stdout
     )
     assert "no compiled search" not in setup("--version", ZB_BUILD="none").stdout
 
 
-def test_what_cannot_be_built_is_refused() -> None:
+def test_unsupported_builds_are_rejected() -> None:
     unknown = setup("--version", ZB_BUILD="gpu")
     assert unknown.returncode and "ZB_BUILD must be auto, cpu, cuda or none; got 'gpu'" in unknown.stderr
     if torch.version.cuda is None:
@@ -48,7 +49,7 @@ def test_what_cannot_be_built_is_refused() -> None:
 
 
 def folder_of(header: str) -> Path | None:
-    """Where a header of CUDA is: where ZB_CUDA_INCLUDE says, in a wheel, or in the toolkit."""
+    """Find the folder of a CUDA header: in ZB_CUDA_INCLUDE, in a wheel, or in the toolkit."""
     named = [Path(folder) for folder in os.environ.get("ZB_CUDA_INCLUDE", "").split(os.pathsep) if folder]
     wheels = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/include"))
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
@@ -56,11 +57,11 @@ def folder_of(header: str) -> Path | None:
 
 
 def compiled(folder: Path, name: str, *arguments: str) -> Path:
-    """The file that the compiler makes of CUDA sources with their headers alone: no nvcc, no GPU, no CUDA torch."""
+    """Compile CUDA sources with only the CUDA headers: without nvcc, a GPU or a CUDA build of torch."""
     folders = {header: folder_of(header) for header in ("cublasLt.h", "cuda_runtime_api.h")}
     if missing := [header for header, found in folders.items() if found is None]:
         pytest.skip(
-            f"there is no {' and no '.join(missing)}; `pip download --no-deps nvidia-cublas nvidia-cuda-runtime "
+            f"{' and '.join(missing)} not found; `pip download --no-deps nvidia-cublas nvidia-cuda-runtime "
             "nvidia-cuda-crt`, unzip them, and name their include folders in ZB_CUDA_INCLUDE"
         )
     include = [f"-I{found}" for found in (*folders.values(), *cpp_extension.include_paths())]
@@ -75,7 +76,7 @@ def test_ops_on_cuda_compile(tmp_path: Path) -> None:
     compiled(tmp_path, "object.o", "-c", str(CSRC / "ops_cuda.cpp"))
 
 
-def test_cublaslt_is_told_right_how_matrices_lie(tmp_path: Path) -> None:
+def test_cublaslt_calls_describe_the_matrix_layouts_correctly(tmp_path: Path) -> None:
     fake = Path(__file__).with_name("fake_cublaslt.cpp")
     program = compiled(tmp_path, "program", str(fake), str(CSRC / "wgrad/cublaslt.cpp"))
     result = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)

@@ -1,4 +1,4 @@
-"""Which implementation runs, and that a missing one is said, once."""
+"""Tests of the choice of implementation, and that missing compiled ops are logged once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.kernels.implementation import _load
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
+def uncached() -> Iterator[None]:
     for cached in (select, _load):
         cached.cache_clear()
     yield
@@ -21,18 +21,18 @@ def anew() -> Iterator[None]:
         cached.cache_clear()
 
 
-def test_compiled_where_built() -> None:
+def test_compiled_ops_are_selected_if_built() -> None:
     assert select("cpu").words == "compiled"
 
 
 @pytest.mark.parametrize(
     "spec, why",
     [
-        (None, "they were not built; install with `pip install --no-build-isolation`"),
+        (None, "not built; install with `pip install --no-build-isolation`"),
         (SimpleNamespace(origin="/no/such/_ops.so"), "/no/such/_ops.so does not load into torch"),
     ],
 )
-def test_plain_torch_elsewhere_said_once(
+def test_fallback_to_plain_torch_is_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, spec: object, why: str
 ) -> None:
     monkeypatch.setattr("megatron.zero_bubble.kernels.implementation.find_spec", lambda name: spec)
@@ -43,5 +43,5 @@ def test_plain_torch_elsewhere_said_once(
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch may have ops for CUDA")
-def test_a_device_without_ops() -> None:
+def test_device_without_compiled_ops() -> None:
     assert "built without CUDA" in select("cuda").words

@@ -1,4 +1,4 @@
-"""The ops of the weight gradients against float64, compiled and in plain torch."""
+"""Compare the weight-gradient ops, compiled and in plain torch, with float64."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 def compiled(device: str) -> Any:
     kernels = select(device)
-    assert kernels.words == "compiled", "the ops are built wherever the tests run"
+    assert kernels.words == "compiled", "the tests require compiled ops"
     return kernels.ops
 
 
@@ -26,7 +26,7 @@ def implementations(device: str) -> tuple[Any, Any]:
 
 
 def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values, stored otherwise."""
+    """Return the same values with another memory layout."""
     if layout == "transposed":
         return tensor.transpose(0, -1).contiguous().transpose(0, -1)
     if layout == "a slice":
@@ -40,7 +40,7 @@ def laid_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
 
 @st.composite
 def products(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input, grad_output, main_grad, bias_grad on the CPU: odd shapes, without tokens or features too."""
+    """Draw input, grad_output, main_grad and bias_grad on the CPU, with odd shapes and with no tokens or features."""
     size = st.integers(0, 40)
     leading = draw(st.lists(st.integers(0, 9), min_size=1, max_size=3))
     width, out = draw(size), draw(size)
@@ -59,7 +59,7 @@ def products(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor,
 
 
 def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor, scale: torch.Tensor) -> None:
-    """``got`` is ``exact`` accumulated in float32 (1e-6 of the sum of magnitudes) and rounded to its dtype once."""
+    """Check that ``got`` is ``exact``, accumulated in float32 (1e-6 of the sum of magnitudes) and rounded once."""
     rounding = 0.0 if got.dtype is torch.float32 else torch.finfo(got.dtype).eps / 2
     error = (got.double() - exact).abs()
     assert (error <= 1e-6 * scale + rounding * exact.abs() * 1.001 + 1e-7).all(), error.max()
@@ -67,7 +67,7 @@ def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor, scale: torch.Ten
 
 @pytest.mark.parametrize("device", DEVICES)
 @given(product=products())
-def test_equals_float64(device: str, product: tuple[torch.Tensor, ...]) -> None:
+def test_ops_equal_float64(device: str, product: tuple[torch.Tensor, ...]) -> None:
     x, grad_output, main_grad, bias_grad = (tensor.to(device) for tensor in product)
     rows, grad_rows = (t.double().reshape(t.shape[:-1].numel(), t.shape[-1]) for t in (x, grad_output))
     exact = main_grad.double() + grad_rows.t() @ rows
@@ -81,13 +81,13 @@ def test_equals_float64(device: str, product: tuple[torch.Tensor, ...]) -> None:
         assert_rounded_once(one, exact, scale)
         assert_rounded_once(many, exact, scale)
         assert_rounded_once(sums, bias, bias_scale)
-        assert not wide[:, main_grad.shape[1] :].any(), "written beside the gradient"
+        assert not wide[:, main_grad.shape[1] :].any(), "the op must write only to the gradient"
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_tokens(device: str, dtype: torch.dtype) -> None:
-    """More of them than are worked on at a time."""
+def test_more_tokens_than_one_block(device: str, dtype: torch.dtype) -> None:
+    """There are more tokens than the op processes at a time."""
     x, grad_output = (torch.randn(3, 700, features, device=device).to(dtype) for features in (33, 17))
     rows, grad_rows = x.double().reshape(-1, 33), grad_output.double().reshape(-1, 17)
     for ops in implementations(device):
@@ -98,8 +98,8 @@ def test_many_tokens(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_many_is_one_after_the_other(device: str, dtype: torch.dtype) -> None:
-    """Two weights, one of them used three times, one use without a bias: the same bits as call by call."""
+def test_accumulate_many_equals_single_calls(device: str, dtype: torch.dtype) -> None:
+    """Two weights, one used three times, one use without a bias: same bits as separate calls."""
     ops = compiled(device)
     inputs = [torch.randn(50, 24, device=device).to(dtype) for _ in range(4)]
     grad_outputs = [torch.randn(50, 16, device=device).to(dtype) for _ in range(4)]
@@ -117,7 +117,7 @@ def test_many_is_one_after_the_other(device: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_same_call_gives_the_same_bits(device: str, dtype: torch.dtype) -> None:
+def test_ops_are_deterministic(device: str, dtype: torch.dtype) -> None:
     x, grad_output = (torch.randn(300, features, device=device).to(dtype) for features in (129, 65))
     results = [torch.zeros(65, 129, device=device) for _ in range(3)]
     for grad in results:
@@ -131,10 +131,10 @@ BUFFER = torch.zeros(64)
 REFUSED = {
     "float64": ((X.double(), DY.double(), GRAD), "input must be float32, bfloat16 or float16; got Double"),
     "two dtypes": ((X, DY.half(), GRAD), "grad_output must have the dtype of the input, Float; got Half"),
-    "a narrow grad": ((X, DY, GRAD.half()), "main_grad must be float32, or have the dtype of the input.* got Half"),
-    "shape of the grad": ((X, DY, GRAD.t()), r"must have the shape \[3, 4\] of its parameter; got \[4, 3\]"),
-    "tokens": ((X, DY[:5], GRAD), r"as many tokens as each other; got \[6, 4\] and \[5, 3\]"),
-    "a scalar": ((torch.tensor(1.0), DY, GRAD), "input needs a last dimension of features; got a scalar"),
+    "a narrow grad": ((X, DY, GRAD.half()), "main_grad must have dtype float32 or the dtype of the input.* got Half"),
+    "shape of the grad": ((X, DY, GRAD.t()), r"must have the shape of its parameter, \[3, 4\]; got \[4, 3\]"),
+    "tokens": ((X, DY[:5], GRAD), r"the same number of tokens; got shapes \[6, 4\] and \[5, 3\]"),
+    "a scalar": ((torch.tensor(1.0), DY, GRAD), "input needs at least one dimension, the features; got a scalar"),
     "a transposed grad": ((X, DY, torch.zeros(4, 3).t()), r"rows of unit stride; got strides \[1, 3\]"),
     "an expanded grad": ((X, DY, torch.zeros(1, 4).expand(3, 4)), r"must not overlap itself; got strides \[0, 1\]"),
     "aliasing": ((BUFFER[:24].view(6, 4), DY, BUFFER[20:32].view(3, 4)), "must not share memory with an input"),
@@ -142,14 +142,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("arguments, sentence", REFUSED.values(), ids=REFUSED)
-def test_refused(arguments: tuple[torch.Tensor, ...], sentence: str) -> None:
+def test_invalid_arguments_are_rejected(arguments: tuple[torch.Tensor, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         compiled("cpu").wgrad_accumulate(*arguments)
-    assert not GRAD.any() and not BUFFER.any(), "nothing is written"
+    assert not GRAD.any() and not BUFFER.any(), "a rejected call must not write"
 
 
 @pytest.mark.gpu
-def test_two_devices_are_refused() -> None:
+def test_tensors_on_two_devices_are_rejected() -> None:
     with pytest.raises(ValueError, match="grad_output must be on the device of the input, cuda:0; got cpu"):
         compiled("cuda").wgrad_accumulate(X.cuda(), DY, GRAD.cuda())
 
@@ -157,21 +157,21 @@ def test_two_devices_are_refused() -> None:
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (([X], [DY, DY], [GRAD], []), "as many inputs, grad_outputs and main_grads .* got 1, 2 and 1"),
-        (([X, X], [DY, DY], [GRAD, GRAD], [DY[0]]), "bias_grads must be none, or one an input .* got 1 for 2"),
+        (([X], [DY, DY], [GRAD], []), "inputs, grad_outputs and main_grads must have the same length; got 1, 2"),
+        (([X, X], [DY, DY], [GRAD, GRAD], [DY[0]]), "one tensor per input .*; got 1 for 2 inputs"),
         (([X], [DY], [GRAD], [DY[0]]), "must not share memory with a grad_output"),
         (([X, X], [DY, DY], [BUFFER[:12].view(3, 4), BUFFER[8:20].view(3, 4)], []), "with another gradient"),
-        (([X], [DY], [GRAD], [torch.zeros(4)]), r"bias_grad must have the shape \[3\]"),
+        (([X], [DY], [GRAD], [torch.zeros(4)]), r"bias_grad must have the shape of its parameter, \[3\]"),
     ],
 )
-def test_many_refused(arguments: tuple[list[torch.Tensor], ...], sentence: str) -> None:
+def test_accumulate_many_rejects_invalid_arguments(arguments: tuple[list[torch.Tensor], ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         compiled("cpu").wgrad_accumulate_many(*arguments)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_opcheck(device: str) -> None:
-    """Schemas say what is mutated, and fake tensors pass through."""
+    """Schemas declare mutated arguments, and the ops accept fake tensors."""
     x, grad_output, grad = (tensor.to(device) for tensor in (X, DY, GRAD.clone()))
     compiled(device)
     ops = torch.ops.zero_bubble

@@ -1,4 +1,4 @@
-"""The meter on real ranks, its clock played from a plan: what it says is exact."""
+"""Tests of the bubble meter on real ranks, with a clock that replays a plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COSTS = (5.0, 9.0, 3.0, 1.0)
 
 
 class Clock(CpuPlatform):
-    """Shows what it is told to."""
+    """A clock whose time is set by the test."""
 
     now_ms = 0.0
 
@@ -40,13 +40,14 @@ def play(meter: BubbleMeter, clock: Clock, spans: list[Span]) -> None:
 
 
 def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bubble | None, Bubble | None]:
-    """Each timeline an iteration, its first pass run in vain ``again_ms`` earlier; the second reading follows at
-    once.
+    """Replay one iteration per timeline; return two consecutive readings.
+
+    With ``again_ms``, the first pass also runs ``again_ms`` earlier and is then discarded.
     """
     assert dist.group.WORLD is not None
     clock = Clock()
     meter = BubbleMeter(clock)
-    clock_error_ms = 1000.0 * rank  # of no consequence
+    clock_error_ms = 1000.0 * rank  # must not matter
     for timeline in timelines:
         spans = [Span(work, start + clock_error_ms, end + clock_error_ms) for work, start, end in timeline.spans[rank]]
         first = spans[0]
@@ -59,7 +60,7 @@ def measured(rank: int, timelines: list[Timeline], again_ms: float) -> tuple[Bub
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v", "1f1b"])
-def test_the_bubble_of_a_plan(ranks: RankPool, name: str) -> None:
+def test_bubble_of_a_replayed_plan_equals_the_plans(ranks: RankPool, name: str) -> None:
     timeline = timeline_of(name, 6)
     instant = simulate(timeline.schedule, PassCosts.uniform(timeline.schedule.placement, *COSTS[:3]))
     for bubble, nothing_new in ranks.run(3, measured, [timeline] * 4, 0.0):
@@ -69,8 +70,8 @@ def test_the_bubble_of_a_plan(ranks: RankPool, name: str) -> None:
         assert nothing_new is None
 
 
-def test_the_plan_is_of_the_last_iteration(ranks: RankPool) -> None:
-    """The schedule may change between two iterations, and the number of microbatches too."""
+def test_planned_bubble_is_of_the_last_iteration(ranks: RankPool) -> None:
+    """Schedule and number of microbatches can change between iterations."""
     short, long = timeline_of("zb-h1", 4), timeline_of("1f1b", 9)
     bubble, _ = ranks.run(3, measured, [short, long], 0.0)[0]
     assert bubble is not None
@@ -82,7 +83,7 @@ def test_the_plan_is_of_the_last_iteration(ranks: RankPool) -> None:
 
 
 def measured_one_by_one(rank: int, timelines: list[Timeline]) -> list[Bubble | None]:
-    """A reading after each iteration."""
+    """Replay the timelines with a reading after each iteration."""
     assert dist.group.WORLD is not None
     clock = Clock()
     meter, bubbles = BubbleMeter(clock), []
@@ -93,8 +94,8 @@ def measured_one_by_one(rank: int, timelines: list[Timeline]) -> list[Bubble | N
     return bubbles
 
 
-def test_a_reading_knows_nothing_of_what_was_read_before(ranks: RankPool) -> None:
-    """Nor of its pass times: the forwards of the second iteration take ten times as long."""
+def test_reading_excludes_earlier_iterations(ranks: RankPool) -> None:
+    """Pass times are excluded as well: the second iteration's forwards take ten times as long."""
     schedule = build("zb-h1", num_ranks=3, num_microbatches=4)
     costs = [PassCosts.uniform(schedule.placement, forward_ms, 9.0, 3.0) for forward_ms in (5.0, 50.0)]
     timelines = [simulate(schedule, figures) for figures in costs]
@@ -105,7 +106,7 @@ def test_a_reading_knows_nothing_of_what_was_read_before(ranks: RankPool) -> Non
             assert bubble.planned == pytest.approx(timeline.bubble_rate("span"))
 
 
-def test_what_ran_in_vain_is_bubble(ranks: RankPool) -> None:
+def test_discarded_passes_count_as_bubble(ranks: RankPool) -> None:
     timeline = timeline_of("zb-h1", 6)
     bubble, _ = ranks.run(3, measured, [timeline], 100.0)[0]
     assert bubble is not None

@@ -1,4 +1,4 @@
-"""Clocks of several hosts are aligned, and the error that is stated holds."""
+"""Tests of the alignment of several hosts' clocks, and of the stated error."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ delays = st.floats(0.0, 0.01)
 
 @st.composite
 def gathers(draw: st.DrawFn) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """What two ranks saw of some gathers, on one clock: nobody leaves before both have entered."""
+    """Draw the times when two ranks enter and leave gathers, on one clock; no rank leaves before both have entered."""
     rounds = []
     now = 100.0
     for _ in range(draw(st.integers(1, 6))):
@@ -29,7 +29,7 @@ def gathers(draw: st.DrawFn) -> list[tuple[tuple[float, float], tuple[float, flo
 
 
 @given(gathers(), st.floats(-1e5, 1e5))
-def test_the_stated_error_holds(
+def test_offset_is_within_the_stated_error(
     rounds: list[tuple[tuple[float, float], tuple[float, float]]], true_offset: float
 ) -> None:
     own = [(enter + true_offset, leave + true_offset) for (enter, leave), _ in rounds]
@@ -40,25 +40,25 @@ def test_the_stated_error_holds(
 
 
 def offsets(rank: int, ahead_s: list[float], hosts: list[str]) -> list[Offset]:
-    """Two measurements, on a clock that is ahead by this rank's figure."""
+    """Measure twice with a clock that is ahead by ``ahead_s[rank]``."""
     assert dist.group.WORLD is not None
     clock = GroupClock(dist.group.WORLD, lambda: time.perf_counter() + ahead_s[rank], hosts[rank])
     return [clock.measure(), clock.measure()]
 
 
-def test_ranks_of_several_hosts(ranks: RankPool) -> None:
-    """Two ranks on the first host, whose clock is theirs exactly, and one on another."""
+def test_offsets_of_ranks_on_several_hosts(ranks: RankPool) -> None:
+    """Two ranks share the first host's clock; a third rank is on another host."""
     ahead_s = [0.0, 0.0, -3600.25]
-    first, beside, elsewhere = ranks.run(3, offsets, ahead_s, ["a", "a", "b"])
-    assert first == beside == [Offset(0.0, 0.0)] * 2
-    for offset in elsewhere:
+    first, same_host, other_host = ranks.run(3, offsets, ahead_s, ["a", "a", "b"])
+    assert first == same_host == [Offset(0.0, 0.0)] * 2
+    for offset in other_host:
         assert 0.0 < offset.error_s < 1.0
         assert abs(offset.seconds - ahead_s[2]) <= offset.error_s
 
 
 @pytest.mark.parametrize("ahead_s", [[0.0, 5.0]])
-def test_ranks_of_one_host_share_its_clock(ranks: RankPool, ahead_s: list[float]) -> None:
-    """They are not measured, only met: what the clocks say does not matter."""
+def test_ranks_on_one_host_have_no_offset(ranks: RankPool, ahead_s: list[float]) -> None:
+    """Offsets on one host are not measured, so the clocks' values do not matter."""
     assert ranks.run(2, offsets, ahead_s, ["a", "a"]) == [[Offset(0.0, 0.0)] * 2] * 2
 
 
@@ -67,5 +67,5 @@ def own_hosts(_rank: int) -> bool:
     return GroupClock(dist.group.WORLD)._is_shared
 
 
-def test_processes_of_one_machine_are_one_host(ranks: RankPool) -> None:
+def test_processes_on_one_machine_share_a_host(ranks: RankPool) -> None:
     assert ranks.run(2, own_hosts) == [True, True]

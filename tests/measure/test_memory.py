@@ -1,4 +1,4 @@
-"""Measuring what a microbatch keeps leaves nothing behind; that the figures are right is in test_placements.py."""
+"""Measuring a microbatch's memory must leave no hooks; test_placements.py tests the figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.helpers.ranks import RankPool
 
 
 def fail_and_train(rank: int) -> tuple[str, bool, float, int]:
-    """A forward that raises, then an iteration: what was raised, whether hooks are left, and the figures."""
+    """Run a forward that raises, then an iteration; return the error, whether hooks are left, and the figures."""
     from megatron.core import parallel_state, tensor_parallel
 
     import megatron.zero_bubble
@@ -49,7 +49,7 @@ def fail_and_train(rank: int) -> tuple[str, bool, float, int]:
     return raised, left, memory.activation[0], pipeline.memory.peak
 
 
-def test_a_forward_that_raises_leaves_no_hooks(ranks: RankPool) -> None:
+def test_failed_forward_leaves_no_hooks(ranks: RankPool) -> None:
     ((raised, left, activation, peak),) = ranks.run(1, fail_and_train)
     assert raised == "no such number"
     assert not left

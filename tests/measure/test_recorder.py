@@ -1,4 +1,4 @@
-"""A recorded iteration holds every pass, send and receive, in an order that can be."""
+"""Tests of the recorder: a recording has every pass, send and receive, in a possible order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def recorded(_rank: int, schedule: Schedule) -> Trace:
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
-def test_everything_of_an_iteration_is_recorded(ranks: RankPool, name: str) -> None:
+def test_every_event_of_an_iteration_is_recorded(ranks: RankPool, name: str) -> None:
     schedule = build(name, num_ranks=3, num_microbatches=4)
     plan = lower(schedule)
     traces = ranks.run(3, recorded, schedule)
@@ -62,8 +62,8 @@ def test_everything_of_an_iteration_is_recorded(ranks: RankPool, name: str) -> N
             assert event.start_ms <= event.end_ms
 
 
-def test_the_clock_is_one(ranks: RankPool) -> None:
-    """No message arrives before it was sent, none is used before it arrived, and waiting never overlaps a pass."""
+def test_recorded_times_of_all_ranks_are_consistent(ranks: RankPool) -> None:
+    """No message arrives before it is sent or is used before it arrives, and waiting never overlaps a pass."""
     schedule = build("zb-v", num_ranks=3, num_microbatches=4)
     trace: Trace = ranks.run(3, recorded, schedule)[0]
     spans = {span.pass_: span for row in trace.timeline.spans for span in row}
@@ -81,7 +81,7 @@ def test_the_clock_is_one(ranks: RankPool) -> None:
 
 
 class _Peer(Awaited):
-    """A transport whose peer takes and sends everything, with marks of when it was asked to."""
+    """A transport whose peer accepts and sends everything; records the times of the calls."""
 
     def __init__(self) -> None:
         self.posted: list[float] = []
@@ -103,8 +103,8 @@ class _Peer(Awaited):
         return torch.zeros(1)
 
 
-def test_waiting_is_between_its_marks() -> None:
-    """However short it is."""
+def test_wait_is_between_its_marks() -> None:
+    """Holds even for very short waits."""
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     peer = _Peer()
@@ -121,8 +121,8 @@ def test_waiting_is_between_its_marks() -> None:
     assert arrived <= start <= peer.settled[0] <= end
 
 
-def test_a_second_run_forgets_the_first() -> None:
-    """A step that was wrong: what ran before its validation is no part of the iteration."""
+def test_restarted_iteration_drops_earlier_records() -> None:
+    """After a rejected step, records before its validation are not part of the iteration."""
     recorder = Recorder(select("cpu"))
     recorder._origin = recorder._new_origin(Offset())
     for right in (False, True):
@@ -142,7 +142,7 @@ def test_a_second_run_forgets_the_first() -> None:
     assert len(row.settles) == len(row.validations) == 1
 
 
-def test_off_it_records_nothing() -> None:
+def test_stopped_recorder_records_nothing() -> None:
     recorder = Recorder(select("cpu"))
     op, message = Compute(Pass.parse("0F0")), Message(Value(Pass.parse("0F0")), 0, 1)
     recorder.begin(op)
@@ -154,5 +154,5 @@ def test_off_it_records_nothing() -> None:
     recorder.sent(message)
     recorder.validated(True)
     recorder.restarted()
-    with pytest.raises(AssertionError, match="belongs to a start"):
+    with pytest.raises(AssertionError, match="without start"):
         recorder.stop()

@@ -1,1 +1,1 @@
-"""Megatron-LM's own ``pretrain_gpt.py`` under the launcher; needs checkouts, see ``tests/helpers/megatron_lm.py``."""
+"""Tests of Megatron-LM's ``pretrain_gpt.py`` with the launcher; for checkouts see ``tests/helpers/megatron_lm.py``."""

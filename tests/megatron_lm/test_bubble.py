@@ -1,4 +1,4 @@
-"""The bubble in a job whose loop is not ours: a line and two scalars whenever the job logs, on its last rank."""
+"""Tests of bubble reports in a Megatron-LM job: one line and two scalars per log interval, on the last rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ START = 9
 
 
 class Args:
-    """A job's flags, of which one counts its iterations: read once in each."""
+    """A job's flags; ``curr_iteration`` advances with each read, once per iteration."""
 
     log_interval = 2
 
@@ -29,7 +29,7 @@ class Args:
 
 
 def job(_rank: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[tuple[str, float, int]]]:
-    """What each rank printed, and wrote."""
+    """Run the job on one rank; return its printed lines and TensorBoard scalars."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.megatron_lm.bubble import JobBubble
@@ -61,8 +61,8 @@ def on_rank(rank: int) -> tuple[list[str], list[tuple[str, float, int]]]:
     return job(rank, pytest.MonkeyPatch())
 
 
-def test_the_bubble_of_the_iterations_since_the_last_line(ranks: RankPool) -> None:
-    assert STEPS == 3, "iterations 10 to 12"
+def test_bubble_is_reported_per_log_interval(ranks: RankPool) -> None:
+    assert STEPS == 3, "expected iterations are 10 to 12"
     first, (said, written) = ranks.run(2, on_rank)
     assert first == ([], [])
     lines = [re.fullmatch(r"zero-bubble: iteration (\d+): bubble ([\d.]+)% \(planned ([\d.]+)%\)", s) for s in said]

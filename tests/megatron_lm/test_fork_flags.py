@@ -41,18 +41,18 @@ PIPELINE = "--pipeline-model-parallel-size 8"
         ("--enable-exactly-numeric-match", ""),
     ],
 )
-def test_the_same_in_our_words(old: str, new: str) -> None:
+def test_fork_flags_are_translated(old: str, new: str) -> None:
     arguments, said = modernize(old.split())
     assert arguments == new.split()
     assert said
 
 
-def test_nothing_is_touched_without_them() -> None:
+def test_other_flags_are_unchanged() -> None:
     flags = [*PIPELINE.split(), "--lr", "1", "--zero-bubble-schedule", "zb-h1"]
     assert modernize(flags) == (flags, [])
 
 
-def test_every_flag_is_said_once() -> None:
+def test_every_translation_is_reported_once() -> None:
     old = "--enable-zero-bubble --enable-optimizer-post-validation --allow-padding-num-layers"
     assert modernize(old.split())[1] == [
         "--enable-zero-bubble is --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1p now",
@@ -78,12 +78,12 @@ def test_every_flag_is_said_once() -> None:
         ("--zero-bubble-v-schedule --zero-bubble-v-schedule-mem-setup most", "invalid choice: 'most'"),
     ],
 )
-def test_refused(old: str, sentence: str) -> None:
+def test_untranslatable_flags_are_rejected(old: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         modernize(old.split())
 
 
-def test_ours_among_others() -> None:
+def test_parse_ours_separates_our_flags_from_others() -> None:
     options, others = parse_ours(["--lr", "1", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact", "--bf16"])
     assert others == ["--lr", "1", "--bf16"]
     config = config_of(options, peer_timeout_s=5)
@@ -93,10 +93,10 @@ def test_ours_among_others() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists"),
+        ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --help lists"),
         ("--zero-bubble-device gpu", "invalid choice: 'gpu'"),
     ],
 )
-def test_ours_misspelt(flags: str, sentence: str) -> None:
+def test_misspelt_flags_are_rejected(flags: str, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         parse_ours(flags.split())

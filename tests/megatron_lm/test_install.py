@@ -1,4 +1,4 @@
-"""A job gets every name back, and is refused whole where one of its names is not as known."""
+"""Tests of install() and revert(): every replaced name is restored, and unknown seams are rejected as a whole."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ ENDS = ["--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipe
 V = ["--zero-bubble-schedule", "zb-v"]
 
 
-def beside_the_stand_in(rank: int, test: Callable[[], None]) -> None:
-    """``test`` where ``megatron.training`` is the stand-in's; on a rank, which has megatron-core."""
+def with_fake_megatron(rank: int, test: Callable[[], None]) -> None:
+    """Run ``test`` on a rank, where megatron-core is available, with the fake ``megatron.training``."""
     import importlib
 
     sys.path.insert(0, str(STAND_IN))
@@ -53,7 +53,7 @@ def changed(before: dict[str, int]) -> set[str]:
     return {name for name in before if now.get(name) != before[name]}
 
 
-def takes_and_gives_back() -> None:
+def installs_and_reverts() -> None:
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     before, said = names(), []
@@ -77,11 +77,11 @@ def takes_and_gives_back() -> None:
     assert megatron_lm.report() == []
 
 
-def test_every_name_comes_back(ranks: RankPool) -> None:
-    ranks.run(1, beside_the_stand_in, takes_and_gives_back)
+def test_revert_restores_every_name(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, installs_and_reverts)
 
 
-def refuses(spoil: Callable[[Any], None], sentence: str) -> None:
+def rejects(spoil: Callable[[Any], None], sentence: str) -> None:
     from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
@@ -93,35 +93,33 @@ def refuses(spoil: Callable[[Any], None], sentence: str) -> None:
         assert changed(before) == set()
 
 
-def refuses_a_changed_signature() -> None:
+def changed_signature() -> None:
     def spoil(patch: Any) -> None:
         patch.setattr(f"{MODULES[2]}.get_model", lambda provider: provider)
 
-    refuses(spoil, r"training\.get_model must accept model_provider_func, model_type in this order")
+    rejects(spoil, r"training\.get_model must accept model_provider_func, model_type in this order")
 
 
-def refuses_a_missing_name() -> None:
-    refuses(
+def missing_name() -> None:
+    rejects(
         lambda patch: patch.delattr(f"{MODULES[0]}.add_megatron_arguments"),
         "megatron.training.arguments has no add_megatron_arguments, which zero-bubble training replaces",
     )
 
 
-def refuses_an_unknown_version() -> None:
-    refuses(
+def unknown_version() -> None:
+    rejects(
         lambda patch: patch.setattr("megatron.core.__version__", "0.21.0"),
         r"knows the seams of megatron-core 0\.13, 0\.14, .*, 0\.20; this is 0\.21\.0; install a known one",
     )
 
 
-@pytest.mark.parametrize(
-    "test", [refuses_a_changed_signature, refuses_a_missing_name, refuses_an_unknown_version], ids=lambda t: t.__name__
-)
-def test_refused_before_the_job_starts(ranks: RankPool, test: Callable[[], None]) -> None:
-    ranks.run(1, beside_the_stand_in, test)
+@pytest.mark.parametrize("test", [changed_signature, missing_name, unknown_version], ids=lambda t: t.__name__)
+def test_unknown_seams_are_rejected_before_the_job_starts(ranks: RankPool, test: Callable[[], None]) -> None:
+    ranks.run(1, with_fake_megatron, test)
 
 
-def a_job_validates_its_flags_again() -> None:
+def initializes_twice() -> None:
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     before, said = names(), []
@@ -137,11 +135,11 @@ def a_job_validates_its_flags_again() -> None:
     assert changed(before) == set()
 
 
-def test_a_job_that_restarts_in_its_process(ranks: RankPool) -> None:
-    ranks.run(1, beside_the_stand_in, a_job_validates_its_flags_again)
+def test_initializing_twice_in_one_process(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, initializes_twice)
 
 
-def the_job_learns_its_stages() -> None:
+def sets_the_jobs_stages() -> None:
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     for more, name, value in (
@@ -159,11 +157,11 @@ def the_job_learns_its_stages() -> None:
         assert getattr(args, name) == value
 
 
-def test_a_v_has_two_stages_a_rank(ranks: RankPool) -> None:
-    ranks.run(1, beside_the_stand_in, the_job_learns_its_stages)
+def test_v_sets_two_stages_per_rank(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, sets_the_jobs_stages)
 
 
-def weights_in_a_shard_a_rank_are_nothing_special() -> None:
+def accepts_one_weight_shard_per_rank() -> None:
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
     flags = ["--zero-bubble-schedule", "zb-h1"]
@@ -177,12 +175,12 @@ def weights_in_a_shard_a_rank_are_nothing_special() -> None:
     assert (args.tensor_parallel_num_weight_shards, args.expert_tensor_parallel_num_weight_shards) == (2, 1)
 
 
-def test_tensor_parallelism_shards_weights(ranks: RankPool) -> None:
-    """From core_r0.19 on a job says of itself that it has as many shards as ranks."""
-    ranks.run(1, beside_the_stand_in, weights_in_a_shard_a_rank_are_nothing_special)
+def test_default_number_of_weight_shards_is_accepted(ranks: RankPool) -> None:
+    """Since core_r0.19, a job's default is one shard per rank."""
+    ranks.run(1, with_fake_megatron, accepts_one_weight_shard_per_rank)
 
 
-def a_tied_embedding_whose_ends_meet() -> None:
+def loads_a_tied_embedding_on_one_rank() -> None:
     import megatron.core
     from megatron.core import process_groups_config
 
@@ -213,11 +211,11 @@ def a_tied_embedding_whose_ends_meet() -> None:
     )
 
 
-def test_old_versions_cannot_load_both_ends_of_a_tied_embedding(ranks: RankPool) -> None:
-    ranks.run(1, beside_the_stand_in, a_tied_embedding_whose_ends_meet)
+def test_old_versions_reject_loading_a_tied_embedding_on_one_rank(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, loads_a_tied_embedding_on_one_rank)
 
 
-def refuses_the_job(flags: list[str], sentence: str) -> None:
+def rejects_the_job(flags: list[str], sentence: str) -> None:
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
@@ -288,20 +286,20 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         ),
         (
             "--zero-bubble-schedule zb-v --num-virtual-stages-per-pipeline-rank 3",
-            ("schedule 'zb-v' has 2 stages a rank; got 3; leave the number out"),
+            ("schedule 'zb-v' has 2 stages per rank; got 3; leave the number out"),
         ),
         (
             "--zero-bubble-schedule zb-h1 --delay-wgrad-compute",
             (
-                "zero-bubble schedules need delay_wgrad_compute=False, because it defers W a second time; got True; "
-                "drop --delay-wgrad-compute"
+                "zero-bubble schedules need delay_wgrad_compute=False, because the schedule already defers weight "
+                "gradients; got True; drop --delay-wgrad-compute"
             ),
         ),
         (
             "--zero-bubble-schedule zb-v --mtp-num-layers 1",
             (
-                "schedules with stages on a V need mtp_num_layers=None, because Megatron has multi-token prediction on "
-                "the last rank; got 1; drop --mtp-num-layers"
+                "schedules with stages on a V need mtp_num_layers=None, because Megatron puts multi-token prediction "
+                "on the last rank; got 1; drop --mtp-num-layers"
             ),
         ),
         (
@@ -320,5 +318,5 @@ def refuses_the_job(flags: list[str], sentence: str) -> None:
         ),
     ],
 )
-def test_jobs_that_the_schedule_cannot_be_for(ranks: RankPool, flags: str, sentence: str) -> None:
-    ranks.run(1, beside_the_stand_in, functools.partial(refuses_the_job, flags.split(), sentence))
+def test_unsupported_jobs_are_rejected_in_one_sentence(ranks: RankPool, flags: str, sentence: str) -> None:
+    ranks.run(1, with_fake_megatron, functools.partial(rejects_the_job, flags.split(), sentence))

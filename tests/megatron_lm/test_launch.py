@@ -1,4 +1,4 @@
-"""A script under the launcher: its own when nothing is asked for, one sentence when something is wrong."""
+"""Tests of the launcher: unchanged scripts without our flags, and one sentence per error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.helpers.megatron_lm import Job
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
 PIPELINE = ("--pipeline-model-parallel-size", "2", "--zero-bubble-device", "cpu")
 FSDP = (
-    "zero-bubble schedules need use_megatron_fsdp=False, because it does not reduce gradients through "
+    "zero-bubble schedules need use_megatron_fsdp=False, because FSDP does not reduce gradients through "
     "DistributedDataParallel; got True; drop --use-megatron-fsdp"
 )
 pytestmark = pytest.mark.timeout(200)
@@ -27,7 +27,7 @@ def launch(*flags: str, script: Path = STAND_IN / "job.py") -> tuple[list[str], 
     return log.text.splitlines(), log.exit_codes[0]
 
 
-def test_without_our_flags_the_script_is_its_own(tmp_path: Path) -> None:
+def test_script_is_unchanged_without_our_flags(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "import sys\n"
@@ -44,7 +44,7 @@ def test_without_our_flags_the_script_is_its_own(tmp_path: Path) -> None:
     assert code == plain.returncode == 7
 
 
-def test_our_flags_are_among_the_jobs() -> None:
+def test_our_flags_are_in_the_jobs_arguments() -> None:
     lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact")
     assert code == 0, lines
     device, *taken = [line for line in lines if line.startswith("zero-bubble: ")]
@@ -56,7 +56,7 @@ def test_our_flags_are_among_the_jobs() -> None:
     assert "zero_bubble_exact = True" in lines
 
 
-def test_a_schedule_file_is_read_once(tmp_path: Path) -> None:
+def test_schedule_file_is_read_once(tmp_path: Path) -> None:
     file, log, script = tmp_path / "plan.json", tmp_path / "reads", tmp_path / "stand_in" / "job.py"
     schedule = build("zb-v", num_ranks=2, num_microbatches=6)
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
@@ -70,7 +70,7 @@ def test_a_schedule_file_is_read_once(tmp_path: Path) -> None:
     assert log.read_text() == "read\n"
 
 
-def test_they_are_in_the_jobs_help() -> None:
+def test_our_flags_are_in_the_jobs_help() -> None:
     lines, code = launch("--help")
     assert code == 0
     assert "zero bubble:" in lines
@@ -81,7 +81,7 @@ def test_they_are_in_the_jobs_help() -> None:
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ("--zero-bubble-shedule zb-h1", "there is no flag --zero-bubble-shedule; --help lists those that there are"),
+        ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --help lists all flags"),
         (
             "--yaml-cfg=x.yaml --zero-bubble-schedule zb-h1",
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead",
@@ -90,8 +90,8 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-trace x",
             (
-                "--zero-bubble-trace x measures a zero-bubble schedule, got none; give --zero-bubble-schedule 1f1b to "
-                "see the order of stock Megatron"
+                "--zero-bubble-trace x needs a zero-bubble schedule to measure, got none; give --zero-bubble-schedule "
+                "1f1b, which has the order of stock Megatron"
             ),
         ),
         (
@@ -118,13 +118,13 @@ def test_they_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-schedule interleaved-1f1b --microbatch-group-size-per-virtual-pipeline-stage 3",
             (
-                "zero-bubble schedules run microbatches in groups of the pipeline's ranks or not in groups at all, got "
+                "zero-bubble schedules support only a microbatch group size equal to the number of pipeline ranks, got "
                 "--microbatch-group-size-per-virtual-pipeline-stage 3 and 2 ranks; drop the flag"
             ),
         ),
     ],
 )
-def test_one_sentence(flags: str, sentence: str) -> None:
+def test_invalid_flags_are_rejected_in_one_sentence_per_rank(flags: str, sentence: str) -> None:
     log = Job(STAND_IN / "job.py", 2, (*PIPELINE, *flags.split())).run(timeout=120)
     ours = [line for line in log.of("zero-bubble: ") if "on CPU ranks" not in line]
     assert ours == [f"zero-bubble: {sentence}", f"zero-bubble: rank 1: {sentence}"]
@@ -132,7 +132,7 @@ def test_one_sentence(flags: str, sentence: str) -> None:
     assert log.exit_codes == (1, 1)
 
 
-def test_a_schedule_that_never_came_into_force() -> None:
+def test_unused_schedule_is_reported() -> None:
     script = STAND_IN / "idle.py"
     lines, _ = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
     assert [line for line in lines if line == "done" or line.startswith("zero-bubble")] == [
@@ -142,7 +142,7 @@ def test_a_schedule_that_never_came_into_force() -> None:
     ]
 
 
-def test_a_script_of_something_else(tmp_path: Path) -> None:
+def test_script_without_megatron_training_is_rejected(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text("print('done')\n")
     lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
@@ -155,7 +155,7 @@ def test_a_script_of_something_else(tmp_path: Path) -> None:
     assert code == 1
 
 
-def test_a_script_that_is_not_there() -> None:
+def test_missing_script_is_rejected() -> None:
     lines, code = launch(script=Path("nowhere.py"))
     assert lines == ["zero-bubble: the first argument is the script to run, got 'nowhere.py', which is no file"]
     assert code == 2

@@ -1,4 +1,4 @@
-"""A rank of a Megatron-LM job is lost: every other rank ends within a minute, with one sentence that names it."""
+"""Tests of lost ranks in Megatron-LM jobs: within a minute every other rank names the lost one and ends."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = [
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
     pytest.mark.timeout(600),
 ]
-# What README promises.
+# The limit stated in the README.
 LIMIT_S = 60.0
 FLAGS = "--pipeline-model-parallel-size 2 --global-batch-size 8 --train-iters 5000"
 SENTENCE = (
     "zero-bubble: rank {0}: stopped because rank {1} {2}; look at the output of rank {1} first, then start the job "
     "again from its last checkpoint"
 )
-# When, what the ranks have printed by then, and flags.
+# Per moment of the failure: the printed text that marks it, and flags.
 TIMES = {
     "in the passes": ("iteration        3/", ""),
     "in an evaluation": ("iteration        3/", "--eval-interval 3 --eval-iters 5000"),
@@ -58,7 +58,7 @@ runpy.run_path(os.path.join(os.path.dirname(__file__), "pretrain_gpt.py"), run_n
 
 
 def breaking(checkout: Checkout, folder: Path, ranks: str, does: str) -> Job:
-    """A job whose ``ranks``, their digits, do this in the third iteration."""
+    """Return a job in which ``ranks`` (a string of digits) execute the statement ``does`` in the third iteration."""
     for path in (*checkout.path.glob("*.py"), checkout.path / "megatron"):
         (folder / path.name).symlink_to(path)
     script = folder / "breaking.py"
@@ -79,7 +79,7 @@ def check_survivors(running: RunningJob, lost: int, how: str = "died") -> None:
 @pytest.mark.parametrize("checkout", ALL, ids=str)
 @pytest.mark.parametrize("lost", range(4))
 @pytest.mark.parametrize("when", TIMES)
-def test_killed(checkout: Checkout, lost: int, when: str, tmp_path: Path) -> None:
+def test_killed_rank_is_named_by_all_others(checkout: Checkout, lost: int, when: str, tmp_path: Path) -> None:
     printed, flags = TIMES[when]
     with running_gpt(checkout, 4, f"{FLAGS} {flags.format(tmp_path)}", "zb-h1") as running:
         running.wait_for(printed)
@@ -89,8 +89,10 @@ def test_killed(checkout: Checkout, lost: int, when: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("checkout", NEWEST, ids=str)
 @pytest.mark.parametrize("lost", [0, 2])
-def test_an_error_of_its_own(checkout: Checkout, lost: int, tmp_path: Path) -> None:
-    """It keeps its traceback; the others name it."""
+def test_failed_rank_keeps_its_traceback_and_is_named_by_the_others(
+    checkout: Checkout, lost: int, tmp_path: Path
+) -> None:
+    """The failed rank prints its traceback only; the other ranks name it."""
     job = breaking(checkout, tmp_path, str(lost), 'raise FloatingPointError("on purpose")')
     with job.running() as running:
         check_survivors(running, lost, "ended with FloatingPointError")
@@ -99,23 +101,23 @@ def test_an_error_of_its_own(checkout: Checkout, lost: int, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("checkout", NEWEST, ids=str)
-def test_a_rank_that_exits(checkout: Checkout, tmp_path: Path) -> None:
+def test_exited_rank_is_named_with_its_exit_code(checkout: Checkout, tmp_path: Path) -> None:
     with breaking(checkout, tmp_path, "2", "sys.exit(3)").running() as running:
         check_survivors(running, 2, "exited with code 3")
         assert running.ranks[2].poll() == 3
 
 
 @pytest.mark.parametrize("checkout", NEWEST, ids=str)
-def test_ranks_that_exit_together_keep_their_code(checkout: Checkout, tmp_path: Path) -> None:
-    """As Megatron's rerun machine ends a job, with 16 or 17."""
+def test_ranks_that_exit_together_keep_their_exit_code(checkout: Checkout, tmp_path: Path) -> None:
+    """Megatron's rerun state machine ends a job with exit code 16 or 17."""
     with breaking(checkout, tmp_path, "0123", "sys.exit(17)").running() as running:
         assert running.wait(200) == [17] * 4, running.text[-4000:]
     assert "stopped because" not in running.text
 
 
 @pytest.mark.parametrize("checkout", NEWEST, ids=str)
-def test_under_torchrun(checkout: Checkout, tmp_path: Path) -> None:
-    """Its agent sends SIGTERM to the others as soon as it sees one die; their sentences come first."""
+def test_survivors_print_before_torchrun_ends_them(checkout: Checkout, tmp_path: Path) -> None:
+    """The agent sends SIGTERM when it sees a rank die; the other ranks print their sentence before they end."""
     job = gpt_job(checkout, 4, FLAGS, "zb-h1")
     log = tmp_path / "log"
     agent = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]

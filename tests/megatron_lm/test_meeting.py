@@ -1,4 +1,4 @@
-"""A problem of one rank ends all ranks, and none before they have met."""
+"""A problem of one rank ends all ranks, but only after all have met."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from tests.helpers.ranks import RankPool
 
 
 def raised(rank: int, problems: list[str]) -> str:
-    """What the rank raises when the ranks meet; ``problems[rank]`` is kept before, if any."""
+    """Report ``problems[rank]``, if not empty, before the meeting; return the error that the meeting raises."""
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.megatron_lm.meeting import Meeting
 
@@ -21,7 +21,7 @@ def raised(rank: int, problems: list[str]) -> str:
     return ""
 
 
-def test_every_rank_raises_the_problem_of_one(ranks: RankPool) -> None:
+def test_every_rank_raises_the_first_ranks_problem(ranks: RankPool) -> None:
     assert ranks.run(2, raised, ["", "no documents"]) == ["no documents"] * 2
     assert ranks.run(2, raised, ["no folder", "no documents"]) == ["no folder"] * 2
     assert ranks.run(2, raised, ["", ""]) == ["", ""]

@@ -1,5 +1,7 @@
-"""Under every schedule, ``pretrain_gpt.py`` prints the losses and gradient norms of its stock run and ends with the
-bits of its weights; by default, without ``--zero-bubble-exact``, it stays near.
+"""Parity of ``pretrain_gpt.py`` with its stock run, under every schedule.
+
+With ``--zero-bubble-exact``, printed losses and gradient norms and the final weights are equal bit for bit; without it,
+losses and norms are equal up to rounding.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ pytestmark = [
 
 
 class Row(NamedTuple):
-    """One combination of features: its flags beside those of the pipeline, where ``{layout}`` is an uneven one, and
-    the ranks that it takes a stage.
+    """One combination of features.
 
     Attributes:
-        samples: of a microbatch of all data-parallel ranks together.
-        moves: whether the stages may lie elsewhere than where Megatron has them.
-        rounding: how far a loss or a norm may be from stock's after ten iterations without ``--zero-bubble-exact``,
-            relative.
+        flags: flags in addition to those of the pipeline; ``{layout}`` is replaced by an uneven layout.
+        ranks_per_stage: number of ranks per stage.
+        samples: samples per microbatch, over all data-parallel ranks.
+        moves: whether the features support placements other than Megatron's.
+        rounding: relative tolerance of losses and norms against stock after ten iterations without
+            ``--zero-bubble-exact``.
     """
 
     flags: str
@@ -41,11 +44,11 @@ _UNTIED = "--untie-embeddings-and-output-weights"
 _RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 60 --lr-decay-samples 50"
 _MOE = f"{_UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
 _BF16, _FP16 = 2e-2, 5e-3
-# On so many stages: enough microbatches for every phase of a schedule.
+# Per number of stages: enough microbatches for every phase of a schedule.
 _NUM_MICROBATCHES = {2: 6, 4: 8}
 _LAYOUTS = {2: "Et|t*3L", 4: "Et|t*2|t*3|t*2L"}
 PLAIN = Row(_UNTIED)
-# Every row of the table of variants that Megatron-LM itself can train on CPU ranks.
+# Every variant that stock Megatron-LM can train on CPU ranks.
 FEATURES = {
     "tied": Row(""),
     "distopt": Row(f"{_UNTIED} --use-distributed-optimizer"),
@@ -107,7 +110,7 @@ FEATURES = {
     "rerun": Row(f"{_UNTIED} --rerun-mode validate_results"),
     "layout": Row(_UNTIED + " --pipeline-model-parallel-layout {layout}", moves=False),
 }
-# The same features, many at a time: few enough rows for every version, schedule and number of stages.
+# The same features in few combinations, to run them with every version, schedule and number of stages.
 COMBINED = {
     "dense": Row(
         "--micro-batch-size 2 --bf16 --use-distributed-optimizer --swiglu --normalization RMSNorm "
@@ -154,7 +157,7 @@ _Job = tuple[Checkout, int, str]
 
 
 def _job(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> _Job:
-    """The row on so many stages, as the helpers take a job."""
+    """Return the arguments of the helpers for one row on ``pipeline`` stages."""
     stages = f"--pipeline-model-parallel-size {pipeline} --num-layers {2 * pipeline}"
     stages += f" --global-batch-size {_NUM_MICROBATCHES[pipeline] * row.samples}"
     flags = row.flags.format(layout=_LAYOUTS[pipeline])
@@ -174,7 +177,7 @@ _NUMBER = re.compile(r"(loss|loss value|grad norm): ([\d.E+-]+)")
 
 
 def _near(own: Log, expected: Log, rounding: float) -> None:
-    """Losses and norms; a norm is printed with three decimals."""
+    """Compare losses and norms; norms are printed with three decimals."""
     assert own.exit_codes == expected.exit_codes, own.text[-4000:]
     numbers, wanted = (_NUMBER.findall("\n".join(log.figures)) for log in (own, expected))
     assert [name for name, _ in numbers] == [name for name, _ in wanted]
@@ -186,7 +189,7 @@ def _near(own: Log, expected: Log, rounding: float) -> None:
 
 
 def _until(iteration: int, folder: Path) -> tuple[str, ...]:
-    """Flags of a job that saves after this iteration, and ends."""
+    """Return flags of a job that saves after ``iteration`` and ends."""
     return ("--save", str(folder), "--save-interval", str(iteration), "--exit-interval", str(iteration))
 
 
@@ -197,19 +200,19 @@ def _switched(own: Log) -> None:
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("schedule", IN_PLACE)
-def test_the_same_lines(checkout: Checkout, pipeline: int, schedule: str) -> None:
+def test_logs_equal_stock(checkout: Checkout, pipeline: int, schedule: str) -> None:
     job = _job(checkout, pipeline, PLAIN)
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-def test_the_same_lines_interleaved(checkout: Checkout, pipeline: int) -> None:
+def test_logs_equal_stock_interleaved(checkout: Checkout, pipeline: int) -> None:
     job = _job(checkout, pipeline, PLAIN, "--num-virtual-stages-per-pipeline-rank 2")
     _same(pretrain_gpt(*job, "interleaved-1f1b"), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-def test_the_same_lines_while_it_plans_and_switches(checkout: Checkout, pipeline: int) -> None:
+def test_logs_equal_stock_while_zb_auto_switches(checkout: Checkout, pipeline: int) -> None:
     job = _job(checkout, pipeline, PLAIN, "--train-iters 60")
     own = pretrain_gpt(*job, "zb-auto")
     _same(own, stock(*job))
@@ -219,8 +222,8 @@ def test_the_same_lines_while_it_plans_and_switches(checkout: Checkout, pipeline
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("name", COMBINED)
 @pytest.mark.parametrize("schedule", [*IN_PLACE, "zb-auto"])
-def test_the_same_lines_with_all_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
-    """Ten iterations, whether ``zb-auto`` has planned by then or not."""
+def test_logs_equal_stock_with_combined_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
+    """Ten iterations; ``zb-auto`` may or may not have switched schedules by then."""
     job = _job(checkout, pipeline, COMBINED[name])
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
@@ -229,23 +232,23 @@ def test_the_same_lines_with_all_features(checkout: Checkout, pipeline: int, nam
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("schedule", [*IN_PLACE, "zb-auto"])
 @pytest.mark.parametrize("name", FEATURES)
-def test_the_same_lines_with_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
+def test_logs_equal_stock_with_each_feature(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
     job = _job(checkout, pipeline, FEATURES[name])
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("name", ["plain", *COMBINED])
-def test_near_lines_by_default(checkout: Checkout, pipeline: int, name: str) -> None:
+def test_logs_are_near_stock_by_default(checkout: Checkout, pipeline: int, name: str) -> None:
     row = COMBINED.get(name, PLAIN)
     job = _job(checkout, pipeline, row)
     own = pretrain_gpt(*job, "zb-h1", exact=False)
     _near(own, stock(*job), row.rounding)
     if row.rounding > PLAIN.rounding:
-        assert own.weights != stock(*job).weights, "weight gradients are not rounded to the weights' dtype"
+        assert own.weights != stock(*job).weights, "weight gradients must not be rounded to the weights' dtype"
 
 
-# On three ranks: the layout, and the first minor of megatron-core that trains it.
+# Per case, on three ranks: the layout, and the first minor of megatron-core that supports it.
 _ODD_STAGES = {
     "prediction": ("--mtp-num-layers 1 --pipeline-model-parallel-layout Ett|ttm|L", 16),
     "no-parameters": ("--pipeline-model-parallel-layout Ett||ttL", 13),
@@ -255,30 +258,33 @@ _ODD_STAGES = {
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 @pytest.mark.parametrize("name", _ODD_STAGES)
 @pytest.mark.parametrize("schedule", IN_PLACE)
-def test_the_same_lines_with_odd_stages(checkout: Checkout, name: str, schedule: str) -> None:
-    """Multi-token prediction on a stage of its own, and a stage without parameters."""
+def test_logs_equal_stock_with_unusual_stages(checkout: Checkout, name: str, schedule: str) -> None:
+    """Multi-token prediction on a separate stage, and a stage without parameters."""
     flags, first = _ODD_STAGES[name]
     job = checkout, 3, f"--pipeline-model-parallel-size 3 {flags}"
     own = pretrain_gpt(*job, schedule)
     if int(checkout.minor.partition(".")[2]) >= first:
         _same(own, stock(*job))
         return
-    # Stock refuses the layout, too, but for 0.14, where its ranks wait for each other for ever.
+    # Stock rejects the layout too, except 0.14, where its ranks deadlock.
     assert all(own.exit_codes)
-    assert re.search("MTP|multi-token prediction on another stage than the last", own.text), own.text[-4000:]
+    assert re.search("MTP|multi-token prediction before the last stage", own.text), own.text[-4000:]
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 @pytest.mark.parametrize("schedule", IN_PLACE)
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
-def test_a_checkpoint_goes_on_in_stock(checkout: Checkout, schedule: str, form: str, tmp_path: Path) -> None:
-    """As one of a stock run does. From core_r0.16 on, that is not quite the run without a break: a loss differs."""
+def test_checkpoint_continues_in_stock(checkout: Checkout, schedule: str, form: str, tmp_path: Path) -> None:
+    """Stock continues from our checkpoint as from its own.
+
+    Since core_r0.16 a resumed stock run differs slightly from an uninterrupted one, so that both sides are resumed.
+    """
     job = _job(checkout, 2, PLAIN, f"--ckpt-format {form}")
-    assert _gone_on(job, schedule, 4, tmp_path) == _gone_on(job, None, 4, tmp_path)
+    assert _continued(job, schedule, 4, tmp_path) == _continued(job, None, 4, tmp_path)
 
 
-def _gone_on(job: _Job, schedule: str | None, after: int, folder: Path, more: tuple[str, ...] = ()) -> list[str]:
-    """The figures of a job under the schedule until an iteration, and of the stock job that goes on from there."""
+def _continued(job: _Job, schedule: str | None, after: int, folder: Path, more: tuple[str, ...] = ()) -> list[str]:
+    """Run a job with the schedule for ``after`` iterations, continue it in stock, and return the figures of both."""
     saved = pretrain_gpt(*job, schedule, (*more, *_until(after, folder / str(schedule))))
     assert f"exiting program at iteration {after}" in saved.text, saved.text[-2000:]
     assert len(saved.of("zero-bubble: schedule ")) == (schedule is not None)
@@ -290,8 +296,8 @@ def _gone_on(job: _Job, schedule: str | None, after: int, folder: Path, more: tu
     return [*saved.figures, *own.figures, *own.weights]
 
 
-# Stages that lie elsewhere draw other initial weights from a seed, so these go on from a stock checkpoint. Their
-# gradient norm adds the ranks' parts in another order, and a step clipped by it differs by a rounding: none is.
+# With another placement a seed yields other initial weights, so these jobs continue from a stock checkpoint. The order
+# of the sum in the gradient norm differs as well, and clipped steps would differ by rounding, so no step is clipped.
 _MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 
 
@@ -299,7 +305,8 @@ def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
     job = _job(checkout, pipeline, row, _MOVING)
     save, load = [*_until(2, folder)], ["--load", str(folder)]
     if "--use-distributed-optimizer" in row.flags:
-        # Megatron-LM cannot load that of torch's Adam, which is all there is on a CPU, nor save it until core_r0.15.
+        # Megatron-LM cannot load a distributed optimizer with torch's Adam, the only one on CPUs. Before core_r0.16 it
+        # cannot save it either.
         save.append("--no-save-optim")
         load.append("--no-load-optim")
     saved = stock(*job, tuple(save))
@@ -312,28 +319,32 @@ def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
-def test_the_same_lines_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
+def test_logs_equal_stock_on_a_v(checkout: Checkout, pipeline: int, tmp_path: Path) -> None:
     _moved(checkout, pipeline, PLAIN, tmp_path)
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("name", [name for name, row in COMBINED.items() if row.moves])
-def test_the_same_lines_on_a_v_with_all_features(checkout: Checkout, pipeline: int, name: str, tmp_path: Path) -> None:
+def test_logs_equal_stock_on_a_v_with_combined_features(
+    checkout: Checkout, pipeline: int, name: str, tmp_path: Path
+) -> None:
     _moved(checkout, pipeline, COMBINED[name], tmp_path)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("name", [name for name, row in FEATURES.items() if row.moves])
-def test_the_same_lines_on_a_v_with_features(checkout: Checkout, pipeline: int, name: str, tmp_path: Path) -> None:
+def test_logs_equal_stock_on_a_v_with_each_feature(
+    checkout: Checkout, pipeline: int, name: str, tmp_path: Path
+) -> None:
     _moved(checkout, pipeline, FEATURES[name], tmp_path)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_a_checkpoint_of_a_v_goes_on_in_stock(checkout: Checkout, tmp_path: Path) -> None:
-    """Both ways: the V goes on from one of a stock run, and a stock run from the V's as from its own."""
+def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
+    """The V continues from a stock checkpoint, and stock continues from the V's checkpoint as from its own."""
     job = _job(checkout, 2, PLAIN, _MOVING)
     begun = tmp_path / "begun"
     stock(*job, _until(2, begun))
     load = ("--load", str(begun))
-    assert _gone_on(job, "zb-v", 6, tmp_path, load) == _gone_on(job, None, 6, tmp_path, load)
+    assert _continued(job, "zb-v", 6, tmp_path, load) == _continued(job, None, 6, tmp_path, load)

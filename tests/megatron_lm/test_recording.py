@@ -1,4 +1,4 @@
-"""A loop that is not ours, recorded: the chosen iterations, by the job's numbers, written when they are over."""
+"""Tests of recordings in Megatron-LM jobs: chosen iterations, in the job's numbering, written after the last one."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from tests.helpers.ranks import RankPool
 
 @dataclass
 class Args:
-    """A job's flags, of which one counts its iterations: read once in each.
+    """A job's flags; ``curr_iteration`` advances with each read, once per iteration.
 
     Attributes:
-        again: how often it runs its first iteration again.
+        again: number of repetitions of the first iteration.
     """
 
     start: int
@@ -39,7 +39,7 @@ class Args:
 def job(
     rank: int, folder: str, iterations: str | None, args: Args, in_the_way: str | None = None
 ) -> tuple[list[str], list[str]]:
-    """What the job said and what it had written right after its last iteration; then what it says at its end."""
+    """Run the job on one rank; return the lines printed until its last iteration, and those printed at its end."""
     from megatron.core import parallel_state
 
     from megatron.zero_bubble import ZeroBubbleConfig
@@ -76,12 +76,16 @@ def job(
     [
         (None, Args(0, STEPS), [1, 2, 3]),
         (None, Args(20, 10**6, exit_interval=23), [21, 22, 23]),
-        ("5-6,8,11-20", Args(4, 10), [5, 6]),  # it goes on to 10, and the last to record is 8: not reached
+        (
+            "5-6,8,11-20",
+            Args(4, 10),
+            [5, 6],
+        ),  # the job would run to 10; the last iteration to record is 8, which it does not reach
         ("2,4-1000", Args(1, 4), [2, 4]),
         (None, Args(0, 2, again=1), [1, 2]),
     ],
 )
-def test_chosen_iterations(
+def test_chosen_iterations_are_recorded(
     ranks: RankPool, tmp_path: Path, iterations: str | None, args: Args, recorded: list[int]
 ) -> None:
     (said, at_end), _ = ranks.run(2, job, str(tmp_path / "x"), iterations, args)
@@ -100,14 +104,14 @@ def test_chosen_iterations(
     }  # fmt: skip
 
 
-def test_a_job_that_goes_on_behind_the_chosen_iterations(ranks: RankPool, tmp_path: Path) -> None:
+def test_job_that_starts_after_the_chosen_iterations_writes_nothing(ranks: RankPool, tmp_path: Path) -> None:
     (said, at_end), _ = ranks.run(2, job, str(tmp_path), "10-12", Args(100, 103))
     assert at_end == []
     assert [line.partition(" to ")[0] for line in said] == ["no iteration was recorded, so nothing is written"] * 2
 
 
-def refused(rank: int, flags: list[str]) -> str:
-    """The sentence with which a recording is refused before the job starts."""
+def rejection(rank: int, flags: list[str]) -> str:
+    """Return the error that a recording raises before the job starts, or an empty string."""
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.job.flags import parse_ours
     from megatron.zero_bubble.megatron_lm.trace import JobTrace
@@ -119,21 +123,21 @@ def refused(rank: int, flags: list[str]) -> str:
     return ""
 
 
-def test_what_cannot_be_written_is_refused(ranks: RankPool, tmp_path: Path) -> None:
+def test_unwritable_output_is_rejected_before_the_job_starts(ranks: RankPool, tmp_path: Path) -> None:
     flags = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace", f"{__file__}/x"]
     sentence = f"cannot write to the folder {__file__}/x: Not a directory; give another path"
-    assert ranks.run(1, refused, flags) == [sentence]
+    assert ranks.run(1, rejection, flags) == [sentence]
     flags[2:] = ["--zero-bubble-record-costs", str(tmp_path)]
     sentence = f"--zero-bubble-record-costs needs a file, got the folder {tmp_path}; name a file"
-    assert ranks.run(1, refused, flags) == [sentence]
+    assert ranks.run(1, rejection, flags) == [sentence]
     flags[2:] = ["--zero-bubble-record-costs", f"{tmp_path}/costs.json"]
-    assert ranks.run(1, refused, flags) == [""]
+    assert ranks.run(1, rejection, flags) == [""]
 
 
-def test_what_cannot_be_written_costs_nothing_else(ranks: RankPool, tmp_path: Path) -> None:
+def test_unwritable_file_does_not_prevent_the_others(ranks: RankPool, tmp_path: Path) -> None:
     (said, at_end), _ = ranks.run(2, job, str(tmp_path), None, Args(0, STEPS), "trace.json")
     assert at_end == []
     assert said == [
-        f"cannot write what was recorded to {tmp_path}: Is a directory; it is lost",
+        f"cannot write the recorded iterations to {tmp_path}: Is a directory; they are lost",
         f"iterations until {STEPS} recorded in {tmp_path}/costs.json",
     ]

@@ -1,4 +1,4 @@
-"""What a job of Megatron-LM's own script cannot have under a schedule is one sentence on every rank, at its start."""
+"""Options of Megatron-LM jobs that schedules do not support are rejected at the start, in one sentence per rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PIPELINE = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weigh
 
 
 def check_refused(checkout: Checkout, flags: str, schedule: str, sentence: str) -> None:
-    """Both ranks end by themselves with the sentence."""
+    """Check that both ranks exit on their own and print ``sentence``."""
     log = pretrain_gpt(checkout, 2, f"{PIPELINE} {flags}", schedule)
     assert log.exit_codes == (1, 1), log.text[-4000:]
     assert [line.count(sentence) for line in log.of("zero-bubble: ") if sentence in line] == [1, 1], log.text[-4000:]
@@ -39,21 +39,23 @@ def check_refused(checkout: Checkout, flags: str, schedule: str, sentence: str) 
         (
             "--overlap-p2p-communication-warmup-flush --num-virtual-stages-per-pipeline-rank 2",
             "interleaved-1f1b",
-            "in the order of the schedule; got True; drop --overlap-p2p-communication-warmup-flush",
+            "which passes overlap with messages; got True; drop --overlap-p2p-communication-warmup-flush",
         ),
         (
             "--no-overlap-p2p-communication --num-virtual-stages-per-pipeline-rank 2",
             "interleaved-1f1b",
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
+            "--no-overlap-p2p-communication does not work with a zero-bubble schedule",
         ),
     ],
 )
-def test_options_of_megatrons_own_schedules(checkout: Checkout, flags: str, schedule: str, sentence: str) -> None:
+def test_options_of_megatrons_own_schedules_are_rejected(
+    checkout: Checkout, flags: str, schedule: str, sentence: str
+) -> None:
     check_refused(checkout, flags, schedule, sentence)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_the_default_group_size_is_none_of_them(checkout: Checkout) -> None:
+def test_default_microbatch_group_size_is_accepted(checkout: Checkout) -> None:
     flags = "--microbatch-group-size-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 2"
     log = pretrain_gpt(checkout, 2, f"{PIPELINE} {flags} --train-iters 3", "interleaved-1f1b")
     assert log.exit_codes == (0, 0), log.text[-4000:]
@@ -75,7 +77,7 @@ class TestScheduleFile:
         assert log.figures == []
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-    def test_a_batch_that_grows(self, checkout: Checkout, file: Path) -> None:
+    def test_growing_batch_is_rejected(self, checkout: Checkout, file: Path) -> None:
         if int(checkout.minor.partition(".")[2]) < 18:
             flags = "--rampup-batch-size 4 1 24 --global-batch-size 6 --train-samples 60 --lr-decay-samples 50"
             counts = "4, 5 and 6"
@@ -87,24 +89,24 @@ class TestScheduleFile:
         )
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-    def test_another_batch(self, checkout: Checkout, file: Path) -> None:
+    def test_other_batch_size_is_rejected(self, checkout: Checkout, file: Path) -> None:
         words = "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks and 6 microbatches"
         self.refused(checkout, file, "--global-batch-size 6", words)
 
     @pytest.mark.parametrize(
         "checkout", [each for each in CHECKOUTS if int(each.minor.partition(".")[2]) >= 18], ids=str
     )
-    def test_evaluations_of_another_size(self, checkout: Checkout, file: Path) -> None:
+    def test_other_evaluation_batch_size_is_rejected(self, checkout: Checkout, file: Path) -> None:
         words = "but this job runs 2 and 4 (batch ramp-up or evaluation)"
         self.refused(checkout, file, "--global-batch-size 4 --eval-global-batch-size 2", words)
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-    def test_costs_of_unsplit_backwards(self, checkout: Checkout, file: Path) -> None:
+    def test_record_costs_with_fused_backwards_is_rejected(self, checkout: Checkout, file: Path) -> None:
         flags = f"--global-batch-size 4 --zero-bubble-record-costs {file.parent}/costs.json"
         self.refused(checkout, file, flags, "needs a schedule that splits every backward into B and W, got")
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-    def test_the_batch_that_it_is_for(self, checkout: Checkout, file: Path) -> None:
+    def test_matching_batch_size_trains(self, checkout: Checkout, file: Path) -> None:
         flags = f"{PIPELINE} --zero-bubble-schedule-file {file} --global-batch-size 4 --train-iters 3"
         log = pretrain_gpt(checkout, 2, flags, None)
         assert log.exit_codes == (0, 0), log.text[-4000:]
@@ -112,7 +114,7 @@ class TestScheduleFile:
 
 
 class TestData:
-    """Forty documents, of which ``--split 99,1,0`` leaves none for the evaluation."""
+    """Forty documents, of which ``--split 99,1,0`` leaves none for the validation split."""
 
     @pytest.fixture
     def prefix(self, tmp_path: Path) -> str:
@@ -120,7 +122,7 @@ class TestData:
 
     @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
     @pytest.mark.parametrize("listed", [False, True], ids=["flags", "file"])
-    def test_a_split_without_documents(self, checkout: Checkout, prefix: str, listed: bool) -> None:
+    def test_split_without_documents_is_rejected(self, checkout: Checkout, prefix: str, listed: bool) -> None:
         flags = f"--data-path {prefix}"
         if listed:
             Path(f"{prefix}.list").write_text(f"1.0 {prefix}\n")

@@ -1,4 +1,4 @@
-"""``--zero-bubble-trace`` and ``--zero-bubble-record-costs`` in jobs of Megatron-LM's own script."""
+"""Tests of ``--zero-bubble-trace`` and ``--zero-bubble-record-costs`` with Megatron-LM's ``pretrain_gpt.py``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB = "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 @pytest.mark.parametrize("flag", [("--zero-bubble-trace", "/proc/nope"), ("--zero-bubble-record-costs", "/proc/no/x")])
-def test_what_cannot_be_written_ends_every_rank(checkout: Checkout, schedule: str, flag: tuple[str, str]) -> None:
+def test_unwritable_folder_ends_every_rank(checkout: Checkout, schedule: str, flag: tuple[str, str]) -> None:
     begun = time.monotonic()
     log = pretrain_gpt(checkout, 2, JOB, schedule, flag)
     assert time.monotonic() - begun < 60
@@ -34,7 +34,7 @@ def test_what_cannot_be_written_ends_every_rank(checkout: Checkout, schedule: st
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_a_job_is_recorded_and_stays_what_it_is(checkout: Checkout, tmp_path: Path) -> None:
+def test_recording_does_not_change_the_job(checkout: Checkout, tmp_path: Path) -> None:
     flags = (
         *("--zero-bubble-trace", str(tmp_path), "--zero-bubble-record-costs", str(tmp_path / "costs.json")),
         "--zero-bubble-log-bubble",

@@ -1,4 +1,4 @@
-"""Without our flags a job is Megatron-LM's own; with a patch in the checkout it needs no launcher."""
+"""Without our flags the launcher does not change a job; with a patched checkout no launcher is needed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
     pytest.mark.timeout(1200),
 ]
-# What two runs of one job do not have in common: dates, times and addresses, and the order in which ranks print.
+# Differences between two runs of one job: dates, times and addresses. The order of the ranks' lines differs as well.
 _VARIES = re.compile(
     r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(\.\d+)?|\(\d+\.\d+, \d+\.\d+\)|0x[0-9a-f]+"
     r"|\d+\.\d+ (?=\||seconds|s\b)|[:=] *\d+\.\d+(?= ?(s|ms|$))"
@@ -27,13 +27,13 @@ _VARIES = re.compile(
 
 
 def _lines(text: str) -> list[str]:
-    """Without those that say how long something took; arguments, which Megatron prints with dots, all stay."""
+    """Return the sorted lines without durations; keep all arguments, which Megatron prints with dots."""
     lines = (line for line in text.splitlines() if "....." in line or not ("time" in line or "elapsed" in line))
     return sorted(_VARIES.sub("#", line) for line in lines)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_the_log_is_stocks_but_for_one_line(checkout: Checkout) -> None:
+def test_log_without_our_flags_differs_from_stock_by_one_line(checkout: Checkout) -> None:
     job = Job(checkout.path / "pretrain_gpt.py", 2, FLAGS)
     ours = job.run()
     plain = replace(job, before=(str(ROOT / "tests/helpers/on_cpu.py"),)).run()
@@ -46,7 +46,7 @@ def test_the_log_is_stocks_but_for_one_line(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_a_patched_checkout_needs_no_launcher(checkout: Checkout, tmp_path: Path) -> None:
+def test_patched_checkout_trains_without_the_launcher(checkout: Checkout, tmp_path: Path) -> None:
     patch = ROOT / "patches" / ("main.diff" if checkout.minor == "0.20" else f"core_r{checkout.minor}.0.diff")
     patched = tmp_path / "Megatron-LM"
     patched.mkdir()

@@ -1,6 +1,7 @@
-"""A kind of op that the package does not know: proved, simulated, executed, recorded and drawn.
+"""A new kind of op, defined outside the package, is proved, simulated, executed, recorded and drawn.
 
-The op copies what a forward saved to the host, on the ``copy`` lane, which frees memory until it is copied back.
+The op copies a forward's saved tensors to the host, on the ``copy`` lane, which frees memory until they are copied
+back.
 """
 
 from __future__ import annotations
@@ -87,9 +88,7 @@ class Reload(_Copy):
 
 
 def offload(plan: Plan) -> Plan:
-    """The lowering pass: every microbatch whose backward is more than four passes away is on the host until two passes
-    before it.
-    """
+    """Lowering pass: offload microbatches whose backward is more than four passes away; reload two passes before it."""
     return replace(plan, ops=tuple(map(_with_copies, plan.ops)))
 
 
@@ -122,7 +121,7 @@ NAMES = ("zb-h1", "zb-h2", "zb-v", "interleaved-1f1b")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_frees_memory_while_it_is_away(name: str) -> None:
+def test_offload_lowers_the_peak_memory(name: str) -> None:
     schedule, costs, memory = schedule_and_costs(name)
     without, timeline = simulate(schedule, costs, memory), simulate(offloaded(name), costs, memory)
     assert max(timeline.peak_activation) < max(without.peak_activation)
@@ -134,8 +133,8 @@ def test_it_frees_memory_while_it_is_away(name: str) -> None:
         assert {span.lane for span in row} <= {COPY}
 
 
-def test_a_backward_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With copies slower than the passes in between, the plan is later than without."""
+def test_backward_waits_for_its_reload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies slower than the passes in between, the plan takes longer than without offloading."""
     monkeypatch.setattr(sys.modules[__name__], "COPY_MS", 15.0)
     schedule, costs, _ = schedule_and_costs("zb-h2")
     timeline = simulate(offloaded("zb-h2"), costs)
@@ -149,10 +148,10 @@ def test_a_backward_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("passes", sorted(permutations(("communicate", "offload", "with_validation"))), ids=str)
-def test_the_order_of_the_lowering_passes_is_free(passes: tuple[str, ...]) -> None:
-    """Where the ranks stop after a rejected optimizer step, what is on the host is forgotten with all other values."""
+def test_lowering_passes_can_run_in_any_order(passes: tuple[str, ...]) -> None:
+    """When the ranks stop after a rejected optimizer step, values on the host are dropped like all others."""
     if passes.index("with_validation") < passes.index("communicate"):
-        pytest.skip("it empties the channels, which communicate makes")
+        pytest.skip("with_validation drains the channels that communicate creates")
     by_name = {"communicate": communicate, "offload": offload, "with_validation": with_validation}
     plan = lower(schedule_and_costs("zb-h2")[0], [by_name[name] for name in passes])
     assert plan.drain
@@ -161,7 +160,7 @@ def test_the_order_of_the_lowering_passes_is_free(passes: tuple[str, ...]) -> No
     )
 
 
-def test_it_parses_what_it_prints() -> None:
+def test_text_form_round_trip() -> None:
     plan = offloaded("zb-h2")
     read = Plan.from_text(plan.schedule, plan.to_text(), (Offload, Reload, *OPS))
     assert read.ops == plan.ops and read.digest == plan.digest
@@ -187,13 +186,13 @@ def offloaded_early(row: tuple[Op, ...]) -> tuple[Op, ...]:
 
 
 def offloaded_at_the_end(row: tuple[Op, ...]) -> tuple[Op, ...]:
-    """After its last use."""
+    """Offload a value after its last use."""
     away, back = row[_place(row, Offload)], row[_place(row, Reload)]
     return (*(op for op in row if op not in (away, back)), away)
 
 
 def never_fetched(row: tuple[Op, ...]) -> tuple[Op, ...]:
-    """Moved away once more, of a value that no op uses any more."""
+    """Reload a value that is not on the host."""
     return (*row, Reload(Value(row[0].work, SAVED)))  # type: ignore[attr-defined]
 
 
@@ -207,15 +206,15 @@ def never_fetched(row: tuple[Op, ...]) -> tuple[Op, ...]:
         (never_fetched, "needs 0F0:host, which rank 0 does not have"),
     ],
 )
-def test_it_is_caught_where_it_is_misplaced(edit: Callable[[tuple[Op, ...]], tuple[Op, ...]], what: str) -> None:
+def test_misplaced_ops_are_rejected(edit: Callable[[tuple[Op, ...]], tuple[Op, ...]], what: str) -> None:
     plan = offloaded("zb-h2")
     prove(plan)
     with pytest.raises(PlanError, match=what):
         prove(replace(plan, ops=(edit(plan.ops[0]), *plan.ops[1:])))
 
 
-def test_what_is_left_on_the_host_is_caught() -> None:
-    """An evaluation needs nothing of what its forwards save, so nothing would ever bring it back."""
+def test_value_left_on_the_host_is_rejected() -> None:
+    """No op reloads the value, so the proof must report it as left behind."""
 
     class Keep(Offload):
         __slots__ = ()
@@ -233,7 +232,7 @@ Ran = tuple[list[Span], list[LaneSpan], Trace]
 
 
 def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
-    """What the virtual clock saw on this rank, and the recording of all."""
+    """Execute the plan; return this rank's spans and lanes on the virtual clock, and the recording of all ranks."""
     assert dist.group.WORLD is not None
     transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
 
@@ -258,7 +257,7 @@ def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v"])
-def test_it_is_executed_as_planned_recorded_and_drawn(ranks: RankPool, name: str) -> None:
+def test_op_is_executed_as_planned_recorded_and_drawn(ranks: RankPool, name: str) -> None:
     _, costs, memory = schedule_and_costs(name)
     plan = offloaded(name)
     planned = simulate(plan, costs, memory)
@@ -273,7 +272,7 @@ def test_it_is_executed_as_planned_recorded_and_drawn(ranks: RankPool, name: str
     assert [[(span.lane, span.op) for span in row.lanes] for row in read.traces[1].ranks] == [
         [(COPY, text) for text in row] for row in copies
     ]
-    assert read.compared(1).memory is None, "what is read from a file does not say how it changes memory"
+    assert read.compared(1).memory is None, "ops read from a file have no memory effects"
     drawn = render_svg(planned, trace.timeline)
     assert drawn.count("<title>off(") == 2 * sum(text.startswith("off") for row in copies for text in row)
     assert ">copy</text>" in drawn

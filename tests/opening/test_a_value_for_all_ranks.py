@@ -1,7 +1,7 @@
-"""A value that goes to all ranks and comes back as a sum: a flow, two collectives and their pass, outside the package.
+"""A flow, two collectives and their lowering pass, defined outside the package: broadcast and reduction of a value.
 
-The output of the last stage is spread over all ranks; each runs one more stage on it, as a shard of an output layer
-would, and the last stage's backward takes the sum of what they made. Both collectives are on the ``net`` lane.
+The last stage's output is broadcast to all ranks. Each rank runs one more stage on it, as a shard of an output layer
+would, and the last stage's backward takes the sum of the shards' outputs. Both collectives are on the ``net`` lane.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tests.helpers.ranks import RankPool
 
 RANKS, MICROBATCHES, COLLECTIVE_MS, HOP_MS = 4, 6, 1.5, 0.5
 PART = "part"
-"""What a shard makes: its share of the sum."""
+"""Name of a shard's output, its part of the sum."""
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """Stages 0 to p-1 are a chain; stages p to 2p-1 all take the output of p-1, whose backward takes what they make."""
+    """Stages 0 to p-1 are a chain; stages p to 2p-1 take the output of p-1, and p-1's backward takes their outputs."""
 
     chain: Chain
 
@@ -84,7 +84,7 @@ class Sharded:
 
 
 def schedule() -> Schedule:
-    """GPipe with one pass of every shard after each rank's forwards."""
+    """Return GPipe with the rank's shard passes after its forwards."""
     placement = Placement((*range(RANKS), *range(RANKS)))
 
     def row(rank: int) -> tuple[Pass, ...]:
@@ -114,7 +114,7 @@ class _Collective(Op):
 
     @classmethod
     def faults(cls, plan: Plan, stopped: bool) -> Any:
-        """All ranks take part in the same order."""
+        """Yield an error for each rank that runs the collectives in another order than rank 0."""
         orders = [[op.microbatch for op in row if isinstance(op, cls)] for row in plan.ops]
         for rank, order in enumerate(orders):
             if order != orders[0]:
@@ -122,7 +122,7 @@ class _Collective(Op):
 
 
 class Spread(_Collective):
-    """The last rank's value to all others."""
+    """Broadcast the last rank's value to all other ranks."""
 
     __slots__ = ()
     word = "spread"
@@ -135,7 +135,7 @@ class Spread(_Collective):
 
 
 class Sum(_Collective):
-    """The sum of all parts to the last rank, which has it in place of its own part."""
+    """Sum all parts on the last rank, where the sum replaces the rank's own part."""
 
     __slots__ = ()
     word = "sum"
@@ -150,7 +150,7 @@ class Sum(_Collective):
 
 
 def collect(plan: Plan) -> Plan:
-    """The lowering pass: values are spread where they are made, parts summed where they are made and used."""
+    """Lowering pass: insert Spread where values are made or used, and Sum where parts are made or used."""
 
     def row(rank: int, ops: tuple[Op, ...]) -> tuple[Op, ...]:
         found: list[Op] = []
@@ -179,7 +179,7 @@ def costs() -> PassCosts:
     return PassCosts((5.0,) * RANKS + (2.0,) * RANKS, (6.0,) * 2 * RANKS, (4.0,) * 2 * RANKS, HOP_MS)
 
 
-def test_no_message_carries_what_a_collective_does() -> None:
+def test_collectives_replace_messages() -> None:
     plan = lowered()
     prove(plan)
     hops = 2 * (RANKS - 1) * MICROBATCHES
@@ -190,21 +190,21 @@ def test_no_message_carries_what_a_collective_does() -> None:
     assert read.ops == plan.ops
 
 
-def test_without_collectives_the_values_travel_one_by_one() -> None:
-    """The flow alone is enough to simulate the schedule, and its messages are as early as the values."""
+def test_without_collectives_values_are_sent_as_messages() -> None:
+    """The flow alone is enough to simulate the schedule; its messages arrive when the simulation expects the values."""
     bare, by_messages = simulate(schedule(), costs()), simulate(lower(schedule()), costs())
     assert bare.spans == by_messages.spans
     assert simulate(lowered(), costs()).makespan_ms > bare.makespan_ms
 
 
 def used_before(row: tuple[Op, ...]) -> tuple[Op, ...]:
-    """A shard runs before its input is spread."""
+    """Run a shard before its input arrives."""
     at = next(place for place, op in enumerate(row) if isinstance(op, Spread))
     return (*row[:at], row[at + 1], row[at], *row[at + 2 :])
 
 
 def never_summed(row: tuple[Op, ...]) -> tuple[Op, ...]:
-    """A part stays where it was made."""
+    """Leave one part on its rank."""
     return tuple(op for op in row if op != Sum(MICROBATCHES - 1, 0))
 
 
@@ -221,13 +221,13 @@ def in_another_order(row: tuple[Op, ...]) -> tuple[Op, ...]:
         (in_another_order, "rank 1 runs sum in the order"),
     ],
 )
-def test_a_misplaced_collective_is_caught(edit: Callable[[tuple[Op, ...]], tuple[Op, ...]], what: str) -> None:
+def test_misplaced_collective_is_rejected(edit: Callable[[tuple[Op, ...]], tuple[Op, ...]], what: str) -> None:
     plan = lowered()
     with pytest.raises(PlanError, match=what):
         prove(replace(plan, ops=(edit(plan.ops[0]), *plan.ops[1:])))
 
 
-def test_a_part_that_no_rank_sums_is_caught() -> None:
+def test_missing_sum_is_rejected() -> None:
     plan = lowered()
     last = Sum(MICROBATCHES - 1, 0)
     rows = [
@@ -237,10 +237,8 @@ def test_a_part_that_no_rank_sums_is_caught() -> None:
         prove(replace(plan, ops=tuple(rows)))
 
 
-def test_ranks_that_wait_for_each_other_are_caught() -> None:
-    """The last rank sums the first parts before it has spread what the last are made of, and a rank before it has that
-    first.
-    """
+def test_deadlock_between_collectives_is_rejected() -> None:
+    """The last rank waits in Sum before the last Spread, while other ranks need that Spread before their Sum."""
     plan = lowered()
     row = list(plan.ops[-1])
     spread, total = row.index(Spread(MICROBATCHES - 1, RANKS - 1)), row.index(Sum(MICROBATCHES - 1, RANKS - 1))
@@ -250,7 +248,7 @@ def test_ranks_that_wait_for_each_other_are_caught() -> None:
 
 
 class _Shards(VirtualStage):
-    """Every shard adds its number; the last stage's backward sees the sum."""
+    """Each shard outputs its stage number; the last stage's backward receives their sum."""
 
     def __init__(self, *of_a_stage: Any) -> None:
         super().__init__(*of_a_stage, 2)
@@ -269,11 +267,13 @@ Ran = tuple[list[Span], list[LaneSpan], list[float], Trace]
 
 
 def run(rank: int, plan: Plan) -> Ran:
-    """What the virtual clock saw on this rank, the sums, and the recording of all."""
+    """Execute the plan; return this rank's spans, lanes and sums, and the recording of all ranks."""
     assert dist.group.WORLD is not None
     transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
     last = RANKS - 1
-    to_all, to_last = (dist.new_group(list(range(RANKS))) for _ in range(2))  # a kind of collective has an order
+    to_all, to_last = (
+        dist.new_group(list(range(RANKS))) for _ in range(2)
+    )  # one group per kind of collective, each with its own order
     under_way: list[Any] = []
 
     def spread(op: Spread, inputs: Sequence[Any]) -> list[torch.Tensor] | None:
@@ -321,7 +321,7 @@ def run(rank: int, plan: Plan) -> Ran:
     return clock.spans, clock.lanes, stage.sums, trace
 
 
-def test_it_is_executed_as_planned_recorded_and_drawn(ranks: RankPool) -> None:
+def test_collectives_are_executed_as_planned_recorded_and_drawn(ranks: RankPool) -> None:
     plan = lowered()
     planned = simulate(plan, costs())
     rows: list[Ran] = ranks.run(RANKS, run, plan)

@@ -1,6 +1,6 @@
-"""The post-validated optimizer in a loop that is not ours: what it answers, what it shows, what a scheduler may do.
+"""Tests of PostValidatedOptimizer in a foreign loop: return values, visible state and schedulers.
 
-Its own loop is in test_post_validation.py.
+test_post_validation.py tests it in our training loop.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from tests.helpers.ranks import RankPool
 from tests.helpers.steps import SPIKE, Job, take_steps
 
 SPIKES = {6: 1, 13: 1, 20: 0}
-"""Far enough apart for steps to be taken ahead. Rank 0 repeats its step for a spike of rank 1, which waits."""
+"""Per step, the rank with a spike; far enough apart for steps to be taken ahead in between. For a spike of rank 1,
+rank 0 repeats its step and rank 1 waits."""
 
 STEPS = 26
 KINDS = {"fp32": {}, "bf16": {"bf16": True}, "distributed": {"bf16": True, "use_distributed_optimizer": True}}
@@ -29,8 +30,8 @@ def both(rank: int, pipeline: int, empty: list[int], options: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_scheduler_need_not_wait_for_the_validation(ranks: RankPool, kind: str) -> None:
-    """Repeated and late steps use the learning rate and weight decay of their time, and leave the new ones in place."""
+def test_scheduler_may_step_before_the_validation(ranks: RankPool, kind: str) -> None:
+    """Repeated and late steps use the learning rate and weight decay of their iteration, and keep the new values."""
     results = ranks.run(2, both, 2, [], KINDS[kind])
     for plain, ahead, _ in results:
         assert ahead == plain
@@ -39,14 +40,14 @@ def test_a_scheduler_need_not_wait_for_the_validation(ranks: RankPool, kind: str
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_may_have_no_parameters(ranks: RankPool, kind: str) -> None:
+def test_rank_without_parameters(ranks: RankPool, kind: str) -> None:
     results = ranks.run(3, both, 3, [1], KINDS[kind] | {"log_num_zeros_in_grad": True})
     for plain, ahead, counts in results:
         assert ahead == plain
         assert counts["ahead"] > 5, counts
 
 
-def inverse_beside_exact(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], Counter[str]]:
+def inverse_and_exact(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor], Counter[str]]:
     jobs = []
     for rollback in ("exact", "inverse"):
         jobs.append(Job(rank, True, 2, rollback))
@@ -54,16 +55,16 @@ def inverse_beside_exact(rank: int) -> tuple[list[torch.Tensor], list[torch.Tens
     return jobs[0].weights(), jobs[1].weights(), jobs[1].optimizer.counts
 
 
-def test_inverse_uses_the_learning_rate_of_the_step(ranks: RankPool) -> None:
-    """The scheduler has set another one by then."""
-    exact, inverse, counts = ranks.run(2, inverse_beside_exact)[0]
+def test_inverse_uses_the_steps_learning_rate(ranks: RankPool) -> None:
+    """By the time of the rollback the scheduler has set another learning rate."""
+    exact, inverse, counts = ranks.run(2, inverse_and_exact)[0]
     assert counts["repeated"] == 1, counts
     for expected, found in zip(exact, inverse, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def answers(rank: int, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """Every third step is ahead; what the others answer, and what all led to."""
+def step_results(rank: int, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+    """Take every third step ahead; return results and optimizer contents per step, of the plain and the wrapped run."""
     seen: tuple[list[Any], list[Any]] = ([], [])
     for ahead, found in zip((False, True), seen, strict=True):
         job = Job(rank, ahead, 2, log_num_zeros_in_grad=True, **options)
@@ -83,15 +84,15 @@ def answers(rank: int, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("options", [{}, {"fp16": True, "initial_loss_scale": 1024.0}], ids=["fp32", "fp16"])
-def test_a_step_answers_what_the_optimizer_answers(ranks: RankPool, options: dict[str, Any]) -> None:
-    """Three values, also of a step that is clipped or skipped, after steps taken ahead too."""
-    for plain, wrapped in ranks.run(2, answers, options):
+def test_step_returns_what_the_wrapped_optimizer_returns(ranks: RankPool, options: dict[str, Any]) -> None:
+    """All three return values are equal, also for clipped and skipped steps and after steps taken ahead."""
+    for plain, wrapped in ranks.run(2, step_results, options):
         assert wrapped == plain
         assert {answer[0] for answer, *_ in plain} == ({True, False} if options else {True})
 
 
 def pending(rank: int, **options: Any) -> Job:
-    """With a step ahead on rank 0 that will be repeated."""
+    """Return a job with a pending step that rank 0 will repeat."""
     job = Job(rank, True, 2, **options)
     take_steps(job, {}, 6)
     job.gradients(6, SPIKE if rank == 1 else 1.0)
@@ -100,8 +101,8 @@ def pending(rank: int, **options: Any) -> Job:
     return job
 
 
-def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
-    """The names of the optimizer that are open while a step is pending, and those that are refused."""
+def access_every_name(rank: int) -> tuple[set[str], set[str]]:
+    """Access every name of the optimizer while a step is pending; return the accessible and the rejected names."""
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.surface import SETTLES_FIRST
 
@@ -116,26 +117,26 @@ def look_at_everything(rank: int) -> tuple[set[str], set[str]]:
             opened.add(name)
         except UserError as error:
             rule, remedy = str(error).split("; ")
-            assert rule.startswith(f"optimizer.{name} may not be used while a step is pending"), rule
-            assert remedy == "call settle() of PostValidatedOptimizer on all ranks first"
+            assert rule.startswith(f"optimizer.{name} cannot be used while a step is pending"), rule
+            assert remedy == "call PostValidatedOptimizer.settle() on all ranks first"
             refused.add(name)
-        except TypeError:  # without its arguments, but it was called
+        except TypeError:  # arguments are missing, but the call was allowed
             opened.add(name)
     assert job.optimizer.is_pending
     job.optimizer.settle()
     return opened, refused
 
 
-def test_what_may_be_seen_of_a_pending_step_is_a_closed_list(ranks: RankPool) -> None:
+def test_only_listed_names_are_accessible_while_a_step_is_pending(ranks: RankPool) -> None:
     from megatron.zero_bubble.optimizer.surface import ANY_TIME
 
-    for opened, refused in ranks.run(2, look_at_everything):
+    for opened, refused in ranks.run(2, access_every_name):
         assert opened == ANY_TIME | {"param_groups"}
         assert {"state_dict", "get_parameters", "state", "chained_optimizers", "optimizer", "get_grad_norm"} <= refused
 
 
-def save_and_look(rank: int) -> None:
-    """Whatever is read of the optimizer is what the synchronous optimizer has."""
+def save_while_pending(rank: int) -> None:
+    """Everything read from the optimizer equals the synchronous optimizer's state."""
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.surface import SETTLES_FIRST
 
@@ -146,7 +147,7 @@ def save_and_look(rank: int) -> None:
     for name in names:
         job = pending(rank, bf16=True)
         job.scheduler.step(1)
-        setattr(job.plain, name, job.contents)  # stands where the optimizer would read or write what it holds
+        setattr(job.plain, name, job.contents)  # replaces a method that reads or writes the optimizer's state
         assert getattr(job.optimizer, name)() == expected, name
         assert not job.optimizer.is_pending
     job = pending(rank, bf16=True)
@@ -156,7 +157,7 @@ def save_and_look(rank: int) -> None:
             look()
         except UserError:
             continue
-        raise AssertionError("the step is pending, and may still be undone")
+        raise AssertionError("a pending step can still be undone, so its state must not be accessible")
     job.scheduler.step(1)
     assert "params" not in dict(job.optimizer.param_groups[0])
     job.optimizer.settle()
@@ -165,8 +166,8 @@ def save_and_look(rank: int) -> None:
     assert job.optimizer.param_groups[0]["params"] is job.plain.param_groups[0]["params"]
 
 
-def save_beside_a_stub(rank: int) -> bool:
-    """Whether a step is still pending after what Megatron does on every rank at a checkpoint; rank 1 has a stub."""
+def save_with_a_stub_rank(rank: int) -> bool:
+    """Do what Megatron does at a checkpoint, with a stub optimizer on rank 1; return whether a step is pending."""
     job = pending(rank)
     if rank == 1:
         job.plain.is_stub_optimizer = True
@@ -177,12 +178,12 @@ def save_beside_a_stub(rank: int) -> bool:
     return job.optimizer.is_pending
 
 
-def test_a_stub_settles_with_the_others(ranks: RankPool) -> None:
-    assert ranks.run(2, save_beside_a_stub) == [False, False]
+def test_stub_optimizer_settles_with_the_others(ranks: RankPool) -> None:
+    assert ranks.run(2, save_with_a_stub_rank) == [False, False]
 
 
-def test_no_unvalidated_step_is_saved(ranks: RankPool) -> None:
-    ranks.run(2, save_and_look)
+def test_unvalidated_steps_are_not_saved(ranks: RankPool) -> None:
+    ranks.run(2, save_while_pending)
 
 
 def decide_together(rank: int) -> Counter[str]:
@@ -191,14 +192,16 @@ def decide_together(rank: int) -> Counter[str]:
     return job.optimizer.counts
 
 
-def test_replicas_decide_alike(ranks: RankPool) -> None:
-    """One of them alone has a norm that exceeds the clip. The forwards of both exchange tokens, so both wait, and both
-    of the first stage repeat their step."""
+def test_replicas_reach_the_same_decision(ranks: RankPool) -> None:
+    """Only one replica's norm exceeds the clip threshold.
+
+    Both replicas' forwards exchange tokens, so both last stages wait and both first stages repeat their step.
+    """
     counts = ranks.run(4, decide_together)
     assert counts == [{"synchronous": 1, "ahead": 5, how: 1} for how in ("repeated", "repeated", "waited", "waited")]
 
 
-def refused_by_one(rank: int) -> str:
+def rejected_by_one(rank: int) -> str:
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.global_state import refused_together
 
@@ -211,23 +214,23 @@ def refused_by_one(rank: int) -> str:
     return "accepted"
 
 
-def test_all_ranks_are_refused_alike(ranks: RankPool) -> None:
-    """A rank without parameters, for example, has no optimizer of the wrong kind."""
-    assert ranks.run(2, refused_by_one) == ["the rule; the remedy"] * 2
+def test_error_of_one_rank_is_raised_on_all_ranks(ranks: RankPool) -> None:
+    """For example, a rank without parameters has no optimizer of an unsupported kind, but must stop as well."""
+    assert ranks.run(2, rejected_by_one) == ["the rule; the remedy"] * 2
 
 
 @pytest.mark.parametrize(
     ("options", "tags", "refusal"),
     [
         ({"overlap_param_gather_with_optimizer_step": True}, {}, "gathers weights that post-validation may undo"),
-        ({"grad_norm_skip_threshold": 5.0}, {}, "grad_norm_skip_threshold is 5.0; drop one"),
-        ({}, {"grad_norm_group": "mtp"}, "clips all gradients by one norm, and --mtp-detach-heads"),
+        ({"grad_norm_skip_threshold": 5.0}, {}, "got grad_norm_skip_threshold=5.0; drop one"),
+        ({}, {"grad_norm_group": "mtp"}, "clips all gradients by one norm, but --mtp-detach-heads"),
     ],
 )
-def test_options_that_one_norm_cannot_answer_are_refused(
+def test_options_beyond_a_single_gradient_norm_are_rejected(
     options: dict[str, Any], tags: dict[str, str], refusal: str
 ) -> None:
-    """Newer versions have the last two."""
+    """The last two options exist only in newer versions of megatron-core."""
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.optimizer.surface import check_optimizers
 

@@ -1,8 +1,8 @@
-"""Steps taken ahead: losses, norms, loss scales, weights and optimizer states of the synchronous optimizer, in every
-bit, over fifty iterations.
+"""Steps taken ahead of validation equal those of the synchronous optimizer bit for bit, over fifty iterations.
 
-Faults are put into the gradient of a layer norm's weight, of one microbatch on one rank in chosen iterations. An
-evaluation after every tenth iteration makes a step final outside the passes.
+Compared are losses, norms, loss scales, weights and optimizer states. Faults corrupt the gradient of a layer norm's
+weight in one microbatch on one rank in chosen iterations. An evaluation after every tenth iteration makes a step final
+outside the passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.search import zb_auto
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.helpers.faults import Fault, train_with_faults
-from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, lay_out_anew, run_once
+from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, rebuild_process_groups, run_once
 from tests.helpers.ranks import RankFailure, RankPool
 
 MODES = ["", "--zero-bubble-post-validation"]
@@ -30,12 +30,12 @@ LATE_BETAS = "--adam-beta2 0.999"
 NEVER_NEAR = math.inf
 SPIKE = 1e6
 LOOSE = "--clip-grad 100"
-"""A clip that no norm of these models reaches without a fault."""
+"""A clip threshold that no norm of these models reaches without a fault."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A job, what goes wrong in it, and how its ranks must have taken steps, over all of them."""
+    """A job, its faults, and the kinds of steps that must occur on its ranks."""
 
     layout: Layout
     num_microbatches: int
@@ -56,7 +56,7 @@ ROWS = {
     "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(
         Layout(2), 3, "zb-h2", f"{LOOSE} {FP16} --loss-scale-window 7", OVERFLOWS, {"ahead", "repeated", "skipped"}
     ),
-    "p=4, zb-h2, bf16, the first, a middle, the last stage": Row(
+    "p=4, zb-h2, bf16, faults in first, middle and last stages": Row(
         Layout(4),
         7,
         "zb-h2",
@@ -64,7 +64,7 @@ ROWS = {
         [Fault(9, 0, 0, SPIKE), Fault(20, 2, 3, SPIKE), Fault(30, 3, 6, SPIKE), Fault(31, 1, 6, SPIKE)],
         {"ahead", "repeated", "waited"},
     ),
-    "dp=2, distributed optimizer, parameters gathered late, zb-v, fp16": Row(
+    "dp=2, distributed optimizer, overlapped parameter gather, zb-v, fp16": Row(
         Layout(2, data=2, num_layers=4),
         3,
         "zb-v",
@@ -79,7 +79,7 @@ ROWS = {
         f"{LOOSE} --bf16 --pipeline-model-parallel-layout Ett||tL",
         [Fault(10, 2, 1, SPIKE), Fault(30, 0, 1, SPIKE)],
     ),
-    "experts, zb-h2, fp16, the scale grows": Row(
+    "experts, zb-h2, fp16, growing loss scale": Row(
         Layout(2),
         3,
         "zb-h2",
@@ -117,14 +117,14 @@ MORE = {
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --calculate-per-token-loss --log-num-zeros-in-grad", LAST_OF_TWO
     ),
     "sgd": Row(Layout(2), 3, "zb-h2", f"{LOOSE} --optimizer sgd", LAST_OF_TWO),
-    "the batch grows": Row(
+    "batch size ramp-up": Row(
         Layout(2), 5, "zb-h2", f"{LOOSE} --rampup-batch-size 4 2 100 {UNTIED}", LAST_OF_TWO
     ),
 }  # fmt: skip
 
 
 def counts_of(ranks: RankPool, row: Row, near: float | None = NEVER_NEAR, more: str = "") -> Counter[str]:
-    """Compare both modes; how the steps were taken, over all ranks."""
+    """Compare both modes; return the counts of the kinds of steps, summed over the ranks."""
     layout = row.layout
     schedule = f"--zero-bubble-schedule {row.schedule}" if row.schedule else ""
     flags = f"{layout.flags(row.num_microbatches, row.options)} {schedule} --train-iters {STEPS} --eval-interval 10"
@@ -146,14 +146,14 @@ def test_same_bits_in_more_jobs(ranks: RankPool, name: str) -> None:
     assert MORE[name].expected <= counts.keys(), counts
 
 
-def test_norms_just_above_and_just_below_the_clip(ranks: RankPool) -> None:
-    """One norm is the largest that is not clipped; with a clip that is smaller by one bit, it is."""
+def test_norms_just_above_and_below_the_clip_threshold(ranks: RankPool) -> None:
+    """The largest norm equals the threshold and is not clipped; with a threshold smaller by one bit, it is."""
     layout, faults = Layout(2), [Fault(30, 1, 1, 1e4)]
     flags = f"{layout.flags(3, LOOSE)} --zero-bubble-schedule zb-h2 --train-iters {STEPS} --eval-interval 10"
     first, _ = ranks.run(2, train_with_faults, flags, [""], faults, timeout=120)
     norms = [float.fromhex(norm) for norm in first[0].grad_norms]
     assert norms.index(max(norms)) == 29, norms
-    clip = max(norms) + 1e-6  # what Megatron divides the clip by
+    clip = max(norms) + 1e-6  # Megatron clips if threshold / (norm + 1e-6) is below 1
     allowed, clipped = (
         counts_of(ranks, Row(layout, 3, "zb-h2", f"--clip-grad {limit!r}", faults))
         for limit in (clip, math.nextafter(clip, 0))
@@ -161,7 +161,7 @@ def test_norms_just_above_and_just_below_the_clip(ranks: RankPool) -> None:
     assert (allowed["repeated"], clipped["repeated"]) == (0, 1), (allowed, clipped)
 
 
-def test_a_plan_for_twice_the_memory(ranks: RankPool, tmp_path: Path) -> None:
+def test_same_bits_with_a_plan_for_twice_the_memory(ranks: RankPool, tmp_path: Path) -> None:
     placement = Placement.linear(4)
     costs, memory = PassCosts.uniform(placement, 10, 11, 8, 0.5), PassMemory.uniform(placement)
     schedule = zb_auto(costs, memory, 4, 7, 8.0, placement="linear", objective="span")
@@ -172,20 +172,20 @@ def test_a_plan_for_twice_the_memory(ranks: RankPool, tmp_path: Path) -> None:
     assert {"ahead", "repeated"} <= counts_of(ranks, row).keys()
 
 
-def test_steps_are_not_taken_blindly(ranks: RankPool) -> None:
-    """The first step, and those after norms near the clip, are synchronous."""
+def test_steps_near_the_clip_threshold_are_synchronous(ranks: RankPool) -> None:
+    """The first step, and steps after norms near the clip threshold, are synchronous."""
     row = ROWS["zb-h2, fp32, spikes"]
     counts = counts_of(ranks, row, near=None)
     assert counts["synchronous"] == 2 * (1 + 4 + 5 + 4), counts  # four after each spike; two spikes are neighbours
 
 
-def test_without_a_clip_nothing_is_kept_or_taken_back(ranks: RankPool) -> None:
-    """Nothing could make such a step wrong, so no spike does."""
+def test_without_clipping_no_step_is_repeated(ranks: RankPool) -> None:
+    """Without clipping, a spike does not invalidate a step."""
     row = Row(Layout(2), 3, "zb-h2", f"--clip-grad 0 {UNTIED}", LAST_OF_TWO)
     assert counts_of(ranks, row) == {"ahead": 2 * STEPS}
 
 
-def test_inverse_is_right_to_rounding_and_keeps_nothing(ranks: RankPool) -> None:
+def test_inverse_rollback_is_equal_up_to_rounding(ranks: RankPool) -> None:
     row = ROWS["zb-h2, fp32, spikes"]
     flags = f"{row.layout.flags(3, row.options)} --zero-bubble-schedule zb-h2 --train-iters {STEPS}"
     modes = [MODES[1], f"{MODES[1]} --zero-bubble-rollback inverse"]
@@ -195,15 +195,15 @@ def test_inverse_is_right_to_rounding_and_keeps_nothing(ranks: RankPool) -> None
         assert found == pytest.approx(expected, rel=1e-3) and found != expected
 
 
-def train_while_steps_settle_nothing(_rank: int, flags: str) -> Counter[str]:
-    """With a step that would fail if it waited for what the pipeline has under way."""
+def train_without_settling_in_steps(_rank: int, flags: str) -> Counter[str]:
+    """Train with a step that fails if it waits for the pipeline's pending messages."""
     from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 
     step = PostValidatedOptimizer.step_ahead
 
     def watched(optimizer: PostValidatedOptimizer) -> None:
         def waits() -> None:
-            raise AssertionError("a step waits for the last rank to take the losses")
+            raise AssertionError("a step must not wait for the last rank to receive the losses")
 
         on_settle, optimizer.on_settle = optimizer.on_settle, waits
         step(optimizer)
@@ -216,9 +216,9 @@ def train_while_steps_settle_nothing(_rank: int, flags: str) -> Counter[str]:
         PostValidatedOptimizer.step_ahead = step
 
 
-def test_on_a_v_no_step_waits_for_the_losses_to_arrive(ranks: RankPool) -> None:
+def test_steps_on_a_v_do_not_wait_for_the_losses(ranks: RankPool) -> None:
     flags = f"{Layout(2, num_layers=4).flags(3, LOOSE)} --zero-bubble-schedule zb-v --train-iters 4"
-    assert ranks.run(2, train_while_steps_settle_nothing, flags, timeout=60) == [{"synchronous": 1, "ahead": 3}] * 2
+    assert ranks.run(2, train_without_settling_in_steps, flags, timeout=60) == [{"synchronous": 1, "ahead": 3}] * 2
 
 
 def passes_without_an_optimizer(_rank: int) -> None:
@@ -228,7 +228,7 @@ def passes_without_an_optimizer(_rank: int) -> None:
 
     args = parse([*BASE_FLAGS.split(), *Layout(2).flags(2).split(), "--zero-bubble-schedule", "zb-h1"])
     check(args, 2)
-    lay_out_anew(args)
+    rebuild_process_groups(args)
     apply(ZeroBubbleConfig(schedule="zb-h1", post_validation=True))
     try:
         run_once(args)
@@ -236,7 +236,7 @@ def passes_without_an_optimizer(_rank: int) -> None:
         revert()
 
 
-def test_post_validation_without_an_optimizer_is_refused(ranks: RankPool) -> None:
+def test_post_validation_without_an_optimizer_is_rejected(ranks: RankPool) -> None:
     with pytest.raises(
         RankFailure, match="post-validation needs the optimizer whose steps the passes validate, got none"
     ):

@@ -1,4 +1,4 @@
-"""Forwards that run twice leave what forwards that run once leave."""
+"""Forwards that run twice must have the same side effects as forwards that run once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.helpers.ranks import RankPool
 
 
 class Counting(torch.nn.Module):
-    """A forward that counts in a buffer and in every sum that megatron-core keeps for its log."""
+    """A module whose forward adds to a buffer and to every sum that megatron-core keeps for its log."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Counting(torch.nn.Module):
 
 
 def once_and_twice(rank: int, before: int) -> tuple[dict[Any, list[float]], dict[Any, list[float]]]:
-    """What iterations leave whose forwards all count once, and the same when the last one's first two run twice.
+    """Return the side effects of iterations without repetition, and with the last one's first two forwards repeated.
 
     Args:
         before: the number of iterations before the last.
@@ -58,14 +58,12 @@ def once_and_twice(rank: int, before: int) -> tuple[dict[Any, list[float]], dict
                 model(next(replay.iterators[0]))
         return {("model", "seen"): model.seen.tolist()} | {key: v.tolist() for key, v in sums_for_the_log().items()}
 
-    wrong = run(
-        wrong=True
-    )  # first, so that without an iteration before the sums are made by forwards that do not count
+    wrong = run(wrong=True)  # first, so that with before=0 the sums are created by forwards that are repeated
     return run(wrong=False), wrong
 
 
-def test_forwards_that_run_again_count_once(ranks: RankPool) -> None:
-    """Buffers, auxiliary losses of experts and the losses of multi-token prediction, whether or not they are new."""
+def test_repeated_forwards_count_once(ranks: RankPool) -> None:
+    """Covers buffers, auxiliary losses of experts and losses of multi-token prediction, existing or newly created."""
     for before in (0, 2):
         ((once, twice),) = ranks.run(1, once_and_twice, before)
         assert once == twice

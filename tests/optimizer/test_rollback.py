@@ -1,4 +1,4 @@
-"""Taking a step of a torch optimizer back: exactly, or by computing AdamW backwards."""
+"""Tests of undoing a step of a torch optimizer: exactly, or by inverting AdamW."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.optimizer.step_options import StepOptions
 
 
 class CountingSGD(torch.optim.SGD):
-    """Counts its steps in the group, as TransformerEngine's Adam does."""
+    """Counts its steps in the parameter group, as TransformerEngine's Adam does."""
 
     def step(self, closure: None = None) -> None:
         super().step()
@@ -37,7 +37,7 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def step(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], seed: int, scale: float = 1.0) -> None:
-    """One with random gradients; a third of the elements have none."""
+    """Take a step with random gradients, a third of which are zero."""
     generator = torch.Generator().manual_seed(seed)
     for weight in weights:
         grad = scale * torch.randn(weight.shape, generator=generator)
@@ -46,7 +46,7 @@ def step(optimizer: torch.optim.Optimizer, weights: list[torch.nn.Parameter], se
 
 
 def contents(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """Parameters, then every state by name, then the options."""
+    """Return the parameters, then every state by name, then the options."""
     group = optimizer.param_groups[0]
     found = [weight.detach().clone() for weight in group["params"]]
     for weight in group["params"]:
@@ -78,8 +78,8 @@ def test_exact_restores_every_bit(name: str, steps_before: int) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_repeated_step_has_the_options_of_its_time_and_the_next_one_those_of_the_job() -> None:
-    """Whatever the job has set, added or dropped since; the optimizer counts one step."""
+def test_repeated_step_uses_its_own_options_and_the_next_the_new_ones() -> None:
+    """Holds for options that the job has changed, added or removed since; the optimizer counts one step."""
     weights = parameters()
     optimizer = OPTIMIZERS["counting"](weights)
     (group,) = optimizer.param_groups
@@ -102,7 +102,7 @@ def test_a_repeated_step_has_the_options_of_its_time_and_the_next_one_those_of_t
     assert "dropped" not in group and group["scale"] is scale
 
 
-def test_nothing_is_kept_of_a_step_that_was_right() -> None:
+def test_forget_releases_the_snapshot() -> None:
     weights = parameters()
     rollback = SnapshotRollback([OPTIMIZERS["adamw"](weights)])
     rollback.keep()
@@ -112,8 +112,8 @@ def test_nothing_is_kept_of_a_step_that_was_right() -> None:
 
 @pytest.mark.parametrize("name", ADAM)
 @pytest.mark.parametrize("steps_before", [0, 1, 20])
-def test_inverse_restores_to_rounding(name: str, steps_before: int) -> None:
-    """Also the elements without a history: the second moment of none of them comes out negative, or other than zero."""
+def test_inverse_restores_up_to_rounding(name: str, steps_before: int) -> None:
+    """Holds for elements without history as well: second moments are never negative, and zero before the first step."""
     weights = parameters()
     optimizer = OPTIMIZERS[name](weights)
     for seed in range(steps_before):
@@ -139,7 +139,7 @@ def test_inverse_restores_to_rounding(name: str, steps_before: int) -> None:
     assert all(weight.isfinite().all() for weight in weights)
 
 
-def test_inverse_knows_a_step_that_leaves_too_few_bits() -> None:
+def test_inverse_detects_steps_that_lose_too_many_bits() -> None:
     weights = parameters()
     optimizer = OPTIMIZERS["adamw"](weights)
     rollback = InverseAdamRollback([optimizer])
@@ -151,9 +151,9 @@ def test_inverse_knows_a_step_that_leaves_too_few_bits() -> None:
     assert SnapshotRollback([optimizer]).is_safe()
 
 
-def test_inverse_is_for_adamw_only() -> None:
+def test_inverse_rejects_other_optimizers() -> None:
     weights = parameters()
-    with pytest.raises(UserError, match="inverse computes torch's AdamW backwards; this run has SGD; use .* exact"):
+    with pytest.raises(UserError, match="inverse supports only torch's AdamW .*; got SGD; use .* exact"):
         InverseAdamRollback([OPTIMIZERS["sgd"](weights)])
     with pytest.raises(UserError, match="AdamW amsgrad"):
         InverseAdamRollback([torch.optim.AdamW(weights, amsgrad=True)])

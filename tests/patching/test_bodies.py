@@ -1,4 +1,4 @@
-"""Whoever runs a megatron-core whose functions changed inside is told which; formatting is no change."""
+"""Changed function bodies in megatron-core are reported by name; changes of formatting are not."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.helpers.megatron_lm import checkouts
 from tests.helpers.ranks import RankPool
 
 TABLE = Path(__file__).resolve().parents[2] / "megatron/zero_bubble/patching/bodies.json"
-# Those whose optimizers were read as well. From 0.17 on there is more to a step than post-validation repeats: a norm
-# that stays a tensor, a threshold from which a step is skipped, norms of separate groups.
+# Versions whose optimizers were reviewed as well. From 0.17 on, steps have parts that post-validation does not
+# repeat: a norm that stays a tensor, a threshold for skipping steps, and norms of separate groups.
 POST_VALIDATED = ("0.13.", "0.14.", "0.15.", "0.16.")
 UPDATE = bool(os.environ.get("UPDATE_GOLDEN"))
 SAMPLE = '''
@@ -56,7 +56,7 @@ class Holder:
 
 
 def installed() -> Path:
-    """The folder that holds ``megatron/core``, found without importing it."""
+    """Find the folder that contains ``megatron/core`` without importing it."""
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None
     assert spec.submodule_search_locations is not None
@@ -71,11 +71,11 @@ def version_of(folder: Path) -> str:
 FOLDERS = [installed(), *(checkout.path for checkout in checkouts())]
 
 
-def spells_the_same() -> None:
+def digest_ignores_formatting() -> None:
     from megatron.zero_bubble.patching.digest import digest_of
 
     digest = digest_of(SAMPLE, "Holder.method")
-    assert digest == "6042f2cf80978e9c", "the same on every version of Python"
+    assert digest == "6042f2cf80978e9c", "the digest must be equal on every version of Python"
     assert digest_of(FORMATTED, "Holder.method") == digest
     assert digest_of(SAMPLE, "Holder.other") is digest_of(SAMPLE, "value") is None
     others = {digest_of(SAMPLE, name) for name in ("Holder.value", "method")}
@@ -86,12 +86,12 @@ def spells_the_same() -> None:
     assert len(others | {digest}) == 8
 
 
-def test_a_digest_is_of_what_runs(ranks: RankPool) -> None:
-    ranks.run(1, on_a_rank, spells_the_same)
+def test_digest_ignores_formatting_comments_and_annotations(ranks: RankPool) -> None:
+    ranks.run(1, on_a_rank, digest_ignores_formatting)
 
 
 def on_a_rank(rank: int, test: Any) -> Any:
-    """megatron-core belongs on a rank, not in the process of pytest."""
+    """Run ``test`` on a rank, because pytest's process must not import megatron-core."""
     return test()
 
 
@@ -113,7 +113,7 @@ def numbers(version: str) -> list[int]:
 
 
 def update(table: Table, version: str, found: dict[str, str | None]) -> None:
-    """This version is as found now, whatever was read for it before."""
+    """Replace the digests of ``version`` in the table by ``found``."""
     for name, digest in found.items():
         known = table.setdefault(name, {})
         for versions in known.values():
@@ -125,7 +125,7 @@ def update(table: Table, version: str, found: dict[str, str | None]) -> None:
 
 
 def written(table: Table) -> str:
-    """A line for each digest."""
+    """Format the table with one line per digest."""
     parts = []
     for name, known in table.items():
         lines = [f"    {json.dumps(digest)}: {json.dumps(versions)}" for digest, versions in known.items()]
@@ -134,8 +134,8 @@ def written(table: Table) -> str:
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=version_of)
-def test_every_body_was_read(ranks: RankPool, folder: Path) -> None:
-    """Of the megatron-core that is installed, and of the checkouts; UPDATE_GOLDEN=1 says that they were."""
+def test_digest_of_every_body_is_in_the_table(ranks: RankPool, folder: Path) -> None:
+    """Covers the installed megatron-core and the checkouts; UPDATE_GOLDEN=1 records that the bodies were reviewed."""
     version = version_of(folder)
     (found,) = ranks.run(1, on_a_rank, partial(digests_in, folder))
     table = json.loads(TABLE.read_text())
@@ -147,7 +147,7 @@ def test_every_body_was_read(ranks: RankPool, folder: Path) -> None:
 
 
 def says(environment: dict[str, str], config: dict[str, Any]) -> list[str]:
-    """What ``apply`` says under these environment variables."""
+    """Return the messages of ``apply`` with these environment variables."""
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
 
@@ -161,7 +161,7 @@ def says(environment: dict[str, str], config: dict[str, Any]) -> list[str]:
 
 
 def edited(module: Any, head: str, instead: str, folder: Path) -> str:
-    """A copy of the module's file with another line in it."""
+    """Write a copy of the module's file with ``head`` replaced by ``instead``; return its path."""
     source = Path(module.__file__).read_text()
     assert source.count(head) == 1
     path = folder / f"{len(list(folder.iterdir()))}.py"
@@ -190,13 +190,13 @@ def names_what_changed(folder: Path) -> None:
         assert says({}, {}) == []
         patch.setattr(schedules, "__file__", edited(schedules, STEP, f"{STEP}    check(config)\n", folder))
         assert says({}, {}) == [OF_SCHEDULE]
-        patch.setattr(dist, "is_initialized", lambda: False)  # as under the launcher
+        patch.setattr(dist, "is_initialized", lambda: False)  # as with the launcher
         assert says({"RANK": "0"}, {}) == [OF_SCHEDULE]
         assert says({"RANK": "1"}, {}) == []
     with pytest.MonkeyPatch.context() as patch:
         clip = "clip_coeff = max_norm / (total_norm + 1.0e-6)"
         patch.setattr(clip_grads, "__file__", edited(clip_grads, clip, "clip_coeff = max_norm / total_norm", folder))
-        assert says({}, {}) == [], "the optimizer is megatron-core's own"
+        assert says({}, {}) == [], "without post-validation the optimizer is not checked"
         (line,) = says({}, ahead)
         assert "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32 in megatron-core" in line
     with pytest.MonkeyPatch.context() as patch:
@@ -205,6 +205,6 @@ def names_what_changed(folder: Path) -> None:
         assert line.startswith("the source of megatron-core 0.16.1 cannot be read here, so")
 
 
-def test_what_changed_is_named_when_a_schedule_is_applied(ranks: RankPool, tmp_path: Path) -> None:
-    """On the first rank, once for each function; with post-validation for the optimizer's too."""
+def test_changed_bodies_are_named_when_a_schedule_is_applied(ranks: RankPool, tmp_path: Path) -> None:
+    """Rank 0 prints one line per function; with post-validation also for the optimizer's functions."""
     ranks.run(1, on_a_rank, partial(names_what_changed, tmp_path))

@@ -1,4 +1,4 @@
-"""Watching the stock schedule changes nothing in it."""
+"""Observing the stock schedule must not change its results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Watcher(IterationObserver):
 
 
 def train_observed(rank: int, flags: str) -> tuple[Outcome, list[str]]:
-    """The outcome, and what the observer saw of the first iteration."""
+    """Return the outcome and the observed ops of the first iteration."""
     from megatron.zero_bubble.patching import observe, report
 
     watcher = Watcher()
@@ -37,12 +37,12 @@ def train_observed(rank: int, flags: str) -> tuple[Outcome, list[str]]:
 @pytest.mark.parametrize(
     ("layout", "more"), [(Layout(1), ""), (Layout(2, num_layers=4), "--num-virtual-stages-per-pipeline-rank 2")]
 )
-def test_orders_that_are_not_counted_are_not_told(ranks: RankPool, layout: Layout, more: str) -> None:
+def test_unsupported_stock_schedules_are_not_observed(ranks: RankPool, layout: Layout, more: str) -> None:
     for _, seen in ranks.run(layout.num_ranks, train_observed, f"{layout.flags(4)} {more}"):
         assert seen == []
 
 
-def test_observe_leaves_stock_as_it_is(ranks: RankPool) -> None:
+def test_observe_does_not_change_stock(ranks: RankPool) -> None:
     flags = Layout(2).flags(3)
     stock, observed = ranks.run(2, train, flags, [None]), ranks.run(2, train_observed, flags)
     outcomes = [[*alone, outcome] for alone, (outcome, _) in zip(stock, observed, strict=True)]

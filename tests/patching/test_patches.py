@@ -1,4 +1,4 @@
-"""Patches come and go whole, say what they are, and refuse what they do not know."""
+"""Tests of patches: applied and reverted as a whole, reported, and rejected for unknown seams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LINEAR = f"{LAYERS}.linear_with_grad_accumulation_and_async_allreduce"
 
 
 def names() -> dict[str, dict[str, int]]:
-    """The identity of everything in the modules that are patched."""
+    """Return the identity of every name in the patched modules."""
     return {
         module: {name: id(value) for name, value in vars(sys.modules[module]).items()} for module in (SCHEDULES, LAYERS)
     }
@@ -42,7 +42,7 @@ def on_a_rank(rank: int, test: Any) -> None:
 
 
 def run(ranks: RankPool, test: Any) -> None:
-    """megatron-core belongs on a rank, not in the process of pytest."""
+    """Run ``test`` on a rank, because pytest's process must not import megatron-core."""
     ranks.run(1, on_a_rank, test)
 
 
@@ -66,11 +66,11 @@ def applies_and_reverts() -> None:
     revert()
 
 
-def test_apply_and_revert(ranks: RankPool) -> None:
+def test_revert_restores_every_patched_name(ranks: RankPool) -> None:
     run(ranks, applies_and_reverts)
 
 
-def refuses_twice() -> None:
+def rejects_second_apply() -> None:
     from megatron.zero_bubble.errors import PatchError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
@@ -89,11 +89,11 @@ def refuses_twice() -> None:
     revert()
 
 
-def test_a_second_apply(ranks: RankPool) -> None:
-    run(ranks, refuses_twice)
+def test_second_apply_is_rejected(ranks: RankPool) -> None:
+    run(ranks, rejects_second_apply)
 
 
-def refuses_unknown_version() -> None:
+def rejects_unknown_version() -> None:
     import megatron.core
 
     from megatron.zero_bubble.errors import SeamError
@@ -110,12 +110,12 @@ def refuses_unknown_version() -> None:
     assert changed(before) == set()
 
 
-def test_an_unknown_version(ranks: RankPool) -> None:
-    run(ranks, refuses_unknown_version)
+def test_unknown_version_is_rejected(ranks: RankPool) -> None:
+    run(ranks, rejects_unknown_version)
 
 
-def refuses_changed_seams() -> None:
-    """The second seam is wrong: the first must not stay replaced."""
+def rejects_changed_seams() -> None:
+    """If the second seam is unknown, the first must not stay replaced."""
     from megatron.core.tensor_parallel import layers
 
     from megatron.zero_bubble.errors import SeamError
@@ -139,11 +139,11 @@ def refuses_changed_seams() -> None:
             setattr(layers, name, original)
 
 
-def test_a_changed_seam(ranks: RankPool) -> None:
-    run(ranks, refuses_changed_seams)
+def test_changed_seam_is_rejected(ranks: RankPool) -> None:
+    run(ranks, rejects_changed_seams)
 
 
-def refuses_unknown_schedule() -> None:
+def rejects_unknown_schedule() -> None:
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report
 
@@ -152,26 +152,28 @@ def refuses_unknown_schedule() -> None:
     assert report() == []
 
 
-def test_an_unknown_schedule(ranks: RankPool) -> None:
-    run(ranks, refuses_unknown_schedule)
+def test_unknown_schedule_is_rejected(ranks: RankPool) -> None:
+    run(ranks, rejects_unknown_schedule)
 
 
-def takes_a_file_for_any_number_of_ranks(file: str) -> None:
+def accepts_file_on_one_rank(file: str) -> None:
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
     apply(ZeroBubbleConfig(schedule_file=file))
     try:
-        assert any("is_pipeline_last_stage" in line for line in report()), "a V has its last stage elsewhere"
+        assert any("is_pipeline_last_stage" in line for line in report()), (
+            "the last stage of a V is not on the last rank"
+        )
     finally:
         revert()
 
 
-def test_a_schedule_file_of_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_apply_accepts_a_schedule_file_for_four_ranks(ranks: RankPool, tmp_path: Path) -> None:
     schedule = build("zb-v", num_ranks=4, num_microbatches=4)
     file = tmp_path / "plan.json"
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
-    run(ranks, partial(takes_a_file_for_any_number_of_ranks, str(file)))
+    run(ranks, partial(accepts_file_on_one_rank, str(file)))
 
 
 def accepts_more_parameters() -> None:
@@ -189,5 +191,5 @@ def accepts_more_parameters() -> None:
         del sys.modules["upstream"]
 
 
-def test_parameters_between_and_after(ranks: RankPool) -> None:
+def test_seam_accepts_additional_parameters(ranks: RankPool) -> None:
     run(ranks, accepts_more_parameters)

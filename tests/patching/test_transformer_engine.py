@@ -1,4 +1,4 @@
-"""TransformerEngine's seams come and go with the others, and only with a TransformerEngine that has them."""
+"""TransformerEngine's seams are applied and reverted with the others, if a supported version is installed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def found() -> list[Any]:
 
 
 def on_a_rank(rank: int, test: Callable[[], None]) -> None:
-    import megatron.zero_bubble.patching  # noqa: F401  (megatron-core, before there is a TransformerEngine)
+    import megatron.zero_bubble.patching  # noqa: F401  (imports megatron-core before the fake TransformerEngine exists)
 
     test()
 
@@ -61,12 +61,12 @@ def applies_and_reverts() -> None:
         assert not engine.LayerNormLinear(2, 3).wgrad_store.delay_wgrad_compute()
 
 
-def test_apply_and_revert(ranks: RankPool) -> None:
+def test_revert_restores_transformer_engine(ranks: RankPool) -> None:
     run(ranks, applies_and_reverts)
 
 
-def touches_nothing(is_broken: bool) -> None:
-    """megatron-core does without one that cannot be imported, too."""
+def applies_without_transformer_engine(is_broken: bool) -> None:
+    """Like megatron-core, treat a TransformerEngine that fails to import as absent."""
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report, revert
 
@@ -83,12 +83,12 @@ def touches_nothing(is_broken: bool) -> None:
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
-def test_without_transformer_engine(ranks: RankPool, is_broken: bool) -> None:
-    run(ranks, partial(touches_nothing, is_broken))
+def test_apply_without_transformer_engine(ranks: RankPool, is_broken: bool) -> None:
+    run(ranks, partial(applies_without_transformer_engine, is_broken))
 
 
-def refuses_when_built(version: str) -> None:
-    """An old one may be there for something else: only its linears are refused."""
+def rejects_when_built(version: str) -> None:
+    """An old version may be installed for other purposes: only building its linears is rejected."""
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
@@ -107,8 +107,8 @@ def refuses_when_built(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["1.13.0", "2.7.0"])
-def test_an_old_version(ranks: RankPool, version: str) -> None:
-    run(ranks, partial(refuses_when_built, version))
+def test_linears_of_old_versions_are_rejected(ranks: RankPool, version: str) -> None:
+    run(ranks, partial(rejects_when_built, version))
 
 
 def accepts(version: str) -> None:
@@ -122,11 +122,11 @@ def accepts(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", ["2.8.0", "2.11.0+c188b533", "2.20.2", "3.0.0.dev0"])
-def test_a_new_version(ranks: RankPool, version: str) -> None:
+def test_new_versions_are_accepted(ranks: RankPool, version: str) -> None:
     run(ranks, partial(accepts, version))
 
 
-def refuses_changed_seams() -> None:
+def rejects_changed_seams() -> None:
     from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, report
@@ -142,5 +142,5 @@ def refuses_changed_seams() -> None:
         assert report() == [] and vars(engine.Linear)["__init__"] is before[0]
 
 
-def test_a_changed_seam(ranks: RankPool) -> None:
-    run(ranks, refuses_changed_seams)
+def test_changed_transformer_engine_seam_is_rejected(ranks: RankPool) -> None:
+    run(ranks, rejects_changed_seams)

@@ -1,4 +1,4 @@
-"""Every upstream name that is used is looked up before a job starts; one that is missing ends it there."""
+"""Every upstream name that we use is looked up when a job starts; a missing name ends the job there."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from tests.helpers.megatron_lm import ROOT, Checkout, checkouts
 from tests.helpers.ranks import RankPool
 
 PACKAGE = ROOT / "megatron" / "zero_bubble"
-# What stands on megatron-core: the training loop has a version of its own, the CPU platform checks its names itself.
+# Not checked here: the training loop and the commands, which require a newer version, and the CPU platform, which
+# checks its names itself.
 APART = {"training", "platforms", "cli"}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.relative_to(PACKAGE).parts[0] not in APART)
-# A kernel that is there where apex is, and the class behind a flag that came with it.
+# A kernel that exists only with apex, and a class that exists only in versions that have its flag.
 OPTIONAL = {
     "megatron.core.tensor_parallel.layers.fused_weight_gradient_mlp_cuda",
     "megatron.core.num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator",
 }
-# What we call upstream's objects, and attributes that these have from torch and Python, or of ours that are called so.
+# Our variable names for upstream's objects. OF_OTHERS lists attributes that these inherit from torch and Python, or
+# that belong to our own objects of the same name.
 OBJECTS = ("chunk", "layout", "part", "scaler", "config", "ddp_config", "groups", "ddp", "tracker")
 OF_OTHERS = {"__dict__", "clear", "grad_stats_parallel_group", "items", "modules", "num_in_flight", "parameters"}
 OPTIONAL_ATTRIBUTES = {"delay_wgrad_compute"}
@@ -47,7 +49,7 @@ def listed(ranks: RankPool) -> set[str]:
 
 
 def imported(tree: ast.AST) -> dict[str, str]:
-    """By the name in the module, what is imported from upstream."""
+    """Map local names to the upstream names that they are imported from."""
     return {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
         for node in ast.walk(tree)
@@ -58,7 +60,7 @@ def imported(tree: ast.AST) -> dict[str, str]:
 
 
 def is_module(name: str) -> bool:
-    """Found by its file: megatron-core belongs on a rank, not in the process of pytest."""
+    """Whether ``name`` is a module, found by its file: pytest's process must not import megatron-core."""
     for root in importlib.util.find_spec("megatron.core").submodule_search_locations or ():  # type: ignore[union-attr]
         path = Path(root).parents[1].joinpath(*name.split("."))
         if path.is_dir() or path.with_suffix(".py").is_file():
@@ -67,7 +69,7 @@ def is_module(name: str) -> bool:
 
 
 def used_names(source: str) -> Iterator[str]:
-    """Names that are imported from upstream's modules, and attributes of its modules."""
+    """Yield names imported from upstream's modules, and attributes of these modules."""
     tree = ast.parse(source)
     names = imported(tree)
     for name in names.values():
@@ -82,7 +84,7 @@ def used_names(source: str) -> Iterator[str]:
 
 
 def used_attributes(source: str) -> Iterator[str]:
-    """Of what we call upstream's objects."""
+    """Yield attributes of variables that hold upstream's objects (``OBJECTS``)."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute):
             of = ast.unparse(node.value).rpartition(".")[2]
@@ -90,21 +92,21 @@ def used_attributes(source: str) -> Iterator[str]:
                 yield node.attr
 
 
-def test_no_name_is_forgotten(listed: set[str]) -> None:
+def test_every_used_name_is_listed(listed: set[str]) -> None:
     found = {name for path in FILES for name in used_names(path.read_text())} - OPTIONAL
     assert len(found) > 30
     covered = {".".join(name.split(".")[:end]) for name in listed for end in range(1, 9)}
     assert sorted(found - covered) == [], "add these to patching/used.py"
 
 
-def test_no_attribute_is_forgotten(listed: set[str]) -> None:
+def test_every_used_attribute_is_listed(listed: set[str]) -> None:
     files = [path for path in FILES if path.parent.name in ("adapter", "optimizer", "wgrad", "measure")]
     found = {name for path in files for name in used_attributes(path.read_text())} - OF_OTHERS - OPTIONAL_ATTRIBUTES
     assert len(found) > 20
     assert sorted(found - {name.rpartition(".")[2] for name in listed}) == [], "add these to patching/used.py"
 
 
-def test_uses_are_found() -> None:
+def test_used_names_and_attributes_are_found() -> None:
     source = """
 from megatron.core import parallel_state as state
 from megatron.core.pipeline_parallel.schedules import forward_step
@@ -116,8 +118,8 @@ chunk.no_sync
     assert list(used_attributes(source)) == ["no_sync"]
 
 
-def ends_at_start(rank: int) -> int:
-    """Each name in turn is gone; of a class, only the attribute."""
+def rejects_each_missing_name(rank: int) -> int:
+    """Remove each name in turn (of a class, only the attribute); ``apply`` must reject it."""
     import importlib
 
     from megatron.zero_bubble.errors import SeamError
@@ -149,8 +151,8 @@ def ends_at_start(rank: int) -> int:
     return len(names)
 
 
-def test_a_missing_name_ends_the_job_at_its_start(ranks: RankPool) -> None:
-    (count,) = ranks.run(1, ends_at_start)
+def test_missing_name_is_rejected_at_the_start(ranks: RankPool) -> None:
+    (count,) = ranks.run(1, rejects_each_missing_name)
     assert count > 60
 
 
@@ -166,7 +168,7 @@ def changed_arguments(rank: int) -> None:
             apply("zb-h1")
 
 
-def test_other_arguments_end_the_job_at_its_start(ranks: RankPool) -> None:
+def test_changed_arguments_are_rejected_at_the_start(ranks: RankPool) -> None:
     ranks.run(1, changed_arguments)
 
 
@@ -186,7 +188,7 @@ def missing_before_the_import(rank: int) -> None:
             import megatron.zero_bubble.patching  # noqa: F401
 
 
-def test_a_name_that_an_import_needs_ends_the_job_with_a_sentence(ranks: RankPool) -> None:
+def test_missing_name_in_an_import_is_rejected_in_one_sentence(ranks: RankPool) -> None:
     ranks.run(1, missing_before_the_import)
 
 
@@ -207,7 +209,7 @@ class Holder(Base):
         self.later = 1
 
 
-def finds_what_instances_have(rank: int) -> None:
+def finds_instance_attributes(rank: int) -> None:
     from megatron.zero_bubble.errors import SeamError
     from megatron.zero_bubble.patching.seam import Used
 
@@ -222,8 +224,8 @@ def finds_what_instances_have(rank: int) -> None:
         Used("megatron.core.gone", "f").check()
 
 
-def test_attributes_of_instances(ranks: RankPool) -> None:
-    ranks.run(1, finds_what_instances_have)
+def test_attributes_of_instances_are_found(ranks: RankPool) -> None:
+    ranks.run(1, finds_instance_attributes)
 
 
 _OF_CHECKOUT = """
@@ -239,7 +241,7 @@ used.look_up((*used.POST_VALIDATION, *used.BUBBLE))
 
 @pytest.mark.skipif(not checkouts(), reason="no checkout of Megatron-LM")
 @pytest.mark.parametrize("checkout", checkouts(), ids=str)
-def test_every_version_has_every_name(checkout: Checkout) -> None:
+def test_every_checkout_has_every_used_name(checkout: Checkout) -> None:
     path = [str(checkout.path), str(ROOT), str(ROOT / "tests/helpers/other_versions")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path), "TORCHDYNAMO_DISABLE": "1"}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where sends, receives and settlements go."""
+"""Tests of lowering: the positions of sends, receives and settles."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def ops_of(plan: Plan, rank: int) -> str:
     return " ".join(map(str, plan.ops[rank]))
 
 
-def test_the_plan_of_zb_h1_on_two_ranks() -> None:
-    """Read it aloud: receives come one pass ahead of their use, a buffer settles when its gradient is back."""
+def test_ops_of_zb_h1_on_two_ranks() -> None:
+    """Receives are posted one pass before their use; a buffer settles once its gradient has arrived."""
     plan = lower(build("zb-h1", num_ranks=2, num_microbatches=2))
     assert ops_of(plan, 0) == "0F0 0F0>1 1B0<1 0F1 0F1>1 0B0 0F0=1 1B1<1 0W0 0B1 0F1=1 0W1"
     assert ops_of(plan, 1) == "0F0<0 1F0 0F1<0 1B0 1B0>0 1F1 1B1 1B1>0 1W0 1W1 1B0=0 1B1=0"
 
 
 @given(schedules())
-def test_every_pass_is_computed_once_and_every_message_sent_received_and_settled_once(schedule: Schedule) -> None:
+def test_every_pass_and_message_occurs_exactly_once(schedule: Schedule) -> None:
     plan = lower(schedule)
     ops = [op for row in plan.ops for op in row]
     assert [op.work for row in plan.ops for op in row if isinstance(op, Compute)] == list(schedule.passes())
@@ -42,7 +42,7 @@ def test_every_pass_is_computed_once_and_every_message_sent_received_and_settled
 
 
 @given(schedules(min_ranks=3))
-def test_nothing_comes_between_a_pass_and_its_send(schedule: Schedule) -> None:
+def test_send_directly_follows_its_pass(schedule: Schedule) -> None:
     for row in lower(schedule).ops:
         for before, op in pairwise(row):
             if isinstance(op, Send):
@@ -50,14 +50,14 @@ def test_nothing_comes_between_a_pass_and_its_send(schedule: Schedule) -> None:
 
 
 @given(schedules())
-def test_handcrafted_plans_also_hold_with_a_single_hardware_queue(schedule: Schedule) -> None:
-    """Breadth-first does not: its ranks send many outputs before anybody takes them."""
+def test_handcrafted_plans_are_valid_with_a_single_hardware_queue(schedule: Schedule) -> None:
+    """Breadth-first is excluded: its ranks send many outputs before they are received."""
     assume(schedule.name != "breadth-first")
     prove(lower(schedule), single_queue=True)
 
 
 @given(schedules(min_ranks=2), st.integers(1, 3))
-def test_an_evaluation_keeps_few_messages_in_flight(schedule: Schedule, limit: int) -> None:
+def test_forward_only_plan_limits_messages_in_flight(schedule: Schedule, limit: int) -> None:
     assume(schedule.num_stages == schedule.num_ranks)
     for row in lower(schedule.forward_only(), (partial(communicate, max_in_flight=limit),)).ops:
         in_flight = 0
@@ -68,7 +68,7 @@ def test_an_evaluation_keeps_few_messages_in_flight(schedule: Schedule, limit: i
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: str(p.stage_to_rank))
 @pytest.mark.parametrize("num_slices", [1, 3])
-def test_any_placement_and_sliced_sequences_are_lowered(placement: Placement, num_slices: int) -> None:
+def test_any_placement_and_slices_are_lowered(placement: Placement, num_slices: int) -> None:
     plan = lower(gpipe(placement, 4, num_slices))
     prove(plan)
     hops = sum(a != b for a, b in zip(placement.stage_to_rank, placement.stage_to_rank[1:], strict=False))
@@ -76,13 +76,13 @@ def test_any_placement_and_sliced_sequences_are_lowered(placement: Placement, nu
 
 
 @given(schedules(min_ranks=2))
-def test_the_digest_tells_plans_apart(schedule: Schedule) -> None:
+def test_digest_differs_between_plans(schedule: Schedule) -> None:
     more = build(schedule.name, num_ranks=schedule.num_ranks, num_microbatches=schedule.num_microbatches + 1)
     assert lower(schedule).digest == lower(schedule).digest != lower(more).digest
 
 
 @given(schedules())
-def test_an_evaluation_of_any_schedule_has_a_plan(schedule: Schedule) -> None:
+def test_forward_only_plan_computes_all_forwards(schedule: Schedule) -> None:
     plan = lower_forward_only(schedule)
     computed = [op.work for row in plan.ops for op in row if isinstance(op, Compute)]
     assert computed == [p for p in schedule.passes() if p.kind is Kind.F]

@@ -1,4 +1,4 @@
-"""Where an iteration stops when the optimizer step before it was wrong."""
+"""Tests of plans with post-validation: where an iteration stops if the previous optimizer step is rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def validated(schedule: Schedule) -> Plan:
 
 
 @given(schedules(min_ranks=2))
-def test_forwards_only_and_nothing_that_another_rank_has_not_begun(schedule: Schedule) -> None:
+def test_repeatable_passes_are_forwards_with_repeatable_inputs(schedule: Schedule) -> None:
     stage_to_rank, before = schedule.placement.stage_to_rank, repeatable(schedule)
     for row in before:
         for p in row:
@@ -29,7 +29,7 @@ def test_forwards_only_and_nothing_that_another_rank_has_not_begun(schedule: Sch
 
 
 @given(schedules(min_ranks=2))
-def test_what_is_begun_is_exchanged_when_the_ranks_stop(schedule: Schedule) -> None:
+def test_drain_completes_all_started_messages(schedule: Schedule) -> None:
     plan = validated(schedule)
     stopped = [(*ops[: ops.index(Validate())], *drain) for ops, drain in zip(plan.ops, plan.drain, strict=True)]
     for kinds in ((Send, Recv), (Send, Settle)):
@@ -46,7 +46,7 @@ def test_what_is_begun_is_exchanged_when_the_ranks_stop(schedule: Schedule) -> N
 
 
 @given(schedules(min_ranks=2))
-def test_everything_else_stays(schedule: Schedule) -> None:
+def test_with_validation_only_inserts_validate(schedule: Schedule) -> None:
     plan, with_stop = lower(schedule), validated(schedule)
     assert tuple(tuple(op for op in row if op != Validate()) for row in with_stop.ops) == plan.ops
     assert all(row.count(Validate()) == 1 for row in with_stop.ops)
@@ -54,7 +54,7 @@ def test_everything_else_stays(schedule: Schedule) -> None:
 
 
 @given(schedules(min_ranks=2))
-def test_a_drain_that_forgets_a_message_is_refused(schedule: Schedule) -> None:
+def test_incomplete_drain_is_rejected(schedule: Schedule) -> None:
     plan = validated(schedule)
     rank = next((rank for rank, ops in enumerate(plan.drain) if ops), None)
     assume(rank is not None)
@@ -63,7 +63,7 @@ def test_a_drain_that_forgets_a_message_is_refused(schedule: Schedule) -> None:
         prove(replace(plan, drain=drain))
 
 
-def test_the_warm_up_of_zb_h2_may_be_done_again() -> None:
+def test_repeatable_passes_of_zb_h2_are_its_warm_up() -> None:
     plan = validated(build("zb-h2", num_ranks=2, num_microbatches=4))
     computed = [[op for op in ops[: ops.index(Validate())] if isinstance(op, Compute)] for ops in plan.ops]
     assert [" ".join(map(str, row)) for row in computed] == ["0F0 0F1 0F2", "1F0"]

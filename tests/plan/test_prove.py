@@ -1,4 +1,4 @@
-"""The proof refuses every plan that could hang or compute on missing data."""
+"""The proof rejects every plan that could hang or compute with missing inputs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def edited(plan: Plan, rank: int, ops: list[Op]) -> Plan:
 
 
 @given(schedules(min_ranks=2), st.data())
-def test_a_missing_op_is_found(schedule: Schedule, data: st.DataObject) -> None:
+def test_missing_op_is_rejected(schedule: Schedule, data: st.DataObject) -> None:
     plan = lower(schedule)
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
     ops = list(plan.ops[rank])
@@ -30,7 +30,7 @@ def test_a_missing_op_is_found(schedule: Schedule, data: st.DataObject) -> None:
 
 
 @given(schedules(min_ranks=2), st.data())
-def test_a_repeated_op_is_found(schedule: Schedule, data: st.DataObject) -> None:
+def test_repeated_op_is_rejected(schedule: Schedule, data: st.DataObject) -> None:
     plan = lower(schedule)
     rank = data.draw(st.integers(0, schedule.num_ranks - 1))
     ops = list(plan.ops[rank])
@@ -41,12 +41,12 @@ def test_a_repeated_op_is_found(schedule: Schedule, data: st.DataObject) -> None
 
 
 @pytest.mark.parametrize("kind", [Send, Recv])
-def test_messages_that_overtake_each_other_are_found(kind: type[Op]) -> None:
+def test_overtaking_messages_are_rejected(kind: type[Op]) -> None:
     plan = lower(build("zb-h2", num_ranks=2, num_microbatches=4))
     rank = 0 if kind is Send else 1
     ops = list(plan.ops[rank])
     first, second = [i for i, op in enumerate(ops) if isinstance(op, kind)][:2]
-    if kind is Send:  # both computed before either is sent
+    if kind is Send:  # both passes are computed before either output is sent
         ops = [op for i, op in enumerate(ops) if i not in (first, second)]
         after = ops.index(Compute(Pass.parse("0F1"))) + 1
         ops[after:after] = [plan.ops[0][second], plan.ops[0][first]]
@@ -56,7 +56,7 @@ def test_messages_that_overtake_each_other_are_found(kind: type[Op]) -> None:
         prove(edited(plan, rank, ops))
 
 
-def test_ranks_that_wait_for_each_other_are_found_with_their_positions() -> None:
+def test_deadlock_is_rejected_with_the_ranks_positions() -> None:
     rows = ["0F0 0B0 0W0 0F1 0B1 0W1", "1F1 1B1 1W1 1F0 1B0 1W0"]
     schedule = Schedule.from_text("crossed", Placement.linear(2), 2, map(str.split, rows))
     with pytest.raises(PlanError) as error:
@@ -66,9 +66,12 @@ def test_ranks_that_wait_for_each_other_are_found_with_their_positions() -> None
     assert "> rank 1" in str(error.value) and "[1F1]" in str(error.value)
 
 
-def test_a_single_queue_refuses_what_several_queues_allow() -> None:
-    """Rank 1 expects 0F1 only after 1B0, which waits, by way of rank 2, for 3B0; with one queue rank 0 does not get
-    past the send of 0F2 before that, and 3B0 comes after it."""
+def test_single_queue_rejects_a_plan_that_several_queues_allow() -> None:
+    """With a single queue this plan deadlocks.
+
+    Rank 1 receives 0F1 only after 1B0, which waits through rank 2 for 3B0. Rank 0 runs 3B0 after the send of 0F2, which
+    a single queue cannot complete before 0F1 is received.
+    """
     rows = [
         "0F0 3F0 0F1 0F2 3B0 0B0 3F1 3B1 0B1 3F2 3B2 0B2 0W0 0W1 0W2 3W0 3W1 3W2",
         "1F0 4F0 4B0 1B0 1W0 4W0 1F1 4F1 4B1 1B1 1F2 4F2 4B2 1B2 1W1 1W2 4W1 4W2",

@@ -1,4 +1,4 @@
-"""Planning in a process of its own finds what the command finds, at the lowest priority."""
+"""Planning in a separate process finds the same plan as the command, at the lowest priority."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUEST = Request(costs_to_json(COSTS, MEMORY), 2, 6, "1p", "linear", "makespan"
     ("limit", "placement", "objective"),
     [("1p", "linear", "makespan"), ("2p", "linear", "span"), ("1p", "vee", "span"), ("3GiB", "vee", "makespan")],
 )
-def test_the_plan_is_the_commands(
+def test_worker_plan_equals_the_commands(
     limit: str,
     placement: Literal["linear", "vee"],
     objective: Metric,
@@ -53,7 +53,7 @@ def run_worker(request: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=request, capture_output=True, text=True, check=False)
 
 
-def test_a_process_of_its_own() -> None:
+def test_worker_process_returns_the_plan() -> None:
     done = run_worker(REQUEST.to_json())
     assert (done.returncode, done.stderr) == (0, "")
     assert schedule_from_json(done.stdout) == worker.plan(REQUEST).schedule
@@ -63,29 +63,32 @@ def test_a_process_of_its_own() -> None:
     ("changed", "sentence"),
     [
         ({"memory_limit": "0.1p"}, "the memory limit admits no schedule: "),
-        ({"costs": "{}"}, "it must give forward_ms, one number a rank or a list with one a stage; it is missing\n"),
+        (
+            {"costs": "{}"},
+            "it must have the key forward_ms, one number or a list with one number per stage; it is missing\n",
+        ),
         ({"placement": "circle"}, 'placement must be linear or vee; got "circle"\n'),
         ({"num_ranks": 0}, "num_ranks must be a whole number above 0; got 0\n"),
     ],
 )
-def test_what_cannot_be_planned_is_one_sentence(changed: dict[str, Any], sentence: str) -> None:
+def test_invalid_request_is_rejected_in_one_sentence(changed: dict[str, Any], sentence: str) -> None:
     with pytest.raises(UserError) as raised:
         worker.plan(Request.from_json(json.dumps(json.loads(REQUEST.to_json()) | changed)))
     assert f"{raised.value}\n".startswith(sentence)
 
 
-def test_a_sentence_of_the_process() -> None:
+def test_worker_process_prints_the_error() -> None:
     done = run_worker("[]")
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "it must be a JSON object; got '[]'\n")
 
 
-def test_the_process_has_the_lowest_priority() -> None:
+def test_worker_process_has_the_lowest_priority() -> None:
     command = [sys.executable, "-m", worker.__name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
         try:
             deadline = time.monotonic() + 60
             while os.getpriority(os.PRIO_PROCESS, process.pid) < 19:
-                assert time.monotonic() < deadline, "the process has kept its priority"
+                assert time.monotonic() < deadline, "the process did not lower its priority"
                 time.sleep(0.02)
         finally:
             process.kill()

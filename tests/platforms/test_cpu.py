@@ -1,4 +1,4 @@
-"""The CPU platform in a process of its own each time: these tests change what ``torch.cuda`` means."""
+"""Tests of the CPU platform, run in other processes because they change the meaning of ``torch.cuda``."""
 
 import importlib
 import subprocess
@@ -16,8 +16,8 @@ def owner_of(point: Any) -> Any:
     return getattr(owner, name) if name else owner
 
 
-def put_back(_rank: int) -> list[str]:
-    """What differs, by identity, before an installation and after its end."""
+def install_and_revert(_rank: int) -> list[str]:
+    """Install and revert; return the names whose identity differs afterwards."""
     from megatron.zero_bubble.platforms import cpu
 
     cpu.revert()
@@ -41,8 +41,8 @@ def put_back(_rank: int) -> list[str]:
     return changed + left + kept
 
 
-def test_revert_puts_every_name_back(ranks: RankPool) -> None:
-    assert ranks.run(1, put_back) == [[]]
+def test_revert_restores_every_name(ranks: RankPool) -> None:
+    assert ranks.run(1, install_and_revert) == [[]]
 
 
 def cuda_means_cpu(_rank: int) -> list[str]:
@@ -59,20 +59,20 @@ def cuda_means_cpu(_rank: int) -> list[str]:
     return sorted({str(tensor.device) for tensor in made})
 
 
-def test_every_way_to_say_cuda_gives_a_cpu_tensor(ranks: RankPool) -> None:
+def test_every_spelling_of_cuda_gives_a_cpu_tensor(ranks: RankPool) -> None:
     assert ranks.run(1, cuda_means_cpu) == [["cpu"]]
 
 
-def tell_types(_rank: int) -> tuple[list[str], torch.dtype, bool]:
+def type_names(_rank: int) -> tuple[list[str], torch.dtype, bool]:
     words = [torch.ones(1, dtype=dtype).type() for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     return words, torch.ones(1).type(torch.float16).dtype, torch.cuda.is_available()
 
 
-def test_types_are_named_as_megatron_core_compares_them(ranks: RankPool) -> None:
-    [(words, dtype, available)] = ranks.run(1, tell_types)
+def test_type_names_are_those_that_megatron_core_compares(ranks: RankPool) -> None:
+    [(words, dtype, available)] = ranks.run(1, type_names)
     assert words == ["torch.cuda.FloatTensor", "torch.cuda.HalfTensor", "torch.cuda.BFloat16Tensor"]
-    assert dtype is torch.float16, "a type given is still a conversion"
-    assert available is (torch.version.cuda is not None and available), "is_available keeps telling the truth"
+    assert dtype is torch.float16, "type() with an argument must still convert"
+    assert available is (torch.version.cuda is not None and available), "is_available must not be changed"
 
 
 def two_installations(_rank: int) -> str:
@@ -80,7 +80,7 @@ def two_installations(_rank: int) -> str:
 
     first = torch.cuda.current_device
     cpu.install()
-    assert torch.cuda.current_device is first, "the second call does nothing"
+    assert torch.cuda.current_device is first, "a second install must do nothing"
     with torch.overrides.TorchFunctionMode():
         try:
             cpu.revert()
@@ -89,9 +89,9 @@ def two_installations(_rank: int) -> str:
     return "reverted"
 
 
-def test_revert_refuses_to_pop_another_mode(ranks: RankPool) -> None:
+def test_revert_rejects_other_active_function_modes(ranks: RankPool) -> None:
     [message] = ranks.run(1, two_installations)
-    assert "leave the torch function modes entered since then first" in message
+    assert "after all torch function modes that were entered later; leave those modes first" in message
 
 
 def one_more_point(_rank: int) -> list[object]:
@@ -115,15 +115,15 @@ def one_more_point(_rank: int) -> list[object]:
     return seen
 
 
-def test_a_job_can_add_points_and_a_missing_name_is_told(ranks: RankPool) -> None:
+def test_job_can_add_points_and_missing_names_are_rejected(ranks: RankPool) -> None:
     [(count, message, put_back)] = ranks.run(1, one_more_point)
     assert count == 8
-    assert put_back, "an installation that fails changes nothing"
+    assert put_back, "a failed installation must change nothing"
     assert "needs torch.cuda.no_such_name (nobody)" in message
 
 
 def send_and_empty(rank: int, stand_in: bool) -> float:
-    """Send as stock Megatron's interleaved schedule does: the tensor is emptied while gloo may still read it."""
+    """Send as stock Megatron's interleaved schedule does, which empties the tensor while gloo may still read it."""
     from megatron.core.pipeline_parallel import p2p_communication
 
     size = 1 << 22
@@ -149,7 +149,7 @@ def send_and_empty(rank: int, stand_in: bool) -> float:
     return 7.0 if received is None else float(received.min())
 
 
-def test_a_sent_tensor_may_be_emptied_at_once(ranks: RankPool) -> None:
+def test_sent_tensor_can_be_emptied_at_once(ranks: RankPool) -> None:
     assert ranks.run(2, send_and_empty, True) == [7.0, 7.0]
 
 
@@ -172,12 +172,12 @@ def sequence_parallel_norm(_rank: int) -> list[bool]:
     return marks
 
 
-def test_norms_are_marked_for_the_reduction_of_sequence_parallelism(ranks: RankPool) -> None:
+def test_norms_are_marked_for_sequence_parallel_reduction(ranks: RankPool) -> None:
     assert ranks.run(1, sequence_parallel_norm) == [[False, True]]
 
 
-def test_megatron_core_compiles_nothing_when_imported_after() -> None:
-    """In a new process: what the pool's ranks were forked from has imported megatron-core before the platform."""
+def test_megatron_core_compiles_nothing_if_imported_after_install() -> None:
+    """Runs in a new process, because the pool's ranks have imported megatron-core before the platform."""
     program = (
         "import sys; from megatron.zero_bubble.platforms import cpu; cpu.install(); "
         "from megatron.core.fusions.fused_bias_dropout import bias_dropout_add_fused_train as fused; "

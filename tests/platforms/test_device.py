@@ -1,4 +1,4 @@
-"""The device of a rank's stages, with and without parameters."""
+"""Tests of the device of a rank's stages, with and without parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from megatron.zero_bubble.platforms.device import device_of
 EMPTY = torch.nn.Identity()
 
 
-def test_a_stage_without_parameters_is_where_another_stage_of_the_rank_is() -> None:
+def test_stage_without_parameters_uses_the_device_of_another_stage() -> None:
     assert device_of([EMPTY, torch.nn.Linear(1, 1, device="meta")]) == torch.device("meta")
 
 
 @pytest.mark.parametrize(("has_gpu", "device"), [(False, "cpu"), (True, "cuda:3")])
-def test_a_rank_without_parameters_is_on_the_current_device(
+def test_rank_without_parameters_uses_the_current_device(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, device: str
 ) -> None:
     monkeypatch.setattr(CudaPlatform, "available", lambda self: has_gpu)

@@ -11,7 +11,7 @@ from megatron.zero_bubble.platforms.cpu.import_hook import PostImportHook
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A package with two modules, of which ``user`` copies a name of ``source`` at import."""
+    """A package with two modules; ``user`` imports a name from ``source``."""
     folder = tmp_path / "hooked_package"
     folder.mkdir()
     (folder / "__init__.py").write_text("")
@@ -28,12 +28,12 @@ def double(module: ModuleType) -> None:
     module.value *= 2  # type: ignore[attr-defined]
 
 
-def test_changes_a_module_before_its_importer_sees_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_runs_before_the_importer_sees_the_module(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "meta_path", [PostImportHook({f"{package}.source"}, double), *sys.meta_path])
     assert importlib.import_module(f"{package}.user").value == 2
 
 
-def test_leaves_other_modules_and_loaders_alone(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hook_leaves_other_modules_and_loaders_unchanged(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     hook = PostImportHook({f"{package}.source"}, lambda module: seen.append(module.__name__))
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
@@ -44,8 +44,8 @@ def test_leaves_other_modules_and_loaders_alone(package: str, monkeypatch: pytes
     assert type(user.__spec__.loader) is type(source.__spec__.loader)  # type: ignore[union-attr]
 
 
-def test_a_hook_that_was_removed_does_nothing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The module was found while the hook was in place and executes after it is gone."""
+def test_removed_hook_does_nothing(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is found while the hook is installed and executed after its removal."""
     hook = PostImportHook({f"{package}.source"}, double)
     monkeypatch.setattr(sys, "meta_path", [hook, *sys.meta_path])
     spec = importlib.util.find_spec(f"{package}.source")

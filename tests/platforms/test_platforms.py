@@ -14,19 +14,19 @@ from megatron.zero_bubble.platforms.cuda import CudaPlatform
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_an_unknown_device_is_refused_with_the_known_ones() -> None:
+def test_unknown_device_is_rejected_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match="one of cpu, cuda, auto, got 'tpu'"):
         select("tpu")
 
 
-def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_without_a_gpu_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaPlatform, "available", lambda self: False)
     with pytest.raises(ValueError, match="needs a GPU.*use cpu or auto"):
         select("cuda")
 
 
 @pytest.mark.parametrize(("has_gpu", "name", "backend"), [(True, "cuda", "nccl"), (False, "cpu", "gloo")])
-def test_auto_takes_a_gpu_where_there_is_one(
+def test_auto_selects_a_gpu_if_available(
     monkeypatch: pytest.MonkeyPatch, has_gpu: bool, name: str, backend: str
 ) -> None:
     monkeypatch.setattr(CudaPlatform, "available", lambda self: has_gpu)
@@ -34,7 +34,7 @@ def test_auto_takes_a_gpu_where_there_is_one(
     assert (platform.name, platform.backend) == (name, backend)
 
 
-def test_marks_of_the_cpu_measure_milliseconds() -> None:
+def test_cpu_marks_measure_milliseconds() -> None:
     platform = select("cpu")
     before = time.perf_counter()
     start = platform.mark()
@@ -43,16 +43,16 @@ def test_marks_of_the_cpu_measure_milliseconds() -> None:
     assert 20.0 <= measured_ms <= (time.perf_counter() - before) * 1e3
 
 
-def test_peak_memory_of_the_cpu_counts_what_was_touched() -> None:
+def test_cpu_peak_memory_counts_touched_memory() -> None:
     platform = select("cpu")
     before = platform.peak_memory_bytes()
-    held = torch.ones(before // 4)  # as many bytes again as the process has ever held
+    held = torch.ones(before // 4)  # as many bytes as the process's peak so far
     assert platform.peak_memory_bytes() - before > before // 2
     del held
 
 
 @pytest.mark.gpu
-def test_marks_of_a_gpu_measure_its_own_time() -> None:
+def test_gpu_marks_measure_device_time() -> None:
     platform = select("cuda")
     device = platform.setup(0)
     tensor = torch.ones(4096, 4096, device=device)
@@ -64,14 +64,14 @@ def test_marks_of_a_gpu_measure_its_own_time() -> None:
     assert platform.peak_memory_bytes() >= tensor.nbytes
 
 
-@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
-def test_freed_memory_is_kept_on_the_cpu() -> None:
-    """Else every pass would ask the system for the pages of its tensors again."""
+@pytest.mark.skipif(libc_ver()[0] != "glibc", reason="the setting exists only in glibc")
+def test_cpu_platform_keeps_freed_memory() -> None:
+    """Otherwise every pass would request the pages of its tensors from the system again."""
     program = (
         "import resource, torch\n"
         "from megatron.zero_bubble.platforms import select\n"
         "select('cpu').setup(0)\n"
-        # The heap grows by one tensor more in the second round or the third, and then stays.
+        # The heap grows by one more tensor in the second or third round, and then stays constant.
         "for number in range(9):\n"
         "    if number == 4: before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
         "    kept = [torch.ones(4 << 20) for _ in range(8)]\n"
@@ -79,15 +79,15 @@ def test_freed_memory_is_kept_on_the_cpu() -> None:
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert int(done.stdout) < 4096, "a tensor of 16 MiB has as many pages, and 40 were made"
+    assert int(done.stdout) < 4096, "one tensor of 16 MiB has 4096 pages, and 40 tensors were created"
 
 
 @pytest.mark.gpu
-def test_work_beside_the_passes_of_a_gpu_is_ordered() -> None:
-    """It begins behind what was queued before it, and what follows a join is behind it."""
+def test_gpu_side_stream_is_ordered_with_the_passes() -> None:
+    """Side-stream work starts after previously queued work, and work after a join starts after it."""
     platform = select("cuda")
     platform.setup(0)
-    beside = platform.side_stream()
+    side_stream = platform.side_stream()
     before, copy = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 20, device="cuda")
 
     def take_a_while() -> None:
@@ -101,8 +101,8 @@ def test_work_beside_the_passes_of_a_gpu_is_ordered() -> None:
 
     take_a_while()
     before.fill_(1)
-    beside.run(partial(late, before), [before])
+    side_stream.run(partial(late, before), [before])
     del before
-    reused = torch.full((1 << 20,), 7.0, device="cuda")  # not in the memory that is still being read
-    beside.join()
+    reused = torch.full((1 << 20,), 7.0, device="cuda")  # must not reuse the memory that the side stream still reads
+    side_stream.join()
     assert (copy + 1 == 2).all() and (reused == 7).all()

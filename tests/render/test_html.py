@@ -1,4 +1,4 @@
-"""The page: whole without a network, and in a real browser it draws, zooms and explains."""
+"""Tests of the HTML page: self-contained, and drawing, zooming and explaining in a real browser."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ COSTS = PassCosts.uniform(SCHEDULE.placement, 20, 20, 20, 1)
 
 
 def compared(memory: PassMemory | None = None) -> Comparison:
-    """1F0 (stage 1 on rank 1) starts late because 0F0 is slow by 7 ms; the host dawdles 3 ms before 3B0."""
+    """1F0 (stage 1 on rank 1) starts late because 0F0 is 7 ms slower; the host delays 3B0 by 3 ms."""
     delays = {"slow": {Pass.parse("0F0"): 7.0}, "host": {Pass.parse("3B0"): 3.0}}
     return Recording(COSTS, {50: run(SCHEDULE, COSTS, **delays)}, memory).compared(50)
 
@@ -39,7 +39,7 @@ def data_of(text: str) -> dict[str, Any]:
     return data
 
 
-def test_nothing_is_fetched() -> None:
+def test_page_loads_no_external_resources() -> None:
     found: list[str] = []
 
     class Links(HTMLParser):
@@ -53,7 +53,7 @@ def test_nothing_is_fetched() -> None:
     assert "@import" not in text and "url(" not in text
 
 
-def test_the_data_is_all_there() -> None:
+def test_page_contains_all_data() -> None:
     data = data_of(page())
     assert data["makespans"]["measured"] - data["makespans"]["planned"] == pytest.approx(
         compared().difference.makespan_ms
@@ -67,7 +67,7 @@ def test_the_data_is_all_there() -> None:
     assert data["kept"]["most"] <= 4 * 2**30
 
 
-def test_a_name_cannot_become_a_tag() -> None:
+def test_schedule_name_is_escaped() -> None:
     comparison = compared()
     schedule = comparison.measured.timeline.schedule
     object.__setattr__(schedule, "name", "</script><b>")
@@ -76,11 +76,11 @@ def test_a_name_cannot_become_a_tag() -> None:
     assert text.count("</script>") == 2
 
 
-def test_memory_is_left_out_where_nobody_counted() -> None:
+def test_memory_is_omitted_if_not_measured() -> None:
     assert "kept" not in data_of(page(compared()))
 
 
-def test_the_tables_say_where_the_difference_comes_from() -> None:
+def test_tables_explain_the_difference() -> None:
     words = re.sub(r"<[^>]+>", " ", page().split("<h2>", 1)[1].split("<script", 1)[0])
     words = " ".join(words.split())
     assert "slow passes +7.00" in words
@@ -89,7 +89,7 @@ def test_the_tables_say_where_the_difference_comes_from() -> None:
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
+def test_page_works_in_a_browser(tmp_path: Path, dark: bool) -> None:
     file = tmp_path / "timeline.html"
     file.write_text(page(), encoding="utf-8")
     with browser(dark=dark) as driver:
@@ -100,10 +100,12 @@ def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
         canvas, tip = driver.find_element(By.ID, "timeline"), driver.find_element(By.ID, "tip")
         assert not tip.is_displayed()
         pixels = "return [...new Uint32Array(context.getImageData(0, 0, canvas.width, canvas.height).data.buffer)]"
-        assert len(set(driver.execute_script(pixels))) > 10, "passes of three kinds, two chunks, gaps and axes"
+        assert len(set(driver.execute_script(pixels))) > 10, (
+            "passes of three kinds and two chunks, gaps and axes must have different colours"
+        )
 
         def point_at(name: str) -> str:
-            """The text beside a measured pass that the pointer is on."""
+            """Point at a measured pass; return the text of its tooltip."""
             where = driver.execute_script(
                 "const place = places.get(arguments[0]), pass = place.measured, box = canvas.getBoundingClientRect();"
                 "return [x((pass[START] + pass[END]) / 2) - box.width / 2,"
@@ -116,8 +118,8 @@ def test_in_a_browser(tmp_path: Path, dark: bool) -> None:
 
         late = point_at("1F0")
         assert late.startswith("1F0\nforward of microbatch 0, stage 1, rank 1\n")
-        assert "measured: 18.00 to 28.00 ms, 10.00 long" in late
-        assert "waited 18.00 ms for 0F0 of rank 0, 7.00 ms longer than planned" in late
+        assert "measured: 18.00 to 28.00 ms, takes 10.00 ms" in late
+        assert "waited 18.00 ms for 0F0 from rank 0, 7.00 ms longer than planned" in late
         assert "pass: 7.00 ms longer than planned" in point_at("0F0")
         assert "host gap before it: 3.00 ms" in point_at("3B0")
         whole = driver.execute_script("return view")

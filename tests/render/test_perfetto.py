@@ -1,4 +1,4 @@
-"""What Perfetto is given: a trace without fault, with everything that was recorded, where it belongs."""
+"""Tests of traces for Perfetto: valid, complete, and with each event on its track."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def events(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 @given(schedules(min_ranks=2))
-def test_every_trace_is_without_fault(schedule: Schedule) -> None:
+def test_every_trace_is_valid(schedule: Schedule) -> None:
     assert problems(render_perfetto(compared(schedule))) == []
 
 
-def test_everything_is_where_it_belongs() -> None:
+def test_every_slice_is_on_its_track() -> None:
     comparison = compared()
     slices = [event for event in events(comparison) if event["ph"] == "X"]
-    # Processes 100, 300, ... are the plans of the ranks, 200, 400, ... what they did.
+    # Processes 100, 300, ... are the ranks' plans, and 200, 400, ... their measured timelines.
     assert Counter((event["pid"], event["tid"] - event["pid"]) for event in slices) == {
         (100, PASSES): 6, (200, PASSES): 6, (300, PASSES): 6, (400, PASSES): 6,
         (200, SENDS): 2, (400, SENDS): 2, (200, RECEIVES): 4, (400, RECEIVES): 4, (200, WAITS): 2,
@@ -56,7 +56,7 @@ def test_everything_is_where_it_belongs() -> None:
     }  # fmt: skip
 
 
-def test_what_comes_before_the_first_pass_moves_the_start() -> None:
+def test_events_before_the_first_pass_shift_the_start() -> None:
     full = compared()
     head, row = full.measured.ranks
     early = replace(row, receives=(row.receives[0]._replace(posted_ms=-2.0, awaited_ms=-1.5), *row.receives[1:]))
@@ -65,12 +65,12 @@ def test_what_comes_before_the_first_pass_moves_the_start() -> None:
     starts = {
         event["ts"] for event in json.loads(text)["traceEvents"] if event.get("name") == "0F0" and event["ph"] == "X"
     }
-    assert starts == {2000.0}, "planned and measured still start together"
+    assert starts == {2000.0}, "planned and measured must still start together"
 
 
 @pytest.mark.parametrize("half", [0.5, 1.5, 2.5])
-def test_times_between_two_nanoseconds(half: float) -> None:
-    """The slice that an arrow ends on stays within its receive, however both are rounded."""
+def test_arrows_end_in_slices_despite_rounding(half: float) -> None:
+    """An arrow's target slice stays within its receive for any rounding of their times."""
     full = compared()
     head, row = full.measured.ranks
     receives = tuple(got._replace(arrived_ms=got.arrived_ms + half * 1e-6) for got in row.receives)
@@ -80,18 +80,18 @@ def test_times_between_two_nanoseconds(half: float) -> None:
     assert problems(text) == []
 
 
-def test_an_arrow_for_every_message() -> None:
+def test_every_message_has_an_arrow() -> None:
     arrows = Counter((event["ph"], event["pid"]) for event in events(compared()) if event["ph"] in "sf")
     assert arrows == {("s", 200): 2, ("f", 400): 2, ("s", 400): 2, ("f", 200): 2}
 
 
-def test_memory_is_a_counter_of_every_process() -> None:
+def test_every_process_has_a_memory_counter() -> None:
     counters = [event for event in events(compared()) if event["ph"] == "C"]
     assert Counter(event["pid"] for event in counters) == {100: 6, 200: 6, 300: 6, 400: 6}
     assert [event["args"]["bytes"] for event in counters if event["pid"] == 400][:2] == [64_000_000, 16_000_000]
 
 
-def test_without_messages_and_memory_the_passes_remain() -> None:
+def test_trace_without_messages_and_memory_has_only_passes() -> None:
     full = compared()
     rows = tuple(RankTrace(row.spans) for row in full.measured.ranks)
     bare = Comparison(7, full.planned, Trace(full.measured.timeline, rows), full.costs)
@@ -101,7 +101,7 @@ def test_without_messages_and_memory_the_passes_remain() -> None:
 
 
 def edited(index: int, **changes: Any) -> str:
-    """A good trace with one event changed; None takes a key away."""
+    """Return a valid trace with one event changed; None removes a key."""
     content = json.loads(render_perfetto(compared()))
     event = content["traceEvents"][index] | changes
     content["traceEvents"][index] = {key: value for key, value in event.items() if value is not None}
@@ -122,17 +122,17 @@ def index_of(**wanted: Any) -> int:
         ({"ph": "X", "name": "0F1", "pid": 200}, {"ts": 1e6, "dur": 1.0}, "goes back in time"),
         ({"ph": "s"}, {"id": 77}, "has 1 starts and 0 ends"),
         ({"ph": "s"}, {"ts": 1e6}, "is in no slice"),
-        ({"ph": "f"}, {"ts": 19500.0}, "it would be turned round"),
+        ({"ph": "f"}, {"ts": 19500.0}, "Perfetto would reverse it"),
         ({"ph": "i"}, {"tid": 404}, "is on a thread with instants"),
         ({"ph": "f"}, {"bp": None}, "f lacks ['bp']"),
         ({"ph": "C"}, {"args": {"bytes": "many"}}, "must count in numbers"),
         ({"ph": "M", "name": "process_name"}, {"pid": 9}, "process 100 has no name"),
         ({"ph": "M", "name": "thread_name"}, {"args": {}}, "thread_name must have args name"),
-        ({"ph": "X", "pid": 400}, {"tid": 201}, "thread 201 is of several processes"),
+        ({"ph": "X", "pid": 400}, {"tid": 201}, "thread 201 belongs to several processes"),
         ({"ph": "i"}, {"colour": 1}, "i has ['colour']"),
         ({"ph": "i"}, {"ph": "I"}, "a known ph"),
     ],
 )
-def test_faults_are_found(event: dict[str, Any], changes: dict[str, Any], words: str) -> None:
+def test_invalid_traces_are_detected(event: dict[str, Any], changes: dict[str, Any], words: str) -> None:
     found = problems(edited(index_of(**event), **changes))
     assert any(words in problem for problem in found), found

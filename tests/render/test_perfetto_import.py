@@ -1,4 +1,4 @@
-"""What Perfetto makes of a trace, asked in its own SQL: everything is there as written, and nothing is wrong."""
+"""Import traces into Perfetto and query them with its SQL: all events must arrive unchanged, without errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.formats.test_trace import recording
 from tests.helpers.delayed import run
 from tests.helpers.perfetto import Perfetto, perfetto
 
-# Importers number tracks, flows and slices in orders of their own: rows are compared as they come, counted.
+# The importer's numbering of tracks, flows and slices is arbitrary, so rows are compared as multisets.
 _SLICES = """
     select process.pid, thread.tid, thread.name, slice.name, slice.ts - (select min(ts) from slice), slice.dur
     from slice join thread_track on slice.track_id = thread_track.id join thread using (utid) join process using (upid)
@@ -55,7 +55,7 @@ def nanoseconds(us: float) -> int:
 
 
 def trace_of(name: str) -> str:
-    """An iteration of a schedule, its memory too; "everything" is one with an event of every kind."""
+    """Return the trace of a schedule's iteration with memory; "everything" has an event of every kind."""
     if name == "everything":
         return render_perfetto(recording().compared(7))
     schedule = build(name, num_ranks=4, num_microbatches=8)
@@ -65,10 +65,10 @@ def trace_of(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["everything", "interleaved-1f1b", "zb-v"])
-def test_everything_arrives(page: Perfetto, name: str) -> None:
+def test_every_event_is_imported(page: Perfetto, name: str) -> None:
     text = trace_of(name)
     page.open(text)
-    assert page.complaints() == []
+    assert page.import_errors() == []
     events = written(text)
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     lasting = [*of_kind(events, "X"), *(event | {"dur": 0} for event in of_kind(events, "i"))]
@@ -86,13 +86,13 @@ def test_everything_arrives(page: Perfetto, name: str) -> None:
 
 
 def arrow(name: str, pid: int) -> tuple[str, str, int, str, str, int]:
-    """What the one that starts in the send ``name`` of process ``pid`` leads from and to."""
+    """Return both ends of the arrow that starts in the send ``name`` of process ``pid``."""
     producer, _, target = name.partition(" to rank ")
     return name, "sends", pid + SENDS, f"{producer} arrives", "receives", _pid(int(target)) + RECEIVES
 
 
-def test_what_is_wrong_is_counted(page: Perfetto) -> None:
-    """The check of the check: passes that overlap, and arrows that end nowhere."""
+def test_import_errors_are_counted(page: Perfetto) -> None:
+    """Test the test's own check with overlapping passes and arrows without an end."""
     content = json.loads(trace_of("everything"))
     for event in content["traceEvents"]:
         if event["ph"] == "X":
@@ -100,5 +100,5 @@ def test_what_is_wrong_is_counted(page: Perfetto) -> None:
         elif event["ph"] == "f":
             event["tid"] = 999
     page.open(json.dumps(content))
-    counted = {name for name, _ in page.complaints()}
+    counted = {name for name, _ in page.import_errors()}
     assert counted == {"flow_no_enclosing_slice", "slice_drop_overlapping_complete_event"}

@@ -1,4 +1,4 @@
-"""The drawing is well-formed, to scale, complete, and of a sane size."""
+"""Tests of the SVG drawing: well-formed, to scale, complete, and of limited size."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def parse(svg: str) -> ElementTree.Element:
 
 
 def boxes(root: ElementTree.Element, kind: Kind) -> list[tuple[float, float]]:
-    """(x, width) of every pass of a kind."""
+    """Return (x, width) of every pass of a kind."""
     paths = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == kind.value]
     return [(float(x), float(w)) for path in paths for x, w in re.findall(r"M([\d.]+) [\d.]+h([\d.]+)v", path)]
 
 
-def test_every_pass_is_drawn_with_its_number_and_the_title_says_the_bubble() -> None:
+def test_every_pass_is_drawn_and_the_title_shows_the_bubble() -> None:
     drawn = timeline("zb-h1", 4, 8)
     root = parse(render_svg(drawn))
     assert [len(boxes(root, kind)) for kind in (Kind.F, Kind.B, Kind.W, Kind.BW)] == [32, 32, 32, 0]
@@ -41,7 +41,7 @@ def test_every_pass_is_drawn_with_its_number_and_the_title_says_the_bubble() -> 
     assert "BW fused backward" not in texts
 
 
-def test_timelines_above_each_other_share_one_scale() -> None:
+def test_several_timelines_share_one_scale() -> None:
     planned, measured = timeline("zb-h1", 2, 4), timeline("zb-h1", 2, 4, factor=2.0)
     root = parse(render_svg(planned, measured, titles=("planned", "measured & real")))
     widths = [width for _, width in boxes(root, Kind.F)]
@@ -52,7 +52,7 @@ def test_timelines_above_each_other_share_one_scale() -> None:
     assert titles[1].startswith("measured & real: zb-h1")
 
 
-def test_the_axis_ends_within_the_drawing_and_is_in_ms() -> None:
+def test_axis_is_within_the_drawing_and_in_ms() -> None:
     root = parse(render_svg(timeline("1f1b", 2, 3), width=800))
     ticks = [element for element in root.iter(f"{SVG}text") if element.get("class") == "tick"]
     assert ticks[0].text == "0 ms"
@@ -68,38 +68,38 @@ def test_later_chunks_are_paler() -> None:
     assert opacities == ["1", "0.75", "1", "0.75"]
 
 
-def test_numbers_are_left_out_where_they_do_not_fit_and_a_large_plan_stays_small() -> None:
+def test_large_plan_omits_numbers_and_stays_small() -> None:
     svg = render_svg(timeline("zb-h2", 32, 256))
     assert len(svg) < 1_000_000
     assert 'class="mb"' not in svg
     assert len(boxes(parse(svg), Kind.W)) == 32 * 256
 
 
-def test_an_empty_timeline_is_a_drawing_too() -> None:
+def test_empty_timeline_can_be_drawn() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     parse(render_svg(Timeline(schedule, ((), ()))))
 
 
-def test_titles_must_match() -> None:
+def test_number_of_titles_must_match() -> None:
     with pytest.raises(ValueError, match="got 1 timelines and 2 titles"):
         render_svg(timeline("1f1b", 1, 1), titles=("a", "b"))
     with pytest.raises(ValueError, match="got 0 timelines"):
         render_svg()
 
 
-def test_memory_is_drawn_below() -> None:
-    """A step a pass; what the last rank keeps at most is two microbatches of the three that rank 0 does."""
+def test_memory_curves_are_drawn_below() -> None:
+    """The curve has one step per pass; the ranks' peaks are drawn to one scale."""
     drawn = timeline("zb-h1", 2, 3)
     memory = PassMemory.uniform(drawn.schedule.placement, 2.0**30, 2.0**29)
     root = parse(render_svg(drawn, drawn, titles=("planned", "measured"), memory=memory, width=900))
     titles = [element.text for element in root.iter(f"{SVG}text") if element.get("class") == "title"]
-    assert titles[2] == "kept by microbatches, each rank up to 2 GiB"
+    assert titles[2] == "memory of microbatches, each rank up to 2 GiB"
     curves = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "kept"]
     assert [curve.count("V") for curve in curves] == [9 + 1, 9 + 1]
     lines = [path.get("d", "") for path in root.iter(f"{SVG}path") if path.get("class") == "due"]
     assert [f"{line}V" for line in lines] == [curve[: len(line) + 1] for curve, line in zip(curves, lines, strict=True)]
     heights = [[float(y) for y in re.findall(r"V([\d.]+)", line)] for line in lines]
     ends = [float(line.split()[1].partition("H")[0]) for line in lines]
-    assert [row[-1] for row in heights] == ends, "nothing is kept at the end"
+    assert [row[-1] for row in heights] == ends, "the curves must end at zero"
     assert [end - min(row) for end, row in zip(ends, heights, strict=True)] == [28, 28 * 1.5 / 2]
     assert max(max(row) for row in heights) <= float(root.get("height", "0"))

@@ -1,4 +1,4 @@
-"""The picture: scale, labels, what does not fit."""
+"""Tests of the text picture: scale, labels and passes that do not fit."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def test_two_digit_microbatches_widen_every_pass() -> None:
     assert picture.endswith("F10 BW10--- |\n")
 
 
-def test_a_long_pass_does_not_stretch_the_picture() -> None:
-    """W at a hundredth of F and B keeps its letter's place only if there is one."""
+def test_very_short_pass_does_not_stretch_the_picture() -> None:
+    """W takes a hundredth of F and B, too short for a letter, so it is omitted."""
     picture = render_text(unit(build("zb-h1", num_ranks=1, num_microbatches=2), wgrad_ms=0.01))
     assert picture == "rank 0 |F0--------- B0--------- F1--------- B1--------- |\n"
 
 
-def test_several_stages_a_rank_print_the_stage() -> None:
+def test_stages_are_printed_with_several_stages_per_rank() -> None:
     rows = ["0F0 3F0 3BW0 0BW0".split(), "1F0 2F0 2BW0 1BW0".split()]
     timeline = simulate(
         Schedule.from_text("v", Placement.vee(2), 1, rows), PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
@@ -39,7 +39,7 @@ def test_several_stages_a_rank_print_the_stage() -> None:
     )
 
 
-def test_the_middle_of_a_wide_picture_is_cut_out() -> None:
+def test_wide_picture_omits_its_middle() -> None:
     timeline = unit(build("zb-h2", num_ranks=12, num_microbatches=200))
     lines = render_text(timeline, max_width=100).splitlines()
     assert {len(line) for line in lines} == {100}
@@ -48,7 +48,7 @@ def test_the_middle_of_a_wide_picture_is_cut_out() -> None:
     assert lines[11].endswith("W199 |")
 
 
-def test_a_measured_timeline_starts_at_its_own_first_pass() -> None:
+def test_measured_timeline_starts_at_its_first_pass() -> None:
     schedule = build("1f1b", num_ranks=1, num_microbatches=1)
     spans = (Span(Pass.parse("0F0"), 100.0, 101.0), Span(Pass.parse("0BW0"), 102.0, 104.0))
     timeline = Timeline(schedule, (spans,))
@@ -56,13 +56,13 @@ def test_a_measured_timeline_starts_at_its_own_first_pass() -> None:
     assert headline(timeline) == ("1f1b: 1 ranks, 1 microbatches, 4.0 ms, bubble 25.0% of makespan, 25.0% of span")
 
 
-def test_nothing_to_draw() -> None:
+def test_empty_timeline() -> None:
     schedule = build("1f1b", num_ranks=2, num_microbatches=1)
     assert render_text(Timeline(schedule, ((), ()))) == "rank 0 ||\nrank 1 ||\n"
 
 
 @given(st.data())
-def test_rows_are_equally_long_and_every_wide_enough_pass_is_there(data: st.DataObject) -> None:
+def test_rows_have_equal_length_and_show_every_wide_enough_pass(data: st.DataObject) -> None:
     schedule = data.draw(schedules())
     lines = render_text(simulate(schedule, data.draw(costs_for(schedule)))).splitlines()
     assert len({len(line) for line in lines}) == 1

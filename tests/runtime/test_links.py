@@ -1,4 +1,4 @@
-"""Who is lost, as rank 0 and the others learn it over their connections."""
+"""Tests of how ranks learn over their connections which rank is lost."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 from megatron.zero_bubble.runtime.links import Links, Loss
 
 
-class Shelf(dict[str, str]):
-    """A store of torch.distributed in one process."""
+class DictStore(dict[str, str]):
+    """An in-process stand-in for a store of torch.distributed."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value
@@ -27,14 +27,14 @@ class Shelf(dict[str, str]):
 
 
 @pytest.fixture
-def store(monkeypatch: pytest.MonkeyPatch) -> Shelf:
+def store(monkeypatch: pytest.MonkeyPatch) -> DictStore:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    return Shelf()
+    return DictStore()
 
 
 @pytest.fixture
-def three(store: Shelf) -> Iterator[list[Links]]:
-    """The links of three ranks, all connected."""
+def three(store: DictStore) -> Iterator[list[Links]]:
+    """The connected links of three ranks."""
     links = [Links.open(store, rank, 3) for rank in range(3)]
     listen(links[0])
     yield links
@@ -43,7 +43,7 @@ def three(store: Shelf) -> Iterator[list[Links]]:
 
 
 def listen(links: Links, wait_s: float = 0.1) -> Loss | None:
-    """What it hears until nothing more comes."""
+    """Process messages until none arrives for ``wait_s``; return the first loss."""
     loss = None
     while ready := [key.data for key, _ in links.selector.select(wait_s)]:
         heard = links.hear(ready)
@@ -51,19 +51,19 @@ def listen(links: Links, wait_s: float = 0.1) -> Loss | None:
     return loss
 
 
-def test_who_dies_without_a_word_is_lost(three: list[Links]) -> None:
+def test_closed_connection_means_died(three: list[Links]) -> None:
     three[2].close()
     assert listen(three[0]) == Loss((2,), "died")
     three[0].announce(Loss((2,)))
     assert listen(three[1]) == Loss((2,), "died")
 
 
-def test_rank_0_is_seen_by_the_others(three: list[Links]) -> None:
+def test_death_of_rank_0_is_seen_by_all_ranks(three: list[Links]) -> None:
     three[0].close()
     assert [listen(links) for links in three[1:]] == [Loss((0,)), Loss((0,))]
 
 
-def test_a_rank_that_has_left_may_close(three: list[Links]) -> None:
+def test_rank_can_close_after_leaving(three: list[Links]) -> None:
     three[1].leave()
     three[1].close()
     assert listen(three[0]) is None
@@ -72,14 +72,14 @@ def test_a_rank_that_has_left_may_close(three: list[Links]) -> None:
     assert listen(three[2]) is None
 
 
-def test_how_a_rank_ends_with_an_error(three: list[Links]) -> None:
+def test_announced_error_is_the_reason_of_the_loss(three: list[Links]) -> None:
     three[1].announce(Loss((1,), "ended with ValueError"))
     three[1].close()
     assert listen(three[0]) == Loss((1,), "ended with ValueError")
 
 
-def test_a_death_comes_before_an_announcement(three: list[Links]) -> None:
-    """A rank that announces its end may have been the first to notice."""
+def test_death_takes_precedence_over_announcement(three: list[Links]) -> None:
+    """A rank that announces its end may only have noticed another rank's death first."""
     three[1].announce(Loss((1,), "lost a connection (RuntimeError)"))
     three[2].close()
     ready = [key.data for key, _ in three[0].selector.select(1)]
@@ -87,7 +87,7 @@ def test_a_death_comes_before_an_announcement(three: list[Links]) -> None:
     assert three[0].hear(ready) == Loss((2,), "died")
 
 
-def test_two_that_die_at_once_are_both_named(three: list[Links]) -> None:
+def test_simultaneous_deaths_are_all_named(three: list[Links]) -> None:
     for links in three[1:]:
         links.close()
     loss = listen(three[0])
@@ -98,7 +98,7 @@ def test_two_that_die_at_once_are_both_named(three: list[Links]) -> None:
     )
 
 
-def test_a_rank_that_connects_late_hears_of_it(store: Shelf) -> None:
+def test_late_connection_receives_earlier_loss(store: DictStore) -> None:
     first, second = Links.open(store, 0, 3), Links.open(store, 1, 3)
     listen(first)
     second.close()
@@ -111,20 +111,20 @@ def test_a_rank_that_connects_late_hears_of_it(store: Shelf) -> None:
 
 
 @pytest.mark.parametrize("line", [b"hello wrong 1\n", b"hello\n", b"lost 1 died\n", b"\xff\n", b"x" * 5000])
-def test_a_stranger_is_dropped(store: Shelf, line: bytes) -> None:
+def test_unknown_client_is_disconnected(store: DictStore, line: bytes) -> None:
     first, second = Links.open(store, 0, 3), Links.open(store, 1, 3)
     with socket.create_connection(("127.0.0.1", first.port), 5) as stranger:
         stranger.sendall(line)
         assert listen(first) is None
         with suppress(ConnectionResetError):
-            assert stranger.recv(1) == b"", "its connection is closed"
+            assert stranger.recv(1) == b"", "the connection must be closed"
     first.announce(Loss((2,)))
     assert listen(second) == Loss((2,))
     for links in (first, second):
         links.close()
 
 
-def test_rank_0_stops_listening_when_all_are_connected(store: Shelf) -> None:
+def test_rank_0_stops_listening_when_all_are_connected(store: DictStore) -> None:
     first = Links.open(store, 0, 2)
     port = first.port
     second = Links.open(store, 1, 2)
@@ -135,7 +135,7 @@ def test_rank_0_stops_listening_when_all_are_connected(store: Shelf) -> None:
         links.close()
 
 
-def test_connections_are_kept_alive(three: list[Links]) -> None:
+def test_connections_use_tcp_keepalive(three: list[Links]) -> None:
     for links in three:
         for line in links._lines:
             assert line.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
@@ -143,8 +143,8 @@ def test_connections_are_kept_alive(three: list[Links]) -> None:
             assert line.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL) == 30
 
 
-def test_rank_0_is_found_by_its_own_name(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MASTER_ADDR may be an address that only the store is reached at."""
+def test_rank_0_is_reachable_by_its_host_name(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MASTER_ADDR may be an address of the store only."""
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
     first = Links.open(store, 0, 2)
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
@@ -154,7 +154,7 @@ def test_rank_0_is_found_by_its_own_name(store: Shelf, monkeypatch: pytest.Monke
     first.close()
 
 
-def test_ranks_of_one_store_can_connect_again(store: Shelf, three: list[Links]) -> None:
+def test_ranks_can_reconnect_with_the_same_store(store: DictStore, three: list[Links]) -> None:
     for links in three:
         links.close()
     again = [Links.open(store, rank, 3) for rank in range(3)]
@@ -166,8 +166,8 @@ def test_ranks_of_one_store_can_connect_again(store: Shelf, three: list[Links]) 
 
 
 @pytest.mark.parametrize(("soft", "hard", "raised"), [(256, 4096, 1026), (4096, 4096, None), (-1, -1, None)])
-def test_rank_0_makes_room_for_its_connections(
-    store: Shelf, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
+def test_rank_0_raises_its_limit_of_open_files(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: int | None
 ) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
@@ -176,15 +176,15 @@ def test_rank_0_makes_room_for_its_connections(
     assert asked == ([] if raised is None else [(raised, hard)])
 
 
-def test_rank_0_does_not_use_up_the_files_of_the_job(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_rejects_too_low_limit_of_open_files(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))
-    with pytest.raises(OSError, match="rank 0 needs 1026 open files and may have 1024 at most"):
+    with pytest.raises(OSError, match="rank 0 needs 1026 open files, but the hard limit is 1024;"):
         Links.open(store, 0, 2)
     with pytest.raises(OSError, match="rank 0 cannot listen"):
         Links.open(store, 1, 2)
 
 
-def test_without_a_way_to_listen_no_rank_waits(store: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_fail_at_once_if_rank_0_cannot_listen(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no sockets here")
 

@@ -1,4 +1,4 @@
-"""How a rank ends when another one is lost."""
+"""Tests of how a rank ends when another rank is lost."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ STOPPED = (
 
 
 def wait_until(true: Callable[[], bool], limit_s: float = 20) -> None:
-    """Until it is true, or the time is up."""
+    """Wait until the condition is true or the time limit is reached."""
     deadline = time.monotonic() + limit_s
     while not true() and time.monotonic() < deadline:
         time.sleep(0.01)
 
 
 class Watching:
-    """``Peers`` of a rank of the pool, which must not end: what it would have printed, and its exit code."""
+    """``Peers`` on a pool rank, which must not exit: records output and exit codes instead."""
 
     def __init__(self, rank: int) -> None:
         from megatron.zero_bubble.runtime.peers import Peers
@@ -41,18 +41,18 @@ class Watching:
         self.peers = Peers(self.codes.append)
 
     def is_connected(self) -> bool:
-        """Whether it knows who is at the other end of each connection."""
+        """Whether the rank behind each connection is known."""
         links = self.peers._links
         assert links is not None
         num_known = sum(line.rank is not None for line in links._lines)
         return num_known == (dist.get_world_size() - 1 if self.rank == 0 else 1)
 
-    def hears(self) -> Any:
-        """The ranks that it has heard are lost."""
+    def wait_for_loss(self) -> Any:
+        """Wait for the report of a loss; return the lost ranks."""
         wait_until(lambda: self.peers._loss is not None)
         return self.peers._loss and self.peers._loss.ranks
 
-    def ends(self) -> tuple[list[str], list[int]]:
+    def wait_for_exit(self) -> tuple[list[str], list[int]]:
         wait_until(lambda: bool(self.codes))
         return self.printed, self.codes
 
@@ -80,10 +80,10 @@ def watching(rank: int, grace_s: float = 0.2, sigterm_s: float = 0.5) -> Iterato
 
 
 def die(watch: Watching) -> None:
-    """As a process that is killed: its connections close, and nothing is said."""
+    """Imitate a killed process: close its connections without a message."""
     links = watch.peers._links
     assert links is not None
-    watch.peers._failed = True  # it hears and says nothing more
+    watch.peers._failed = True  # it neither reads nor sends any more
     for line in [*links._lines]:  # the thread drops them one by one
         line.socket.shutdown(2)
 
@@ -93,12 +93,12 @@ def one_dies(rank: int, lost: int) -> tuple[list[str], list[int]]:
         if rank == lost:
             die(watch)
             return [], []
-        return watch.ends()
+        return watch.wait_for_exit()
 
 
 @pytest.mark.parametrize("lost", [0, 2])
-def test_every_other_rank_names_it_and_ends(ranks: RankPool, lost: int) -> None:
-    """Nothing has failed on them: the main thread may wait for ever."""
+def test_every_other_rank_names_the_lost_rank_and_exits(ranks: RankPool, lost: int) -> None:
+    """Nothing has failed on the other ranks, whose main threads may wait forever."""
     ended = ranks.run(3, one_dies, lost)
     for rank in {0, 1, 2} - {lost}:
         assert ended[rank] == ([f"rank {rank}: {STOPPED.format(lost, 'died')}"], [1])
@@ -108,7 +108,7 @@ def one_after_the_other(rank: int) -> tuple[bool, list[str]]:
     with watching(rank, grace_s=5) as watch:
         if rank > 0:
             time.sleep(0.0 if rank == 2 else 0.5)
-            die(watch)  # rank 1 because rank 2 did
+            die(watch)  # rank 1 dies because rank 2 did
             dist.barrier()
             return True, []
         dist.barrier()
@@ -116,7 +116,7 @@ def one_after_the_other(rank: int) -> tuple[bool, list[str]]:
         return explained, watch.printed
 
 
-def test_the_first_is_named_not_the_survivor_that_ended_next(ranks: RankPool) -> None:
+def test_first_lost_rank_is_named_instead_of_later_ones(ranks: RankPool) -> None:
     assert ranks.run(3, one_after_the_other)[0] == (True, [f"rank 0: {STOPPED.format(2, 'died')}"])
 
 
@@ -128,10 +128,10 @@ def own_error(rank: int) -> tuple[bool, list[str], list[int]]:
             watch.peers.fail(error)
             time.sleep(1)
             return explained, watch.printed, watch.codes
-        return True, *watch.ends()
+        return True, *watch.wait_for_exit()
 
 
-def test_an_error_of_its_own_is_the_callers_to_print(ranks: RankPool) -> None:
+def test_ranks_own_error_is_left_to_the_caller_to_print(ranks: RankPool) -> None:
     first, second, third = ranks.run(3, own_error)
     assert second == (False, [], [])
     for rank, (_, *ended) in ((0, first), (2, third)):
@@ -147,7 +147,7 @@ def no_news(rank: int) -> tuple[bool, bool]:
         return explained
 
 
-def test_without_a_lost_rank_nothing_is_explained(ranks: RankPool) -> None:
+def test_explain_is_false_without_a_lost_rank(ranks: RankPool) -> None:
     assert ranks.run(2, no_news) == [(False, False)] * 2
 
 
@@ -159,11 +159,11 @@ def terminated_with_a_loss(rank: int) -> tuple[list[str], list[int]]:
         dist.barrier()
         if rank == 2:
             die(watch)
-        return watch.ends() if rank == 1 else ([], [])
+        return watch.wait_for_exit() if rank == 1 else ([], [])
 
 
 def test_sigterm_waits_for_news_of_a_lost_rank(ranks: RankPool) -> None:
-    """An agent may see a rank die, and end the others, before they have heard of it."""
+    """An agent may see a rank die and terminate the others before they know of the loss."""
     _, second, _ = ranks.run(3, terminated_with_a_loss)
     assert second == ([f"rank 1: {STOPPED.format(2, 'died')}"], [1])
 
@@ -174,20 +174,20 @@ def terminated(rank: int, hinder: Callable[[Watching], None] | None) -> tuple[li
             if hinder is not None:
                 hinder(watch)
             os.kill(os.getpid(), signal.SIGTERM)
-            return watch.ends()
-        return watch.printed, watch.hears()
+            return watch.wait_for_exit()
+        return watch.printed, watch.wait_for_loss()
 
 
 def take_the_wakeup_descriptor(_watch: Watching) -> None:
-    """As asyncio does when its last signal handler is removed."""
+    """Reset the descriptor as asyncio does when its last signal handler is removed."""
     signal.set_wakeup_fd(-1)
 
 
 @pytest.mark.parametrize("hinder", [None, take_the_wakeup_descriptor])
-def test_sigterm_alone_ends_the_process(ranks: RankPool, hinder: Callable[[Watching], None] | None) -> None:
+def test_sigterm_without_a_loss_ends_the_process(ranks: RankPool, hinder: Callable[[Watching], None] | None) -> None:
     first, second, third = ranks.run(3, terminated, hinder)
     assert second == ([], [128 + signal.SIGTERM])
-    assert first[1] == third[1] == (1,), "they have heard which rank has ended"
+    assert first[1] == third[1] == (1,), "the other ranks must learn which rank has ended"
 
 
 def terminated_without_links(rank: int) -> tuple[int, list[int]]:
@@ -205,11 +205,11 @@ def terminated_without_links(rank: int) -> tuple[int, list[int]]:
         if rank == 0:
             wait_until(lambda: bool(watch.printed))
             os.kill(os.getpid(), signal.SIGTERM)
-            watch.ends()
+            watch.wait_for_exit()
         return len(watch.printed), watch.codes
 
 
-def test_sigterm_ends_a_process_whose_watch_has_failed(ranks: RankPool) -> None:
+def test_sigterm_ends_a_process_whose_watch_thread_failed(ranks: RankPool) -> None:
     assert ranks.run(2, terminated_without_links) == [(1, [128 + signal.SIGTERM]), (0, [])]
 
 
@@ -218,7 +218,7 @@ def sigterm_after_the_thread(rank: int) -> int:
         handler = signal.getsignal(signal.SIGTERM)
         child = os.fork()
         if child == 0:
-            signal.signal(signal.SIGTERM, handler)  # as code that keeps a handler and puts it back
+            signal.signal(signal.SIGTERM, handler)  # like code that saves and restores a handler
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
             os._exit(0)
@@ -228,7 +228,7 @@ def sigterm_after_the_thread(rank: int) -> int:
         return os.waitstatus_to_exitcode(status)
 
 
-def test_a_handler_that_outlives_the_thread_ends_the_process(ranks: RankPool) -> None:
+def test_sigterm_handler_without_its_thread_ends_the_process(ranks: RankPool) -> None:
     assert ranks.run(2, sigterm_after_the_thread) == [-signal.SIGTERM] * 2
 
 
@@ -252,8 +252,8 @@ def forks(rank: int, of_the_job: bool) -> Any:
 
 
 @pytest.mark.parametrize("of_the_job", [False, True])
-def test_a_forked_process_does_not_hold_the_connections(ranks: RankPool, of_the_job: bool) -> None:
-    """A data loader or a checkpoint writer outlives a rank that is killed, which must be noticed all the same."""
+def test_forked_process_does_not_inherit_connections_and_handlers(ranks: RankPool, of_the_job: bool) -> None:
+    """A data loader or checkpoint writer can outlive a killed rank; the rank's death must be noticed nevertheless."""
     assert ranks.run(2, forks, of_the_job) == [(0, [])] * 2
 
 
@@ -266,16 +266,16 @@ def leaves(rank: int) -> tuple[list[str], list[int]]:
             die(watch)
             return [], []
         if rank == 0:
-            watch.ends()
+            watch.wait_for_exit()
         else:
             time.sleep(0.5)
             watch.peers._at_exit()
         return watch.printed, watch.codes
 
 
-def test_a_rank_that_has_ended_well_stays_so(ranks: RankPool) -> None:
+def test_rank_that_left_ignores_later_losses(ranks: RankPool) -> None:
     first, second, _ = ranks.run(3, leaves)
-    assert first[1] == [1], "the loss is noticed"
+    assert first[1] == [1], "the loss must be noticed"
     assert second == ([], [])
 
 
@@ -285,27 +285,27 @@ def exits(rank: int, code: object, together: bool) -> tuple[list[str], list[int]
             watch.peers.fail(SystemExit(code))
             watch.peers._at_exit()
         elif together:
-            watch.hears()
+            watch.wait_for_loss()
             watch.peers.fail(SystemExit(code))
             watch.peers._at_exit()
         elif code:
-            watch.ends()
+            watch.wait_for_exit()
         dist.barrier()
         return watch.printed, watch.codes
 
 
 @pytest.mark.parametrize(("code", "named"), [(3, 3), ("a reason", 1)])
-def test_an_exit_code_is_named(ranks: RankPool, code: object, named: int) -> None:
+def test_exit_code_is_named(ranks: RankPool, code: object, named: int) -> None:
     first, second = ranks.run(2, exits, code, False)
     assert first == ([f"rank 0: {STOPPED.format(1, f'exited with code {named}')}"], [1])
     assert second == ([], [])
 
 
-def test_ranks_that_exit_together_keep_their_code(ranks: RankPool) -> None:
+def test_ranks_that_exit_together_keep_their_exit_code(ranks: RankPool) -> None:
     assert ranks.run(3, exits, 17, True) == [([], [])] * 3
 
 
-def test_an_exit_code_of_0_is_a_normal_end(ranks: RankPool) -> None:
+def test_exit_code_0_is_no_loss(ranks: RankPool) -> None:
     assert ranks.run(2, exits, 0, False) == [([], [])] * 2
 
 
@@ -314,12 +314,12 @@ def hangs_in_exit(rank: int) -> list[int]:
         if rank == 1:
             watch.peers.fail(SystemExit(17))
             return []
-        watch.hears()
+        watch.wait_for_loss()
         watch.peers.fail(SystemExit(17))
-        return watch.ends()[1]
+        return watch.wait_for_exit()[1]
 
 
-def test_a_rank_that_hangs_while_it_exits_ends_with_its_code(ranks: RankPool) -> None:
+def test_rank_that_hangs_at_exit_ends_with_its_exit_code(ranks: RankPool) -> None:
     assert ranks.run(2, hangs_in_exit)[0] == [17]
 
 
@@ -330,10 +330,10 @@ def loses_a_connection(rank: int) -> list[str]:
             assert not watch.peers.explain(error)
             watch.peers.fail(error)
             return []
-        return watch.ends()[0]
+        return watch.wait_for_exit()[0]
 
 
-def test_a_connection_that_is_lost_is_called_so(ranks: RankPool) -> None:
+def test_lost_connection_is_named(ranks: RankPool) -> None:
     how = "lost a connection (ConnectionRefusedError)"
     assert ranks.run(2, loses_a_connection)[0] == [f"rank 0: {STOPPED.format(1, how)}"]
 
@@ -352,15 +352,15 @@ def watches_again(rank: int) -> tuple[bool, bool, bool, list[str]]:
     return during > before, after == before, restored, one_dies(rank, 1)[0]
 
 
-def test_ranks_can_watch_again(ranks: RankPool) -> None:
-    """A process that trains twice."""
+def test_watching_twice_releases_threads_files_and_handlers(ranks: RankPool) -> None:
+    """A process may train twice."""
     first, second = ranks.run(2, watches_again)
     assert first == (True, True, True, [f"rank 0: {STOPPED.format(1, 'died')}"])
     assert second == (True, True, True, [])
 
 
-class Silent:
-    """A store whose server is gone."""
+class UnreachableStore:
+    """A store whose server is unreachable."""
 
     def add(self, *_: object) -> int:
         raise dist.DistNetworkError("connection reset")
@@ -369,15 +369,14 @@ class Silent:
 
 
 @pytest.mark.parametrize(("local_rank", "lines"), [("0", 1), ("3", 0)])
-def test_without_a_connection_the_job_goes_on(monkeypatch: pytest.MonkeyPatch, local_rank: str, lines: int) -> None:
-    """One line per machine says so."""
+def test_job_continues_without_a_connection(monkeypatch: pytest.MonkeyPatch, local_rank: str, lines: int) -> None:
+    """One rank per machine prints a line."""
     from megatron.zero_bubble.runtime import peers
 
     printed: list[str] = []
     monkeypatch.setattr(peers, "_print", printed.append)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    peers.Peers().watch(Silent(), 8, 16)  # type: ignore[arg-type]
+    peers.Peers().watch(UnreachableStore(), 8, 16)  # type: ignore[arg-type]
     assert (
-        printed
-        == ["rank 8: no connection to rank 0 (connection reset); a rank that is lost will not be named here"][:lines]
+        printed == ["rank 8: no connection to rank 0 (connection reset); lost ranks will not be reported here"][:lines]
     )

@@ -1,4 +1,4 @@
-"""A peer that hangs is named by rank, pass and channel, from both ends of a channel."""
+"""A hanging peer is named with rank, pass and channel, on both ends of a channel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def wait_for_a_silent_peer(rank: int) -> str | None:
     return str(raised.value)
 
 
-def test_a_message_that_does_not_come(ranks: RankPool) -> None:
+def test_receive_timeout_names_peer_pass_and_channel(ranks: RankPool) -> None:
     text, _ = ranks.run(2, wait_for_a_silent_peer)
     assert text.startswith(
         "pipeline rank 0 could not run 0B2: the output of 1B2 did not arrive from pipeline rank 1 on channel 1>0 ("
@@ -56,7 +56,7 @@ def deliver_to_a_silent_peer(rank: int) -> tuple[str, int] | None:
     return str(raised.value), transport.num_in_flight
 
 
-def test_a_message_that_nobody_takes(ranks: RankPool) -> None:
+def test_send_timeout_names_peer_pass_and_channel(ranks: RankPool) -> None:
     (text, in_flight), _ = ranks.run(2, deliver_to_a_silent_peer)
     assert text.startswith("pipeline rank 0 could not deliver the output of 0F3 to pipeline rank 1 on channel 0>1 (")
     assert text.endswith("; rank 1 has died or hangs: look at its output first")
@@ -82,7 +82,7 @@ def test_a_message_that_nobody_takes(ranks: RankPool) -> None:
         ("", None),
     ],
 )
-def test_which_errors_tell_of_a_lost_peer(ranks: RankPool, text: str, reason: str | None) -> None:
+def test_lost_connection_recognizes_gloo_errors(ranks: RankPool, text: str, reason: str | None) -> None:
     assert ranks.run(1, reason_of, text) == [reason]
 
 

@@ -1,4 +1,4 @@
-"""Interleaved schedules: valid, as long as theory says, and their pictures."""
+"""Tests of interleaved schedules: validity, closed-form length and memory, and docstring pictures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megatron.zero_bubble.schedules import breadth_first, interleaved
 @pytest.mark.parametrize(
     ("p", "m", "v"), [(1, 3, 2), (2, 2, 2), (2, 6, 3), (4, 4, 2), (4, 12, 2), (4, 16, 3), (8, 16, 4)]
 )
-def test_length_and_memory(p: int, m: int, v: int) -> None:
-    """mS + (p-1)S/v and 2pv-2 transfers; at most 2(p-1) + (v-1)p + 1 chunks are kept."""
+def test_length_and_memory_match_closed_forms(p: int, m: int, v: int) -> None:
+    """The span is mS + (p-1)S/v and 2pv-2 transfers; a rank stores at most 2(p-1) + (v-1)p + 1 chunks."""
     schedule = interleaved.build(p, m, v)
     validate(schedule)
     f, b, w, c = 3.0, 2.0, 4.0, 0.125
@@ -27,7 +27,7 @@ def test_length_and_memory(p: int, m: int, v: int) -> None:
     assert max(timeline.peak_activation) == pytest.approx(chunks / v)
 
 
-def test_the_pictures_in_the_docstrings() -> None:
+def test_docstring_pictures_are_up_to_date() -> None:
     for module in (interleaved, breadth_first):
         schedule = module.build(2, 4, 2)
         drawn = render_text(simulate(schedule, PassCosts((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)))
@@ -35,13 +35,13 @@ def test_the_pictures_in_the_docstrings() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
-def test_any_number_of_microbatches(p: int, m: int, v: int) -> None:
-    """What is left over joins the last unit, as Megatron wants it: a unit of fewer than p would deadlock."""
+def test_valid_for_any_number_of_microbatches(p: int, m: int, v: int) -> None:
+    """As in Megatron, remaining microbatches join the last unit: a unit of fewer than p would deadlock."""
     validate(interleaved.build(p, m, v))
 
 
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(2, 4))
-def test_breadth_first(p: int, m: int, v: int) -> None:
+def test_breadth_first_length_and_memory_match_closed_forms(p: int, m: int, v: int) -> None:
     schedule = breadth_first.build(p, m, v)
     validate(schedule)
     timeline = simulate(schedule, PassCosts.uniform(schedule.placement, 3.0, 2.0, 4.0))
@@ -51,7 +51,7 @@ def test_breadth_first(p: int, m: int, v: int) -> None:
 
 
 def test_one_chunk_is_not_interleaved() -> None:
-    with pytest.raises(ValueError, match="needs 2 or more stages a rank; got 1; choose 1f1b"):
+    with pytest.raises(ValueError, match="needs 2 or more stages per rank; got 1; use 1f1b"):
         build("interleaved-1f1b", num_ranks=2, num_microbatches=2, num_chunks=1)
-    with pytest.raises(ValueError, match="'zb-v' has 2 stages a rank; got 3"):
+    with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3"):
         build("zb-v", num_ranks=2, num_microbatches=2, num_chunks=3)

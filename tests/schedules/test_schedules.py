@@ -1,4 +1,4 @@
-"""The handcrafted schedules: their pictures, their published bubble rates, and their shape for any p and m."""
+"""Tests of the handcrafted schedules: pictures, published bubble rates, and validity for any p and m."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ with (ROOT / "configs/published/zero_bubble_table5.csv").open() as file:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_picture(name: str) -> None:
-    """The docstring and the golden file show what is built; UPDATE_GOLDEN=1 writes the file."""
+def test_picture_matches_docstring_and_golden_file(name: str) -> None:
+    """The docstring and the golden file show the built schedule; UPDATE_GOLDEN=1 writes the file."""
     schedule = build(name, num_ranks=4, num_microbatches=8)
     picture = render_text(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0)))
     golden = ROOT / f"tests/golden/{name}.txt"
@@ -35,8 +35,8 @@ def test_picture(name: str) -> None:
 
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row['model']}-m{row['m']}")
-def test_published_bubble_rates(row: dict[str, str]) -> None:
-    """Table 5 of the paper to its four decimals: 36 values."""
+def test_bubble_rates_equal_table_5(row: dict[str, str]) -> None:
+    """All 36 values of the paper's table 5, to its four decimals."""
     for name, column in (("1f1b", "one_f_one_b"), ("zb-h1", "zb_h1"), ("zb-h2", "zb_h2")):
         schedule = build(name, num_ranks=int(row["p"]), num_microbatches=int(row["m"]))
         times = (float(row[key]) for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms"))
@@ -44,7 +44,7 @@ def test_published_bubble_rates(row: dict[str, str]) -> None:
         assert f"{timeline.bubble_rate('span'):.4f}" == row[column], name
 
 
-def test_the_published_table_is_whole() -> None:
+def test_published_table_is_complete() -> None:
     assert len(TABLE) == 12
 
 
@@ -55,8 +55,8 @@ def test_valid_for_any_number_of_ranks_and_microbatches(schedule: Schedule) -> N
 
 
 @given(num_ranks, num_microbatches, st.floats(0.0, 1.0))
-def test_peak_memory_of_the_paper(p: int, m: int, wgrad: float) -> None:
-    """Section 3: i-th rank (from 1) p-i+1 and i-1 units of M_B and M_W in ZB-H1, 2p-2i+1 and 2i-2 in ZB-H2."""
+def test_peak_memory_equals_the_papers(p: int, m: int, wgrad: float) -> None:
+    """Section 3: rank i (from 1) stores p-i+1 M_B and i-1 M_W in ZB-H1, 2p-2i+1 M_B and 2i-2 M_W in ZB-H2."""
     h1 = [p - i + 1 + (i - 1) * wgrad for i in range(1, p + 1)]
     h2 = [2 * p - 2 * i + 1 + (2 * i - 2) * wgrad for i in range(1, p + 1)]
     one_f_one_b_peaks = [float(p - i + 1) for i in range(1, p + 1)]
@@ -72,8 +72,8 @@ def test_peak_memory_of_the_paper(p: int, m: int, wgrad: float) -> None:
 
 
 @given(st.integers(1, 8), st.integers(0, 12), st.floats(1.0, 50.0), st.floats(0.0, 1.0), st.floats(0.0, 50.0))
-def test_bubbles_of_the_paper_without_communication(p: int, more: int, f: float, part: float, above: float) -> None:
-    """Closed forms of section 3, where they hold: W <= F, W <= B and enough microbatches to fill the pipeline."""
+def test_bubbles_without_communication_equal_the_papers(p: int, more: int, f: float, part: float, above: float) -> None:
+    """The closed forms of section 3, which require W <= F, W <= B and enough microbatches to fill the pipeline."""
     w = f * part
     b = w + above
     m = 2 * p - 1 + more
@@ -84,7 +84,7 @@ def test_bubbles_of_the_paper_without_communication(p: int, more: int, f: float,
         assert timeline.span_ms == pytest.approx(m * (f + b + w) + (p - 1) * bubble), name
 
 
-def test_letters() -> None:
+def test_letters_build_and_delay_orders() -> None:
     assert letters.forward_backward(4, warmup=2) == "FFFBFBBB"
     assert letters.forward_backward(2, warmup=5) == "FFBB"
     assert letters.delay_wgrad("FFFBFBBB", lag=0) == "FFFBWFBWBWBW"
@@ -101,6 +101,6 @@ def test_letters() -> None:
         ("zb-h1", 2, -1, "num_microbatches must be 1 or more; got -1"),
     ],
 )
-def test_wrong_requests_are_one_sentence(name: str, p: int, m: int, message: str) -> None:
+def test_invalid_arguments_are_rejected(name: str, p: int, m: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, num_ranks=p, num_microbatches=m)

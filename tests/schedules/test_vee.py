@@ -1,4 +1,4 @@
-"""Schedules on a V: their pictures, the published peaks and bubbles at equal passes, and no worse than public ones."""
+"""Tests of schedules on a V: pictures, and published peaks and bubbles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def equal(p: int) -> tuple[PassCosts, PassMemory]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_picture(name: str) -> None:
+def test_picture_matches_docstring(name: str) -> None:
     drawn = render_text(simulate(build(name, num_ranks=2, num_microbatches=4), *equal(2)))
     assert drawn in (MODULES[name].__doc__ or "")
 
@@ -30,8 +30,8 @@ def test_picture(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "peak"), [("zb-v", lambda p: p), ("v-half", lambda p: (p + 2) // 2), ("v-min", lambda p: (p + 4) // 3)]
 )
-def test_published_peaks_and_lengths_at_equal_passes(name: str, peak, p: int, m: int) -> None:
-    """Controllable Memory's 6m + 6p - 3k - 1 for a peak of k chunks; ZB-V, by the span, has no bubble at all."""
+def test_peaks_and_lengths_with_equal_passes_are_as_published(name: str, peak, p: int, m: int) -> None:
+    """Controllable Memory's length is 6m + 6p - 3k - 1 for a peak of k chunks; ZB-V's span has no bubble."""
     timeline = simulate(build(name, num_ranks=p, num_microbatches=m), *equal(p))
     assert max(timeline.peak_activation) == peak(p)
     assert timeline.span_ms == (6 * m if name == "zb-v" else 6 * m + 6 * p - 6 * peak(p) - 1)
@@ -46,16 +46,17 @@ def test_valid_for_any_number_of_ranks_and_microbatches(name: str, p: int, m: in
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (8, 20)])
-def test_dualpipe_v_leaves_the_bubble_of_its_formula(p: int, m: int) -> None:
-    """(p-1)(F+B-2W) of chunks, where its B is our B and W: what is left when F and B of a pair are not overlapped."""
+def test_dualpipe_v_bubble_equals_its_formula(p: int, m: int) -> None:
+    """The bubble without overlap of paired F and B is (p-1)(F+B-2W) in chunks, where its B is our B and W together."""
     timeline = simulate(build("dualpipe-v", num_ranks=p, num_microbatches=m), *equal(p))
     assert timeline.span_ms == 6 * m + (p - 1)
     assert max(timeline.peak_activation) == p + 0.5
 
 
-def test_table_8_of_the_zero_bubble_paper() -> None:
-    """The bubble rates of ZB-V at 6.2B, p=16, fitted to the costs. The profile is not printed; its ratios follow from
-    the other columns, to a percent.
+def test_zb_v_bubble_rates_are_near_table_8() -> None:
+    """Bubble rates of ZB-V at 6.2B and p=16, fitted to the costs.
+
+    The paper does not print the profile; its ratios follow from the table's other columns to within a percent.
     """
     work = 1000.0
     wgrad, comm = 0.2515 * work, 0.0210 * work

@@ -1,4 +1,4 @@
-"""zb-auto: valid under any costs, within its limit, and never worse than the schedules written by hand."""
+"""Tests of zb-auto: valid with any costs, within the limit, and never worse than handcrafted schedules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ milliseconds = st.floats(1.0, 50.0)
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 5), st.integers(1, 9), st.sampled_from(["linear", "vee", "auto"]), st.data())
-def test_what_it_returns_is_valid_and_fits_or_the_least_limit_is_named(p: int, m: int, placement: str, data) -> None:
+def test_zb_auto_is_valid_within_the_limit_or_names_the_least_limit(p: int, m: int, placement: str, data) -> None:
     finest = Placement.linear(p) if placement == "linear" else Placement.vee(p)
     per_stage = st.lists(milliseconds, min_size=finest.num_stages, max_size=finest.num_stages).map(tuple)
     links = data.draw(st.dictionaries(st.tuples(st.integers(0, p - 1), st.integers(0, p - 1)), st.floats(0, 20)))
@@ -47,7 +47,7 @@ def test_what_it_returns_is_valid_and_fits_or_the_least_limit_is_named(p: int, m
         now = 0.0
         for done in row:
             now += fitted.delta(done)
-            assert now <= limit * (1 + 1e-6), f"rank {rank} keeps {now}"
+            assert now <= limit * (1 + 1e-6), f"rank {rank} exceeds the limit: {now}"
 
 
 def published_rows() -> list[dict[str, str]]:
@@ -57,8 +57,8 @@ def published_rows() -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("times", [1, 2])
 @pytest.mark.parametrize("row", published_rows(), ids=lambda row: f"{row['model']}-{row['m']}")
-def test_it_is_never_worse_than_the_papers_own_search(row: dict[str, str], times: int) -> None:
-    """ZB-1p and ZB-2p, with M_B and M_W by the paper's formulas; at 1p the plan is proved optimal."""
+def test_zb_auto_is_never_worse_than_the_papers_search(row: dict[str, str], times: int) -> None:
+    """Compare with ZB-1p and ZB-2p, with the paper's formulas for M_B and M_W; at 1p the plan is provably optimal."""
     p, m = int(row["p"]), int(row["m"])
     placement = Placement.linear(p)
     costs = PassCosts.uniform(placement, *(float(row[key]) for key in ("t_f_ms", "t_b_ms", "t_w_ms", "t_comm_ms")))
@@ -74,7 +74,9 @@ def test_it_is_never_worse_than_the_papers_own_search(row: dict[str, str], times
 
 @pytest.mark.parametrize(("name", "limit"), [("zb-h1", 4.0), ("zb-h2", 7.0)])
 @pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_it_is_never_worse_than_the_handcrafted_schedule_in_its_memory(name: str, limit: float, objective: str) -> None:
+def test_zb_auto_is_never_worse_than_handcrafted_schedules_with_equal_memory(
+    name: str, limit: float, objective: str
+) -> None:
     placement = Placement.linear(4)
     costs = PassCosts.uniform(placement, 18.522, 18.086, 9.337, 0.601)
     ours = zb_auto(costs, PassMemory.uniform(placement), 4, 12, limit, placement="linear", objective=objective)
@@ -83,21 +85,21 @@ def test_it_is_never_worse_than_the_handcrafted_schedule_in_its_memory(name: str
     assert figures[0] <= figures[1] + 1e-6
 
 
-def test_a_limit_that_admits_nothing_names_the_least_that_does() -> None:
+def test_too_low_limit_names_the_least_limit() -> None:
     placement = Placement.linear(2)
     costs, memory = PassCosts.uniform(placement, 1, 1, 1), PassMemory.uniform(placement)
     with pytest.raises(ValueError, match="needs 1 on the fullest rank"):
         zb_auto(costs, memory, 2, 4, 0.5, placement="linear")
 
 
-def test_the_same_question_has_the_same_answer() -> None:
+def test_zb_auto_is_deterministic() -> None:
     placement = Placement.vee(2)
     costs, memory = PassCosts.uniform(placement, 3, 4, 2, 0.5), PassMemory.uniform(placement)
     assert zb_auto(costs, memory, 2, 6, 2.0) == zb_auto(costs, memory, 2, 6, 2.0)
 
 
-def test_it_is_no_worse_than_the_schedule_it_starts_from() -> None:
-    """With hardly any effort of its own."""
+def test_zb_auto_is_no_worse_than_its_start() -> None:
+    """Uses almost no search effort."""
     placement = Placement.linear(4)
     costs, memory = PassCosts.uniform(placement, 10.0, 11.0, 7.0, 0.5), PassMemory.uniform(placement, 1.0, 0.5)
     known = zb_auto(costs, memory, 4, 12, 6.0, placement="linear")
@@ -110,8 +112,8 @@ def test_it_is_no_worse_than_the_schedule_it_starts_from() -> None:
 
 
 @pytest.mark.parametrize("objective", ["span", "makespan"])
-def test_a_schedule_for_equal_passes_is_fitted_to_others_in_its_memory(objective: str) -> None:
-    """Figures of a GPT on two CPU ranks, in bytes: W takes half as long as B."""
+def test_fit_shortens_a_published_schedule_within_its_memory(objective: str) -> None:
+    """Times and bytes of a GPT on two CPU ranks, where W takes half as long as B."""
     published = build("zb-v", num_ranks=2, num_microbatches=4)
     costs = PassCosts.uniform(published.placement, 163.0, 198.0, 88.0)
     memory = PassMemory.uniform(published.placement, 3e9, 2e9)

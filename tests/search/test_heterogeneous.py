@@ -1,4 +1,4 @@
-"""Stages and links that differ: planning with the true costs beats every plan made for uniform ones."""
+"""Unequal stages and links: planning with the true costs beats every plan made for uniform costs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ P, M = 8, 24
 
 
 def true_costs(profile: tuple[float, float, float, float]) -> PassCosts:
-    """First and last stage (embedding, loss) cost 40 % more, and one link is ten times slower; for half ranks."""
+    """Return costs per half rank: first and last stage (embedding, loss) cost 40 % more, one link ten times more."""
     f, b, w, comm = profile
     scale = [1.4, *[1.0] * (P - 2), 1.4]
     links = {(3, 4): 10 * comm, (4, 3): 10 * comm}
@@ -22,7 +22,7 @@ def true_costs(profile: tuple[float, float, float, float]) -> PassCosts:
 
 
 def averaged(costs: PassCosts) -> PassCosts:
-    """What a planner sees that knows one mean of each pass only."""
+    """Replace the costs of each kind of pass by their mean."""
     figures = (costs.forward_ms, costs.backward_ms, costs.wgrad_ms)
     return PassCosts(*((mean(row),) * costs.num_stages for row in figures), costs.comm_ms)
 
@@ -30,13 +30,13 @@ def averaged(costs: PassCosts) -> PassCosts:
 @pytest.mark.parametrize("objective", ["span", "makespan"])
 @pytest.mark.parametrize("limit", [P / 2 + 1, P, 2 * P])
 @pytest.mark.parametrize("profile", [(18.5, 18.1, 9.3, 0.6), (29.7, 29.4, 19.9, 0.53)])
-def test_it_beats_the_best_uniform_plan(
+def test_plan_for_true_costs_beats_uniform_plans(
     profile: tuple[float, float, float, float], limit: float, objective: str
 ) -> None:
     costs, memory = true_costs(profile), PassMemory.uniform(Placement.vee(P))
 
     def cost(schedule: Schedule) -> float:
-        """On the true costs; infinite beyond the limit."""
+        """Cost with the true costs; infinite beyond the limit."""
         fitted = costs.fit(schedule.placement), memory.fit(schedule.placement)
         timeline = simulate(schedule, *fitted)
         kept = max(timeline.peak_activation)

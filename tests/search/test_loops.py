@@ -1,4 +1,4 @@
-"""The compiled loops do what their references in Python do, to the last bit."""
+"""The compiled loops must equal their Python references bit for bit."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def problems(draw: st.DrawFn) -> Problem:
     num_ranks = draw(st.integers(1, 4))
     placement = draw(st.sampled_from([Placement.linear, Placement.vee]))(num_ranks)
     stages = placement.num_stages
-    unit = draw(st.sampled_from([1.0, 1e13]))  # in the greater one a sum's rounding is more than the loops' slack
+    unit = draw(st.sampled_from([1.0, 1e13]))  # with the larger unit, a sum's rounding exceeds the loops' slack
     figures = st.lists(milliseconds.map(lambda ms: ms * unit), min_size=stages, max_size=stages).map(tuple)
     costs = PassCosts(draw(figures), draw(figures), draw(figures), draw(st.floats(0, 5)) * unit)
     memory = PassMemory((1.0,) * stages, (draw(st.floats(0.1, 1.0)),) * stages)
@@ -42,13 +42,13 @@ def problems(draw: st.DrawFn) -> Problem:
 @pytest.fixture(scope="module")
 def make() -> Callable[[Problem], Loops[Any]]:
     found = compiled()
-    assert found is not None, "setup_env.sh builds the package with its compiled loops"
+    assert found is not None, "the tests require the compiled loops, which setup_env.sh builds"
     return found
 
 
 @settings(max_examples=60)
 @given(problems(), st.integers(0, 40))
-def test_same_bits(make: Callable[[Problem], Loops[Any]], problem: Problem, skip: int) -> None:
+def test_compiled_loops_equal_the_reference(make: Callable[[Problem], Loops[Any]], problem: Problem, skip: int) -> None:
     fast, slow = make(problem), Reference(problem)
     rows = next(islice(seeds(problem), skip, None), serial)(problem)
     packed = fast.pack(rows)
@@ -81,15 +81,15 @@ def equal_passes(placement: Placement, num_microbatches: int) -> Problem:
         ([[0, 1, 2], [3, 4, -1]], "the row of rank 1 must have codes of its stages; got -1"),
     ],
 )
-def test_rows_that_do_not_fit_the_problem_are_refused(
+def test_rows_of_another_problem_are_rejected(
     make: Callable[[Problem], Loops[Any]], rows: list[list[int]], sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
         make(equal_passes(Placement.linear(2), 1)).pack(rows)
 
 
-def test_packed_rows_serve_every_problem_of_their_shape(make: Callable[[Problem], Loops[Any]]) -> None:
-    """Whatever its costs; one of another shape refuses them, in every loop."""
+def test_packed_rows_fit_every_problem_of_the_same_shape(make: Callable[[Problem], Loops[Any]]) -> None:
+    """The costs may differ; problems of another shape reject the rows, in every loop."""
     problem, other = equal_passes(Placement.linear(2), 3), equal_passes(Placement.vee(2), 3)
     packed = make(problem).pack(serial(problem))
     assert make(equal_passes(Placement.linear(2), 3)).unpack(packed) == serial(problem)
@@ -120,7 +120,7 @@ def test_packed_rows_serve_every_problem_of_their_shape(make: Callable[[Problem]
         ("wgrad", [-1, 1, -1, -1, 5, -1], "wgrad must be a W; got code 1"),
     ],
 )
-def test_a_table_that_the_loops_would_misread_is_refused(
+def test_inconsistent_tables_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
     make: Callable[[Problem], Loops[Any]],
     column: str,
@@ -148,22 +148,22 @@ def test_other_threads_run_during_a_long_call(make: Callable[[Problem], Loops[An
 
 
 @pytest.fixture
-def looked_up_again() -> Iterator[None]:
+def uncached() -> Iterator[None]:
     compiled.cache_clear()
     yield
     compiled.cache_clear()
 
 
-@pytest.mark.usefixtures("looked_up_again")
-def test_the_reference_searches_where_nothing_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("uncached")
+def test_reference_is_used_without_compiled_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron.zero_bubble.search._planner", None)
     monkeypatch.delattr(search, "_planner", raising=False)
     assert compiled() is None
     assert isinstance(loops(equal_passes(Placement.linear(2), 1)), Reference)
 
 
-@pytest.mark.usefixtures("looked_up_again")
-def test_a_file_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("uncached")
+def test_unloadable_extension_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / f"_planner{EXTENSION_SUFFIXES[0]}"
     file.write_text("not what this Python loads")
     monkeypatch.delitem(sys.modules, "megatron.zero_bubble.search._planner", raising=False)

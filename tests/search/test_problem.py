@@ -1,4 +1,4 @@
-"""The columns that the loops read say what the schedule's own dependencies say."""
+"""The loops' tables must agree with the schedule's dependencies."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def code_of(p: Pass) -> int:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
-def test_who_feeds_whom(placement: Placement) -> None:
+def test_tables_equal_the_schedules_dependencies(placement: Placement) -> None:
     costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement)
     problem = Problem.of(placement, 1, costs, memory, (9.0,) * placement.num_ranks, "span")
     schedule, tables = problem.schedule("serial", serial(problem)), problem.tables
     fed: dict[int, set[int]] = {code_of(p): set() for p in schedule.passes()}
     for p in schedule.passes():
-        before = [code_of(other) for other in schedule.dependencies(p)[:1]]  # what else it takes was there before
+        before = [code_of(other) for other in schedule.dependencies(p)[:1]]  # further inputs are available earlier
         assert before == ([] if tables.source[code_of(p)] == NONE else [tables.source[code_of(p)]])
         for code in before:
             fed[code].add(code_of(p))

@@ -7,14 +7,14 @@ from megatron.zero_bubble.training.batch_sizes import BatchSizes
 RAMP = BatchSizes(final=32, granule=4, start=8, increment=8, rampup_samples=100)
 
 
-def test_a_constant_size() -> None:
+def test_constant_batch_size() -> None:
     sizes = BatchSizes.from_arguments(
         argparse.Namespace(micro_batch_size=2, data_parallel_size=3, global_batch_size=24, rampup_batch_size=None)
     )
     assert [sizes.at(0), sizes.microbatches(0), sizes.samples_after(5)] == [24, 4, 120]
 
 
-def test_a_ramp_reaches_the_final_size_and_stays() -> None:
+def test_ramp_up_reaches_and_keeps_the_final_size() -> None:
     assert [RAMP.at(consumed) for consumed in (0, 33, 34, 67, 99, 100, 1000)] == [8, 8, 16, 24, 24, 32, 32]
 
 
@@ -27,7 +27,7 @@ def test_samples_after_is_the_sum_over_iterations(iterations: int) -> None:
 
 
 @pytest.mark.parametrize("sizes", [RAMP, BatchSizes(64, 2, 4, 20, 77), BatchSizes(12, 4, 4, 4, 8)])
-def test_it_agrees_with_megatron_cores_calculator(sizes: BatchSizes) -> None:
+def test_ramp_up_equals_megatron_cores_calculator(sizes: BatchSizes) -> None:
     from megatron.core.num_microbatches_calculator import RampupBatchsizeNumMicroBatchesCalculator
 
     calculator = RampupBatchsizeNumMicroBatchesCalculator(

@@ -36,7 +36,7 @@ PIPELINE = f"{DROPOUT} --pipeline-model-parallel-size 2"
         ),
     ],
 )
-def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(ranks: RankPool, tmp_path: Path, flags: str) -> None:
+def test_resumed_run_equals_uninterrupted_run_bit_for_bit(ranks: RankPool, tmp_path: Path, flags: str) -> None:
     flags = f"{DROPOUT} {flags}"
     whole = losses(train(ranks, 2, flags, tmp_path / "whole"))
     cut = losses(train(ranks, 2, f"{flags} --save {tmp_path}/saved --exit-interval 3", tmp_path / "cut"))
@@ -47,7 +47,7 @@ def test_a_resumed_run_repeats_the_whole_one_bit_for_bit(ranks: RankPool, tmp_pa
 
 @pytest.fixture(scope="module")
 def saved(ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of iteration 2 from two pipeline ranks; tests that damage it copy it first."""
+    """A checkpoint of iteration 2 from two pipeline ranks; tests that damage it use the copy ``own``."""
     folder = tmp_path_factory.mktemp("saved")
     train(ranks, 2, f"{PIPELINE} --train-iters 2 --save {folder}")
     return folder
@@ -59,7 +59,7 @@ def own(saved: Path, tmp_path: Path) -> Path:
 
 
 def refusal(ranks: RankPool, flags: str) -> str:
-    """The sentence with which both ranks refuse to train."""
+    """Train and return the error that both ranks must raise."""
     with pytest.raises(RankFailure) as caught:
         train(ranks, 2, flags)
     name = f"{UserError.__module__}.{UserError.__qualname__}: "
@@ -70,43 +70,45 @@ def refusal(ranks: RankPool, flags: str) -> str:
         if line.startswith(name)
     }
     [sentence] = sentences
-    assert all(name in report for report in caught.value.reports.values()), "a rank that does not refuse would hang"
+    assert all(name in report for report in caught.value.reports.values()), (
+        "every rank must raise the error, or it would hang"
+    )
     return sentence
 
 
-def test_a_checkpoint_is_complete_before_it_is_named(saved: Path) -> None:
+def test_tracker_names_a_complete_checkpoint(saved: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["iter_0000002", TRACKER]
     assert latest_iteration(saved) == 2
     assert (checkpoint_path(saved, 2) / MANIFEST).is_file()
 
 
-def test_another_layout_loads_the_same_model(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
-    """Dropout differs, since random states belong to ranks; so the comparison is of evaluations."""
+def test_checkpoint_loads_with_another_parallel_layout(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
+    """Evaluations are compared, because training differs in dropout: random states belong to ranks."""
     test = f"--load {saved} --train-iters 2 --eval-iters 2"
     same = losses(train(ranks, 2, f"{PIPELINE} {test}", tmp_path / "same"), "evaluation")
     other = losses(train(ranks, 2, f"{DROPOUT} {test}", tmp_path / "other"), "evaluation")
     assert same[2][0] == pytest.approx(other[2][0], rel=1e-5)
 
 
-def test_finetuning_takes_the_weights_and_starts_over(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
+def test_finetune_loads_weights_and_resets_progress(ranks: RankPool, saved: Path, tmp_path: Path) -> None:
     tuned = losses(train(ranks, 2, f"{PIPELINE} --load {saved} --finetune --train-iters 1", tmp_path / "tuned"))
     fresh = losses(train(ranks, 2, f"{PIPELINE} --train-iters 1", tmp_path / "fresh"))
-    assert list(tuned) == [1] and tuned[1][4] == fresh[1][4] == 16, "iterations and samples start over"
+    assert list(tuned) == [1] and tuned[1][4] == fresh[1][4] == 16, "iterations and samples must start from zero"
     assert tuned[1][0] < fresh[1][0]
 
 
-def test_nothing_to_load_is_a_start_from_scratch_unless_asked_otherwise(ranks: RankPool, tmp_path: Path) -> None:
+def test_missing_checkpoint_starts_from_scratch_unless_forbidden(ranks: RankPool, tmp_path: Path) -> None:
     flags = f"{PIPELINE} --load {tmp_path}/none"
     assert list(losses(train(ranks, 2, f"{flags} --train-iters 1", tmp_path / "metrics"))) == [1]
     assert "--load needs a checkpoint" in refusal(ranks, f"{flags} --exit-on-missing-checkpoint")
 
 
-def test_a_directory_that_cannot_be_written_is_refused_before_training(ranks: RankPool, tmp_path: Path) -> None:
+def test_unwritable_save_directory_is_rejected_before_training(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     assert "--save needs a directory that can be written" in refusal(ranks, f"{PIPELINE} --save {tmp_path}/file/x")
 
 
-def test_what_another_program_saved_gives_its_weights_only(ranks: RankPool, own: Path) -> None:
+def test_foreign_checkpoint_requires_finetune(ranks: RankPool, own: Path) -> None:
     common = checkpoint_path(own, 2) / "common.pt"
     contents = torch.load(common, weights_only=False)
     del contents["train_state"], contents["layout"]
@@ -117,35 +119,35 @@ def test_what_another_program_saved_gives_its_weights_only(ranks: RankPool, own:
 
 
 class TestDamage:
-    def test_a_file_cut_off(self, own: Path) -> None:
+    def test_truncated_file_is_reported(self, own: Path) -> None:
         path = checkpoint_path(own, 2)
         assert incompleteness(path) is None
         victim = next(path.glob("*.distcp"))
         victim.write_bytes(victim.read_bytes()[:-100])
         sentence = incompleteness(path) or ""
         assert f"bytes in {victim.name}, got {victim.stat().st_size}" in sentence
-        assert TRACKER in sentence, "the remedy"
+        assert TRACKER in sentence, "the error must name the remedy"
 
-    def test_a_file_missing(self, own: Path) -> None:
+    def test_missing_file_is_reported(self, own: Path) -> None:
         (checkpoint_path(own, 2) / "common.pt").unlink()
         assert "bytes in common.pt, got no such file" in (incompleteness(checkpoint_path(own, 2)) or "")
 
-    def test_a_checkpoint_of_megatron_itself_lists_no_files(self, own: Path) -> None:
+    def test_checkpoint_without_manifest_is_accepted(self, own: Path) -> None:
         (checkpoint_path(own, 2) / MANIFEST).unlink()
         assert incompleteness(checkpoint_path(own, 2)) is None
 
-    def test_a_tracker_of_noise(self, own: Path) -> None:
+    def test_invalid_tracker_is_rejected(self, own: Path) -> None:
         (own / TRACKER).write_text("noise\n")
         with pytest.raises(UserError, match="must hold the number of an iteration, got 'noise'"):
             latest_iteration(own)
 
-    def test_a_directory_missing_is_refused_by_every_rank(self, ranks: RankPool, own: Path) -> None:
+    def test_missing_directory_is_rejected_by_every_rank(self, ranks: RankPool, own: Path) -> None:
         (own / TRACKER).write_text("7")
         sentence = refusal(ranks, f"{PIPELINE} --load {own}")
         assert f"iter_0000007 that {TRACKER} names is not there" in sentence
 
-    def test_a_file_of_noise_is_refused_by_every_rank(self, ranks: RankPool, own: Path) -> None:
-        """One rank reads the noise; the other must not wait for it."""
+    def test_corrupt_file_is_rejected_by_every_rank(self, ranks: RankPool, own: Path) -> None:
+        """Only one rank reads the corrupt file; the other must not wait for it."""
         victim = max(checkpoint_path(own, 2).glob("*.distcp"), key=lambda file: file.stat().st_size)
         victim.write_bytes(b"\x5a" * victim.stat().st_size)
         assert "cannot be loaded into this model" in refusal(ranks, f"{PIPELINE} --load {own}")
@@ -164,12 +166,12 @@ def test_another_model_is_refused(ranks: RankPool, saved: Path, other: str) -> N
 
 
 def resume_with_a_smaller_batch(_rank: int, num_samples: int) -> None:
-    """Four iterations of eight samples, and two of four to come."""
+    """Check the data after four iterations of eight samples, with two iterations of four samples left."""
     args = Namespace(batch_sizes=BatchSizes(4, 4, 4, 0, 0), train_iters=6)
     check_length(args, Splits(range(num_samples), None, None, False, False), iteration=4, consumed_samples=32)
 
 
-def test_data_that_would_not_last_are_refused(ranks: RankPool) -> None:
+def test_too_few_samples_after_resuming_are_rejected(ranks: RankPool) -> None:
     ranks.run(1, resume_with_a_smaller_batch, 40)
     with pytest.raises(RankFailure) as caught:
         ranks.run(1, resume_with_a_smaller_batch, 39)

@@ -28,15 +28,15 @@ DISTRIBUTED = "--use-distributed-optimizer --bf16"
     ],
     ids=["1f1b p=4 to zb-v p=2", "zb-v p=2 to 1f1b p=4", "distributed optimizer, d=1 to d=2", "zb-v to interleaved"],
 )
-def test_training_goes_on_elsewhere(
+def test_training_continues_with_another_schedule_and_size(
     ranks: RankPool, tmp_path: Path, first: tuple[int, str], second: tuple[int, str], options: str
 ) -> None:
-    """Three iterations here and three there are six of either: a lost moment of Adam would show at once."""
+    """The losses after moving the checkpoint equal those without; a lost Adam moment would change them at once."""
     cut = f"{options} --save {tmp_path}/saved --exit-interval 3"
     begun = losses(train(ranks, first[0], f"{first[1]} {cut}", tmp_path / "begun"))
     whole = losses(train(ranks, first[0], f"{first[1]} {options} --load {tmp_path}/saved", tmp_path / "whole"))
     moved = losses(train(ranks, second[0], f"{second[1]} {options} --load {tmp_path}/saved", tmp_path / "moved"))
     assert list(begun) == [1, 2, 3] and list(whole) == list(moved) == [4, 5, 6]
     for iteration, (loss, *_) in whole.items():
-        # The gradient norm, and so the clipped step, is the same to rounding only.
+        # The gradient norm, and therefore the clipped step, is equal only up to rounding.
         assert moved[iteration][0] == pytest.approx(loss, rel=1e-5 if not options else 2e-3), iteration

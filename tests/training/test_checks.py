@@ -33,7 +33,7 @@ def refusal(flags: str, world_size: int = 1, base: str = BASE) -> str:
     return str(caught.value)
 
 
-def test_what_follows_from_other_flags_is_filled_in() -> None:
+def test_derived_values_are_filled_in() -> None:
     args = checked("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --lr-warmup-fraction 0.2", 8)
     assert args.data_parallel_size == 2
     assert args.global_batch_size == 4
@@ -41,7 +41,7 @@ def test_what_follows_from_other_flags_is_filled_in() -> None:
     assert (args.lr_decay_iters, args.lr_warmup_iters) == (10, 2)
 
 
-def test_dynamic_loss_scaling_expects_overflows() -> None:
+def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
     assert not checked("--fp16").check_for_nan_in_loss_and_grad
     assert checked("--fp16 --loss-scale 128").check_for_nan_in_loss_and_grad
     assert checked("--bf16").check_for_nan_in_loss_and_grad
@@ -120,7 +120,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         ("--load x --optimizer sgd", 1, "add --no-load-optim"),
         ("--zero-bubble-schedule zb-h1 --zero-bubble-schedule-file x", 1, "exclude each other"),
         ("--zero-bubble-schedule zb-h1", 1, "needs a pipeline of 2 or more ranks"),
-        ("--zero-bubble-post-validation", 1, "needs a zero-bubble schedule, whose passes validate a step, got none"),
+        ("--zero-bubble-post-validation", 1, "because its passes validate the optimizer step, got none"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-rollback inverse",
             2,
@@ -146,12 +146,12 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
             "--zero-bubble-memory-limit 0.25p works only with --zero-bubble-schedule zb-auto",
         ),
         ("--zero-bubble-rollback exact", 1, "exact has no effect without --zero-bubble-post-validation"),
-        ("--zero-bubble-log-bubble", 1, "without a zero-bubble schedule needs 2 or more pipeline ranks with one stage"),
-        (f"{INTERLEAVED} --zero-bubble-trace x", 2, "--zero-bubble-trace x without a zero-bubble schedule needs 2 or"),
+        ("--zero-bubble-log-bubble", 1, "a zero-bubble schedule, or 2 or more pipeline ranks with one stage each"),
+        (f"{INTERLEAVED} --zero-bubble-trace x", 2, "--zero-bubble-trace x needs a zero-bubble schedule, or 2 or more"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-v --no-overlap-p2p-communication",
             2,
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule",
+            "--no-overlap-p2p-communication does not work with a zero-bubble schedule",
         ),
         (
             (
@@ -167,7 +167,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
                 "--zero-bubble-wgrad-stream --zero-bubble-trace x"
             ),
             2,
-            "hides every W from",
+            "hides W passes from",
         ),
         (
             (
@@ -175,7 +175,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
                 "--zero-bubble-wgrad-stream --zero-bubble-log-bubble"
             ),
             2,
-            "--zero-bubble-log-bubble, because passes are timed on their own stream; drop one of them",
+            "--zero-bubble-log-bubble, which time only the main stream; drop one of the flags",
         ),
         (
             (
@@ -209,7 +209,7 @@ def test_dynamic_loss_scaling_expects_overflows() -> None:
         ),
     ],
 )
-def test_a_rule_that_does_not_hold_is_one_sentence(flags: str, world_size: int, words: str) -> None:
+def test_violated_rule_is_rejected_in_one_sentence(flags: str, world_size: int, words: str) -> None:
     assert words in refusal(flags, world_size)
 
 
@@ -223,17 +223,17 @@ def test_a_rule_that_does_not_hold_is_one_sentence(flags: str, world_size: int, 
         "--zero-bubble-schedule 1f1b --no-zero-bubble-fuse-wgrad --zero-bubble-trace x --zero-bubble-log-bubble",
     ],
 )
-def test_flags_that_mean_something_pass(flags: str) -> None:
+def test_effective_flags_are_accepted(flags: str) -> None:
     checked(f"--pipeline-model-parallel-size 2 {flags}", 2)
 
 
-def test_defaults_are_filled_in_where_a_flag_is_left_out() -> None:
+def test_omitted_flags_get_defaults() -> None:
     config = checked("--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto", 2).zero_bubble
     assert (config.placement, config.memory_limit, config.rollback) == ("linear", "1p", "exact")
     assert (config.post_validation, config.wgrad_stream, config.fuse_wgrad) == (False, False, True)
 
 
-def test_a_flag_in_a_configuration_file_counts_as_given(tmp_path: Path) -> None:
+def test_flags_of_a_configuration_file_are_checked(tmp_path: Path) -> None:
     file = tmp_path / "job.yaml"
     file.write_text("zero-bubble-memory-limit: 1p\n")
     assert "--zero-bubble-memory-limit 1p works only with" in refusal(f"--config {file}")
@@ -251,33 +251,35 @@ def schedule_file(tmp_path: Path) -> Callable[..., str]:
 
 
 class TestScheduleFile:
-    """Batches of 2 samples a microbatch."""
+    """Schedule files; a microbatch has 2 samples."""
 
     @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "breadth-first", "dualpipe-v"])
-    def test_costs_of_unsplit_backwards_are_not_recorded(self, schedule_file: Callable[..., str], name: str) -> None:
+    def test_record_costs_rejects_schedules_with_fused_backwards(
+        self, schedule_file: Callable[..., str], name: str
+    ) -> None:
         flags = f"{schedule_file(name)} --global-batch-size 8 --zero-bubble-record-costs x"
         assert "splits every backward into B and W, got" in refusal(flags, 2)
 
-    def test_costs_of_split_backwards_are(self, schedule_file: Callable[..., str]) -> None:
+    def test_record_costs_accepts_split_backwards(self, schedule_file: Callable[..., str]) -> None:
         checked(f"{schedule_file('zb-v')} --global-batch-size 8 --zero-bubble-record-costs x", 2)
 
     @pytest.mark.parametrize("name", ["interleaved-1f1b", "dualpipe-v"])
-    def test_nor_by_name(self, name: str) -> None:
+    def test_record_costs_rejects_named_schedules_with_fused_backwards(self, name: str) -> None:
         flags = f"--pipeline-model-parallel-size 2 --zero-bubble-schedule {name} --global-batch-size 8"
         assert f"W, got {name}; give" in refusal(f"{flags} --zero-bubble-record-costs x", 2)
 
-    def test_one_size_fits(self, schedule_file: Callable[..., str]) -> None:
+    def test_matching_size_is_accepted(self, schedule_file: Callable[..., str]) -> None:
         checked(f"{schedule_file('zb-h1')} --global-batch-size 8", 2)
 
-    def test_another_size_does_not(self, schedule_file: Callable[..., str]) -> None:
+    def test_other_size_is_rejected(self, schedule_file: Callable[..., str]) -> None:
         words = "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks and 6 microbatches"
         assert words in refusal(f"{schedule_file('zb-h1')} --global-batch-size 12", 2)
 
-    def test_a_batch_that_grows_does_not(self, schedule_file: Callable[..., str]) -> None:
+    def test_batch_ramp_up_is_rejected_with_a_schedule_file(self, schedule_file: Callable[..., str]) -> None:
         flags = f"{schedule_file('zb-h1')} --rampup-batch-size 8 2 24 --global-batch-size 12"
         assert "for 4 microbatches, but this job runs 4, 5 and 6 (batch ramp-up" in refusal(flags, 2)
 
-    def test_a_batch_that_grows_fits_a_name(self) -> None:
+    def test_batch_ramp_up_is_accepted_with_a_named_schedule(self) -> None:
         flags = "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1"
         checked(f"{flags} --rampup-batch-size 8 4 24 --global-batch-size 12", 2)
 
@@ -287,11 +289,11 @@ def test_missing_flags_are_listed_together() -> None:
 
 
 @pytest.mark.parametrize("flags", ["--pipeline-model-parallel-size 8", "--pipeline-model-parallel-size 4"])
-def test_layers_that_divide_pass(flags: str) -> None:
+def test_divisible_layers_are_accepted(flags: str) -> None:
     assert checked(flags, 8).num_layers == 8
 
 
-def test_uneven_ends_pass() -> None:
+def test_uneven_first_and_last_stages_are_accepted() -> None:
     ends = "--num-layers 8 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"
     assert checked(f"{ends} --pipeline-model-parallel-size 4", 4).num_layers_in_first_pipeline_stage == 1
 
@@ -299,37 +301,37 @@ def test_uneven_ends_pass() -> None:
 class TestData:
     base = BASE.removesuffix(" --mock-data")
 
-    def test_exactly_one_source(self) -> None:
+    def test_exactly_one_data_source_is_required(self) -> None:
         assert "got 0 of them" in refusal("", base=self.base)
         assert "got 2 of them" in refusal("--data-path a")
         assert "need --train-data-path" in refusal("--valid-data-path a", base=self.base)
 
-    def test_missing_files(self, tmp_path: Path) -> None:
+    def test_missing_data_file_is_named(self, tmp_path: Path) -> None:
         message = refusal(f"--data-path {tmp_path}/absent", base=self.base)
         assert f"needs the file {tmp_path}/absent.bin, which does not exist" in message
         assert "scripts/prepare_data.py" in message
 
-    def test_every_prefix_of_every_split_is_looked_at(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_every_prefix_of_every_split_is_checked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[str] = []
         monkeypatch.setattr(checks, "check_indexed", seen.append)
         checked("--train-data-path 1 a 2 b --valid-data-path c --test-data-path d e", base=self.base)
         assert seen == ["a", "b", "c", "d", "e"]
 
 
-def test_saving_to_a_file_is_refused(tmp_path: Path) -> None:
+def test_save_to_a_file_is_rejected(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert "must name a directory" in refusal(f"--save {file}")
 
 
 @pytest.mark.parametrize("package", ["psutil", "transformer_engine"])
-def test_a_missing_package_is_told_before_it_is_needed(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_missing_package_is_reported_before_training(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     monkeypatch.setattr(checks, "find_spec", lambda name: None)
     assert package in refusal("--save x" if package == "psutil" else "--transformer-impl transformer_engine")
 
 
 @pytest.mark.parametrize("config", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda path: path.stem)
-def test_the_configurations_that_we_ship_hold(config: Path) -> None:
+def test_shipped_configurations_are_valid(config: Path) -> None:
     base = f"--config {config}"
     sizes = parse(base.split())
     ranks = sizes.tensor_model_parallel_size * sizes.pipeline_model_parallel_size

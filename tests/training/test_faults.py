@@ -1,4 +1,4 @@
-"""What breaks a run, and what the run says of it."""
+"""Tests of runs with failing ranks: survivors end in time and name the failed rank."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 
-from tests.helpers.launch import Death, Ended, run_training
+from tests.helpers.launch import Death, RankExit, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
 from tests.helpers.ranks import REPOSITORY, RankPool
 
-pytestmark = pytest.mark.timeout(300)  # whole runs, some with their imports; ten times what a quiet machine takes
+pytestmark = pytest.mark.timeout(300)  # whole runs, some including imports; ten times the duration on an idle machine
 
-# The survivors of a rank that is killed must all have ended after this long: what we promise to users. A quiet machine
-# takes a few seconds; one whose cores are lent out elsewhere was seen to take more than 20.
+# Documented limit within which all survivors of a killed rank end. On an idle machine they take a few seconds, on a
+# machine with oversubscribed cores more than 20.
 LIMIT_S = 60.0
 
 BACKWARD = "megatron.zero_bubble.adapter.stage:MegatronStage._backward"
@@ -49,7 +49,7 @@ def exit_in_backward(rank: int) -> None:
         MegatronStage._backward = lambda *_, **__: sys.exit(3)  # type: ignore[method-assign, assignment]
 
 
-def check_survivors(ended: list[Ended], victim: int) -> None:
+def check_survivors(ended: list[RankExit], victim: int) -> None:
     assert ended[victim].exit_code == -signal.SIGKILL
     for rank, survivor in enumerate(ended):
         if rank == victim:
@@ -63,37 +63,37 @@ def check_survivors(ended: list[Ended], victim: int) -> None:
 
 class TestKilledRank:
     @pytest.mark.parametrize("victim", [0, 2])
-    def test_in_the_passes(self, tmp_path: Path, victim: int) -> None:
-        """Every other rank waits for its neighbour, which is mostly not the rank that died."""
+    def test_death_in_the_passes(self, tmp_path: Path, victim: int) -> None:
+        """Every other rank waits for its neighbour, which for most ranks is not the dead rank."""
         ended = run_training(4, flags(Layout(4), 8), tmp_path, Death(victim, BACKWARD, call=20))
         check_survivors(ended, victim)
 
-    def test_in_the_optimizer(self, tmp_path: Path) -> None:
-        """The others wait in the reduction of the gradient norm, where no pass and no channel is involved."""
+    def test_death_in_the_optimizer(self, tmp_path: Path) -> None:
+        """The other ranks wait in the reduction of the gradient norm, which involves no pass and no channel."""
         ended = run_training(2, flags(Layout(2), 2), tmp_path, Death(1, OPTIMIZER, call=2))
         check_survivors(ended, 1)
 
-    def test_in_another_pipeline(self, tmp_path: Path) -> None:
-        """The pipeline that is whole ends too, and so do the ranks whose neighbour is a survivor that ended before."""
+    def test_death_in_another_pipeline(self, tmp_path: Path) -> None:
+        """The intact pipeline ends as well, and so do ranks whose neighbour is a survivor that ended before."""
         ended = run_training(4, flags(Layout(2, data=2), 4), tmp_path, Death(3, BACKWARD, call=6))
         check_survivors(ended, 3)
 
-    def test_that_exits(self, tmp_path: Path) -> None:
-        """Python calls no ``sys.excepthook`` then."""
+    def test_sys_exit_is_named_by_the_others(self, tmp_path: Path) -> None:
+        """Python does not call ``sys.excepthook`` for SystemExit."""
         ended = run_training(2, flags(Layout(2), 4), tmp_path, exit_in_backward)
         assert [rank.exit_code for rank in ended] == [1, 3]
         assert SENTENCE.replace("died", "exited with code 3").format(0, 1) in ended[0].output
 
-    def test_while_it_joins(self, tmp_path: Path) -> None:
-        """The process groups are not made yet."""
+    def test_death_before_the_process_groups_exist(self, tmp_path: Path) -> None:
+        """Rank 1 dies at the start of ``lay_out``, which creates the process groups."""
         lay_out = "megatron.zero_bubble.training.distributed:lay_out"
         check_survivors(run_training(4, flags(Layout(4), 2), tmp_path, Death(1, lay_out)), 1)
 
 
-def test_killed_between_a_step_and_its_validation(tmp_path: Path) -> None:
-    """What was saved is final: the resumed run repeats the one that nobody killed, bit for bit."""
+def test_kill_between_step_and_validation_keeps_a_valid_checkpoint(tmp_path: Path) -> None:
+    """Saved states are final: the resumed run equals the uninterrupted run bit for bit."""
 
-    def metrics_of(name: str, *more: str, death: Death | None = None) -> tuple[list[Ended], list[str]]:
+    def metrics_of(name: str, *more: str, death: Death | None = None) -> tuple[list[RankExit], list[str]]:
         file = tmp_path / f"{name}.jsonl"
         words = flags(Layout(2), 4, "--zero-bubble-post-validation", "--clip-grad", "100", schedule="zb-h2")
         every = ["--train-iters", "7", "--eval-iters", "0", "--metrics-file", str(file), *more]
@@ -112,7 +112,7 @@ def test_killed_between_a_step_and_its_validation(tmp_path: Path) -> None:
 
 
 def real_script(*arguments: str, environment: dict[str, str] | None = None, log: Path) -> subprocess.Popen[bytes]:
-    """A user's process, imports and exit included."""
+    """Start a new Python process as a user would, including imports and exit."""
     inherited = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         return subprocess.Popen(
@@ -136,12 +136,12 @@ def iterations_in(metrics: Path) -> int:
 
 
 def long_run(metrics: Path) -> list[str]:
-    """Four stages, and iterations that are nearly all passes."""
+    """Return flags for four stages and iterations that consist almost entirely of passes."""
     return flags(Layout(4), 24, "--train-iters", "1000", "--eval-iters", "0", "--metrics-file", str(metrics))
 
 
-def test_killed_rank_of_bare_processes(tmp_path: Path) -> None:
-    """No agent ends the others: they do it themselves, interpreter and all."""
+def test_killed_rank_without_an_agent(tmp_path: Path) -> None:
+    """Without an agent, the survivors' processes end by themselves."""
     metrics, port = tmp_path / "metrics", _free_port()
     logs = [tmp_path / f"{rank}.log" for rank in range(4)]
     ranks = [
@@ -167,7 +167,7 @@ def test_killed_rank_of_bare_processes(tmp_path: Path) -> None:
         for process in ranks:
             process.wait(timeout=LIMIT_S)
         ended = [
-            Ended(process.returncode, log.read_text(), time.monotonic() - killed)
+            RankExit(process.returncode, log.read_text(), time.monotonic() - killed)
             for process, log in zip(ranks, logs, strict=True)
         ]
     finally:
@@ -178,7 +178,7 @@ def test_killed_rank_of_bare_processes(tmp_path: Path) -> None:
 
 
 def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
-    """The agent's SIGTERM, which else asks for a clean stop, must not take the survivors' words or make them hang."""
+    """The agent's SIGTERM, normally a request for a clean stop, must not suppress survivors' messages or hang them."""
     metrics, log = tmp_path / "metrics", tmp_path / "log"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
     agent = real_script(*launcher, "scripts/pretrain_gpt.py", *long_run(metrics), log=log)
@@ -209,18 +209,18 @@ def stop_after_a_failure(rank: int) -> bool:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_does_not_cut_the_words_of_a_failed_rank(ranks: RankPool) -> None:
+def test_sigterm_is_ignored_after_a_failure(ranks: RankPool) -> None:
     assert ranks.run(1, stop_after_a_failure) == [True]
 
 
 class TestCheckpoint:
-    def test_survives_a_kill_while_the_next_is_written(self, tmp_path: Path) -> None:
-        """Rank 1 dies as it writes the second checkpoint; what resumes from the first repeats the whole run's bits."""
+    def test_checkpoint_survives_a_kill_during_the_next_save(self, tmp_path: Path) -> None:
+        """Rank 1 dies while writing the second checkpoint; resuming from the first equals the whole run bit for bit."""
         layout, folder = Layout(2), tmp_path / "checkpoints"
         keep = ["--save", str(folder), "--load", str(folder), "--save-interval", "2", "--attention-dropout", "0.1"]
         metrics = {name: tmp_path / f"{name}.jsonl" for name in ("whole", "cut", "resumed")}
 
-        def run(name: str, *more: str, setup: Death | None = None) -> list[Ended]:
+        def run(name: str, *more: str, setup: Death | None = None) -> list[RankExit]:
             words = flags(layout, 3, *more, "--attention-dropout", "0.1", "--metrics-file", str(metrics[name]))
             return run_training(layout.num_ranks, words, tmp_path, setup)
 
@@ -235,7 +235,7 @@ class TestCheckpoint:
 
 
 def bits(metrics: Path) -> list[tuple[int, str, str]]:
-    """Iteration, loss and gradient norm of every training line, exact."""
+    """Return iteration, exact loss and exact gradient norm of every training record."""
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     return [(m["iteration"], m["lm_loss"].hex(), m["grad_norm"].hex()) for m in lines if m["kind"] == "train"]
 

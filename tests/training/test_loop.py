@@ -14,7 +14,7 @@ DROPOUT = "--mock-data --attention-dropout 0.1 --hidden-dropout 0.1"
 
 
 def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> None:
-    """From the loss of guessing one of 257 ids, ln 257 = 5.55, to less than half of it."""
+    """The loss falls from that of random guessing among 257 ids, ln 257 = 5.55, to less than half of it."""
     write_documents(str(tmp_path / "text"), [b"the quick brown fox jumps over the lazy dog. " * 20] * 20)
     data = f"--data-path {tmp_path}/text --split 90,5,5 --eval-iters 1"
     flags = f"{data} --pipeline-model-parallel-size 2 --train-iters 30 --lr 1e-2 --position-embedding-type rope"
@@ -27,28 +27,28 @@ def test_two_pipeline_ranks_learn_a_text(ranks: RankPool, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("schedule", ["", "--zero-bubble-schedule zb-v --zero-bubble-post-validation"])
-def test_the_log_shows_the_bubble(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
-    """And nothing else changes; with post-validation, how steps were taken too. Evaluations are no iterations."""
+def test_log_bubble_reports_bubbles_and_changes_no_result(ranks: RankPool, tmp_path: Path, schedule: str) -> None:
+    """Evaluations do not count as iterations; with post-validation, counts of steps are reported as well."""
     flags = f"--mock-data --pipeline-model-parallel-size 2 {schedule} --train-iters 7 --log-interval 3"
     seen = train(ranks, 2, f"{flags} --zero-bubble-log-bubble --eval-iters 1 --eval-interval 3", tmp_path / "seen")
     assert losses(seen) == losses(train(ranks, 2, flags, tmp_path / "plain"))
     bubbles = [line for line in seen if line["kind"] == "bubble"]
     assert [(line["iteration"], line["num_iterations"]) for line in bubbles] == [(3, 3), (6, 3), (7, 1)]
     for line in bubbles:
-        assert 0.0 <= line["planned"] < 0.5  # a zb-v may have none
+        assert 0.0 <= line["planned"] < 0.5  # zb-v can have no planned bubble
         assert 0.0 < line["measured"] < 1.0
         assert ("steps" in line) == ("post-validation" in schedule)
         assert line.get("steps", line["iteration"]) in (line["iteration"] - 1, line["iteration"])
 
 
-def test_a_ramp_of_the_batch_size(ranks: RankPool, tmp_path: Path) -> None:
+def test_batch_size_ramp_up(ranks: RankPool, tmp_path: Path) -> None:
     lines = train(ranks, 1, "--mock-data --rampup-batch-size 4 4 30 --global-batch-size 12", tmp_path / "metrics")
     assert [line["num_microbatches"] for line in lines] == [2, 2, 2, 2, 4, 4]
     assert [line["consumed_samples"] for line in lines] == [4, 8, 12, 16, 24, 32]
 
 
-def test_evaluating_changes_nothing_and_repeats_itself(ranks: RankPool, tmp_path: Path) -> None:
-    """Although parameters are gathered by the forward that needs them, and whatever dropout has drawn."""
+def test_evaluation_is_repeatable_and_does_not_affect_training(ranks: RankPool, tmp_path: Path) -> None:
+    """Holds with parameters gathered during the forward and independent of the random states of dropout."""
     flags = f"{DROPOUT} --use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --train-iters 4"
     often = train(ranks, 2, f"{flags} --eval-iters 1 --eval-interval 2", tmp_path / "often")
     plain = train(ranks, 2, flags, tmp_path / "plain")
@@ -57,7 +57,7 @@ def test_evaluating_changes_nothing_and_repeats_itself(ranks: RankPool, tmp_path
     assert [(line["iteration"], line["split"]) for line in evaluations] == [(2, "valid"), (4, "valid"), (4, "test")]
     frozen = train(ranks, 1, f"{DROPOUT} --lr 0 --eval-iters 1 --eval-interval 1 --train-iters 2", tmp_path / "frozen")
     valid = [line["lm_loss"] for line in frozen if line.get("split") == "valid"]
-    assert valid[0] == valid[1], "the same samples each time, without dropout"
+    assert valid[0] == valid[1], "every evaluation must use the same samples, without dropout"
 
 
 @pytest.mark.parametrize(
@@ -73,26 +73,26 @@ def test_evaluating_changes_nothing_and_repeats_itself(ranks: RankPool, tmp_path
         pytest.param("--optimizer sgd --fp16 --loss-scale 128 --squared-relu", marks=pytest.mark.full),
     ],
 )
-def test_what_megatron_core_offers_trains(ranks: RankPool, tmp_path: Path, flags: str) -> None:
+def test_megatron_core_features_train(ranks: RankPool, tmp_path: Path, flags: str) -> None:
     seen = losses(train(ranks, 2, f"--mock-data {flags}", tmp_path / "metrics"))
     assert seen[6][0] < seen[1][0]
 
 
-def test_the_last_iterations_are_reported_whatever_the_interval(ranks: RankPool, tmp_path: Path) -> None:
+def test_last_iterations_are_reported_with_any_log_interval(ranks: RankPool, tmp_path: Path) -> None:
     lines = train(ranks, 1, "--mock-data --log-interval 4 --train-iters 6 --exit-interval 5", tmp_path / "metrics")
     assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5]
 
 
 def screen(rank: int, num_ranks: int, words: list[str]) -> str:
-    """What one rank prints."""
+    """Run one rank and return its standard output."""
     with redirect_stdout(StringIO()) as out:
         run(rank, num_ranks, words)
     return out.getvalue()
 
 
 @pytest.mark.parametrize("flags", ["", "--zero-bubble-schedule zb-h1 --zero-bubble-post-validation"])
-def test_the_first_iteration_is_logged_whatever_the_interval(ranks: RankPool, flags: str) -> None:
-    """With post-validation it is logged once its step is final."""
+def test_first_iteration_is_logged_with_any_log_interval(ranks: RankPool, flags: str) -> None:
+    """With post-validation, the first iteration is logged once its step is final."""
     job = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --log-interval 100 {flags}"
     shown = "".join(ranks.run(2, screen, 2, job.split(), timeout=100))
     assert re.findall(r"iteration (\d+)/6 ", shown) == ["1", "6"]

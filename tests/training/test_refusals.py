@@ -1,4 +1,4 @@
-"""What cannot work is refused with one sentence and exit code 2, by one rank of all, before it costs anything."""
+"""Invalid jobs are rejected early: every rank exits with code 2, and one rank prints one sentence."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZERO_BUBBLE = ["--zero-bubble-schedule", "zb-h1"]
 
 
 def data(prefix: Path) -> list[str]:
-    """The base flags with a file for the mock data."""
+    """Return the base flags with a data file instead of mock data."""
     return [*(word for word in BASE if word != "--mock-data"), "--data-path", str(prefix)]
 
 
@@ -65,13 +65,13 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "virtual pipeline": (
         lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],
-        "'zb-h1' has one stage a rank; got 2; leave the number out",
+        "'zb-h1' has one stage per rank; got 2; leave the number out",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BEFORE_TORCH)
-def test_flags_and_files(
+def test_invalid_flags_and_files_are_rejected_before_torch_is_imported(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_flags, sentence = BEFORE_TORCH[case]
@@ -104,30 +104,33 @@ IN_BLOCKS = (
 )
 
 FILES: dict[str, tuple[Callable[[], str], str]] = {
-    "W's out of order": (
+    "W passes out of order": (
         plan_of(Placement.linear(2), *OUT_OF_ORDER),
-        "stage 0 of 'by hand' runs W of microbatch 1 before that of an earlier backward",
+        "stage 0 of 'by hand' runs W of microbatch 1 too early",
     ),
-    "two of the first stages on a rank": (
+    "two of the first stages on one rank": (
         plan_of(Placement((0, 0, 1, 1)), *IN_BLOCKS),
-        "needs one of the first P stages on every rank",
+        "each rank must have one of stages 0..P-1",
     ),
-    "no JSON": (lambda: "{", r"schedule file .*plan\.json"),
-    "a pass is missing": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),
-    "of other ranks": (plan_for(4, 3), "is for 4 ranks, but the job runs 2 pipeline ranks"),
-    "of other microbatches": (plan_for(2, 4), "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks"),
+    "not JSON": (lambda: "{", r"schedule file .*plan\.json"),
+    "missing pass": (lambda: plan_for(2, 3)().replace(', "1W2"', ""), r"schedule file .*plan\.json.*1W2"),
+    "other number of ranks": (plan_for(4, 3), "is for 4 ranks, but the job runs 2 pipeline ranks"),
+    "other number of microbatches": (
+        plan_for(2, 4),
+        "is for 2 ranks and 4 microbatches, but the job runs 2 pipeline ranks",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", FILES)
-def test_schedule_files(case: str, tmp_path: Path) -> None:
+def test_invalid_schedule_files_are_rejected_by_all_ranks(case: str, tmp_path: Path) -> None:
     write, sentence = FILES[case]
     file = tmp_path / "plan.json"
     file.write_text(write())
     check_all_refuse([*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)], tmp_path, None, sentence)
 
 
-def test_a_schedule_that_one_rank_cannot_put_in_force(tmp_path: Path) -> None:
+def test_all_ranks_end_if_one_cannot_apply_the_schedule(tmp_path: Path) -> None:
     check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, refuse_on_rank_1, "rank 1 has another megatron-core")
 
 
@@ -143,7 +146,7 @@ def refuse_on_rank_1(rank: int) -> None:
         patches.installed_seams = another
 
 
-def test_a_schedule_file_is_read_once_on_each_rank(tmp_path: Path) -> None:
+def test_schedule_file_is_read_once_per_rank(tmp_path: Path) -> None:
     file, log = tmp_path / "plan.json", tmp_path / "reads"
     file.write_text(plan_for(2, 3)())
     words = [*BASE, *PAIR, "--zero-bubble-schedule-file", str(file)]
@@ -157,8 +160,8 @@ def count_reads(rank: int, file: Path, log: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval-iters", "0"]])
-def test_a_split_without_documents(tmp_path: Path, flags: list[str]) -> None:
-    """Of forty documents the default ``--split`` leaves none for the test, evaluated or not."""
+def test_split_without_documents_is_rejected(tmp_path: Path, flags: list[str]) -> None:
+    """The default ``--split`` of forty documents leaves none for the test split; evaluation need not be enabled."""
     articles = tmp_path / "articles.jsonl"
     articles.write_text("".join(json.dumps({"text": f"article {number}"}) + "\n" for number in range(40)))
     prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--input", str(articles)]
@@ -170,9 +173,9 @@ def test_a_split_without_documents(tmp_path: Path, flags: list[str]) -> None:
     check_all_refuse(words, tmp_path, None, sentence)
 
 
-def test_a_memory_limit_that_is_none(tmp_path: Path) -> None:
+def test_invalid_memory_limit_is_rejected(tmp_path: Path) -> None:
     words = [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-memory-limit", "60GB"]
-    check_all_refuse(words, tmp_path, None, "a memory limit is written 1p .* or 60GiB; got '60GB'")
+    check_all_refuse(words, tmp_path, None, "a memory limit is written like 1p .* or 60GiB; got '60GB'")
 
 
 def test_an_unknown_megatron_core(tmp_path: Path) -> None:
@@ -192,7 +195,7 @@ def another_version(_rank: int) -> None:
     model.build_model = too_late
 
 
-def test_a_megatron_core_that_is_too_old(tmp_path: Path) -> None:
+def test_too_old_megatron_core_is_rejected(tmp_path: Path) -> None:
     sentence = "needs megatron-core 0.15 or newer, got 0.14.1; install 0.16.1, or run Megatron-LM's own script under"
     check_all_refuse([*BASE, *PAIR], tmp_path, an_old_version, sentence)
 
@@ -203,7 +206,7 @@ def an_old_version(_rank: int) -> None:
     megatron.core.__version__ = "0.14.1"
 
 
-def test_a_seam_that_changed(tmp_path: Path) -> None:
+def test_changed_seam_is_rejected(tmp_path: Path) -> None:
     sentence = r"layers\.linear_with_grad_accumulation_and_async_allreduce must accept .* it has \(x, w\)"
     check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, another_linear, sentence)
 
@@ -214,7 +217,7 @@ def another_linear(_rank: int) -> None:
     layers.linear_with_grad_accumulation_and_async_allreduce = lambda x, w: x @ w.t()
 
 
-def test_a_model_that_a_reordered_backward_cannot_run(tmp_path: Path) -> None:
+def test_variable_sequence_lengths_are_rejected(tmp_path: Path) -> None:
     sentence = (
         "need variable_seq_lengths=False, because receives are posted before the shape is known; got True; pad to"
     )
@@ -234,7 +237,7 @@ def variable_lengths(_rank: int) -> None:
 
 
 def check_all_refuse(words: list[str], folder: Path, setup: Callable[[int], object] | None, sentence: str) -> None:
-    """Two ranks end with code 2, and the first of them says why."""
+    """Run two ranks; both must exit with code 2, and only rank 0 prints the error."""
     first, second = run_training(2, words, folder, setup)
     assert (first.exit_code, second.exit_code) == (2, 2), first.output + second.output
     check(
@@ -244,7 +247,7 @@ def check_all_refuse(words: list[str], folder: Path, setup: Callable[[int], obje
 
 
 def check(output: str, sentence: str) -> None:
-    """The one error in ``output`` is ``sentence``, a pattern or a text."""
+    """Check that ``output`` has exactly one error, which contains ``sentence`` or matches it as a pattern."""
     assert len(re.findall("^error: ", output, re.MULTILINE)) == 1, output
     assert "Traceback" not in output
     assert sentence in output or re.search(sentence, output, re.DOTALL), output

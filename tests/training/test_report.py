@@ -26,7 +26,7 @@ def metrics(iteration: int, **changes: Any) -> IterationMetrics:
     return IterationMetrics(**{**values, **changes})
 
 
-def test_lines_of_a_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(True, 100) as progress:
         slow = metrics(9, iteration_ms=300.0, tokens_per_second=2000.0)
         progress.iterations([slow, metrics(10)])
@@ -39,7 +39,7 @@ def test_lines_of_a_plain_output(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_the_bubble_ends_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_bubble_is_appended_to_the_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "metrics"
     with Progress(True, 100, str(file)) as progress:
         progress.iterations([metrics(9), metrics(10)], BubbleMetrics(10, 2, 0.1254, 0.1))
@@ -54,7 +54,7 @@ def test_the_bubble_ends_the_line(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert (lines[4]["steps"], lines[4]["waited"], lines[4]["repeated"]) == (11, 2, 1)
 
 
-def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     with Progress(True, 48) as progress:
         progress.iterations([metrics(12)])
@@ -62,11 +62,11 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         progress.iterations([metrics(48)])
     shown = capsys.readouterr().out
     assert shown.startswith("\r\033[K[" + "#" * 6 + "." * 18 + "] iteration 12/48")
-    assert "\r\033[Ksaved\n" in shown, "a line replaces the bar"
+    assert "\r\033[Ksaved\n" in shown, "a printed line must replace the bar"
     assert "[" + "#" * 24 + "]" in shown and shown.endswith("\n")
 
 
-def test_the_bar_moves_between_reports_once_per_second(
+def test_bar_is_updated_between_reports_once_per_second(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
@@ -83,13 +83,13 @@ def test_the_bar_moves_between_reports_once_per_second(
     assert capsys.readouterr().out.startswith(f"\r\033[K[{bar}] 24/48; last report: iteration 12/48")
 
 
-def test_nothing_moves_where_the_output_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bar_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(True, 48) as progress:
         progress.reached(13)
     assert capsys.readouterr().out == ""
 
 
-def test_the_metrics_file_grows_and_keeps_every_bit(tmp_path: Path) -> None:
+def test_metrics_file_is_appended_and_exact(tmp_path: Path) -> None:
     file = tmp_path / "new" / "metrics.jsonl"
     third = 1.0 / 3.0
     for iteration in (1, 2):
@@ -103,14 +103,14 @@ def test_the_metrics_file_grows_and_keeps_every_bit(tmp_path: Path) -> None:
     assert lines[1]["consumed_samples"] == 16
 
 
-def test_a_metrics_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_unwritable_metrics_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="--metrics-file needs a file that can be written") as caught:
         Progress(True, 10, str(tmp_path / "file" / "metrics"))
-    assert not caught.value.everywhere, "the reporting rank alone knows"
+    assert not caught.value.everywhere, "only the reporting rank raises this error"
 
 
-def test_other_ranks_are_silent_and_open_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_print_nothing_and_open_no_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Progress(False, 10, str(tmp_path / "metrics"), str(tmp_path / "board")) as progress:
         progress.say("hello")
         progress.iterations([metrics(1)])
@@ -119,7 +119,7 @@ def test_other_ranks_are_silent_and_open_nothing(tmp_path: Path, capsys: pytest.
     assert list(tmp_path.iterdir()) == []
 
 
-def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_scalars_are_written_to_tensorboard(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[tuple[str, float, int]] = []
     writer = SimpleNamespace(
         add_scalar=lambda *scalar: seen.append(scalar), close=lambda: seen.append(("closed", 0.0, 0))
@@ -133,10 +133,10 @@ def test_tensorboard_gets_scalars(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert seen[-1][0] == "closed"
 
 
-def test_without_tensorboard_the_run_goes_on(
+def test_missing_tensorboard_only_warns(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # an import of it now fails
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # makes its import fail
     with Progress(True, 10, tensorboard_dir=str(tmp_path)) as progress:
         progress.iterations([metrics(1)])
     assert "TensorBoard is not installed" in capsys.readouterr().out

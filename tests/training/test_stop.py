@@ -17,7 +17,11 @@ HANDLERS = (signal.SIGTERM, signal.SIGINT)
 
 
 def signalled_in(rank: int, iteration: int) -> tuple[int, bool]:
-    """Ten empty iterations, rank 1 signalled in one of them: the last one, and whether the handlers are put back."""
+    """Run ten empty iterations and signal rank 1 in one of them.
+
+    Returns:
+        The last iteration, and whether the signal handlers were restored.
+    """
     before = [signal.getsignal(number) for number in HANDLERS]
     last = 0
     with StopRequest(CPU, f"rank {rank}") as stop:
@@ -39,10 +43,10 @@ def test_all_ranks_stop_after_the_same_iteration(ranks: RankPool, iteration: int
 def never_votes(rank: int) -> None:
     with StopRequest(CPU, f"rank {rank} of the test", shortest_grace_s=0.2):
         os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30.0)  # as if in a collective: Python's handler runs, and the wait goes on
+        time.sleep(30.0)  # like a collective: Python's handler runs, but the wait continues
 
 
-def test_a_rank_that_waits_for_ever_ends_by_itself(ranks: RankPool) -> None:
+def test_hanging_rank_exits_after_the_grace_period(ranks: RankPool) -> None:
     with pytest.raises(RankFailure) as caught:
         ranks.run(1, never_votes, timeout=20)
     report = caught.value.reports[0]
@@ -51,7 +55,7 @@ def test_a_rank_that_waits_for_ever_ends_by_itself(ranks: RankPool) -> None:
 
 
 def is_busy(rank: int) -> str:
-    """A signal comes, and what follows is long but gets on: an evaluation, a checkpoint, the end of the run."""
+    """Send a signal before slow work that makes progress: an evaluation, a checkpoint, the end of the run."""
     with StopRequest(CPU, f"rank {rank}", shortest_grace_s=0.3) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(5):
@@ -61,11 +65,11 @@ def is_busy(rank: int) -> str:
             time.sleep(0.8)
         stop.ended()
         time.sleep(0.8)
-    return "not cut"
+    return "completed"
 
 
-def test_an_evaluation_and_a_checkpoint_are_not_cut_short(ranks: RankPool) -> None:
-    assert ranks.run(1, is_busy) == ["not cut"]
+def test_evaluation_and_checkpoint_are_not_interrupted(ranks: RankPool) -> None:
+    assert ranks.run(1, is_busy) == ["completed"]
 
 
 def interrupts_twice(rank: int) -> str:
@@ -76,15 +80,15 @@ def interrupts_twice(rank: int) -> str:
             time.sleep(5.0)
         except KeyboardInterrupt:
             return "interrupted"
-    return "went on"
+    return "continued"
 
 
-def test_the_second_ctrl_c_interrupts(ranks: RankPool) -> None:
+def test_second_ctrl_c_interrupts(ranks: RankPool) -> None:
     assert ranks.run(1, interrupts_twice) == ["interrupted"]
 
 
-def test_a_signalled_run_saves_and_exits_with_0(tmp_path: Path) -> None:
-    """One rank gets the signal in iteration 2; the run ends after the next and can be resumed."""
+def test_signalled_run_saves_and_exits_with_0(tmp_path: Path) -> None:
+    """One rank receives the signal in iteration 2; the run ends after iteration 3 and can be resumed."""
     step = "megatron.core.optimizer.optimizer:ChainedOptimizer.step"
     flags = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --train-iters 1000 --save {tmp_path}/saved"
     words = [*flags.split(), "--metrics-file", str(tmp_path / "metrics")]

@@ -1,4 +1,4 @@
-"""Where weight gradients go, and when data parallelism may reduce them."""
+"""Tests of the accumulation of weight gradients and of when data parallelism may reduce them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from megatron.zero_bubble.wgrad.store import Product
 
 
 class Wrapped(torch.nn.Module):
-    """Looks like a wrapper whose gradient hooks only autograd can call."""
+    """Imitates a wrapper whose gradient hooks only autograd can call."""
 
     def no_sync(self) -> None:
         raise AssertionError("never called")
 
 
-def test_a_chunk_at_the_address_of_another_is_not_that_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accumulate, "id", lambda _chunk: 0, raising=False)  # a freed address is used again
+def test_chunks_are_not_identified_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(accumulate, "id", lambda _chunk: 0, raising=False)  # imitates the reuse of a freed address
     accumulator = accumulate.GradAccumulator()
     accumulator.watch([torch.nn.Linear(2, 2)])
     with pytest.raises(UserError, match="DistributedDataParallel"):
         accumulator.watch([Wrapped()])
 
 
-def test_the_jobs_own_kernel_makes_a_weight_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However often the weight is used in a microbatch."""
+def test_fused_kernel_makes_a_weight_ready_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight is used twice in the microbatch and becomes ready once."""
     weight: Any = torch.nn.Parameter(torch.zeros(1, 1))
     weight.main_grad, weight.grad_added_to_main_grad = torch.zeros(1, 1), False
     kernel = SimpleNamespace(wgrad_gemm_accum_fp32=lambda x, grad, main_grad: main_grad.addmm_(grad.t(), x))

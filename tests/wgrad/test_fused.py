@@ -1,4 +1,4 @@
-"""Fused weight gradients: near the exact run, equal among schedules, and reduced while the tail still computes."""
+"""Tests of fused weight gradients: near stock, equal across schedules, and reduced while the last W passes run."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ ROWS = {
     ),
     "bf16 gradients": (Layout(2, data=2), 3, "--bf16 --grad-reduce-in-bf16", 2e-2),
 }
-"""Layout, microbatches, flags, and how far a loss or a norm may be from stock's after five steps, relative."""
+"""Layout, microbatches, flags, and relative tolerance of losses and norms against stock after five steps."""
 
 
 def figures(noted: Sequence[str]) -> list[float]:
-    """Losses or norms; those of an evaluation stand behind the name of its split."""
+    """Parse losses or norms; the loss of an evaluation follows the name of its split."""
     return [float.fromhex(text) for text in (words.split()[-1] for words in noted) if text != "None"]
 
 
 @pytest.mark.parametrize("layout, num_microbatches, options, tolerance", ROWS.values(), ids=ROWS)
-def test_near_stock_and_equal_among_schedules(
+def test_fused_gradients_are_near_stock_and_equal_across_schedules(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, tolerance: float
 ) -> None:
     flags = layout.flags(num_microbatches, f"{options} {FUSED}")
@@ -57,12 +57,13 @@ def test_near_stock_and_equal_among_schedules(
         for own, expected in ((fused.losses, stock.losses), (fused.grad_norms, stock.grad_norms)):
             assert figures(own) == pytest.approx(figures(expected), rel=tolerance)
     if "16" in options:
-        assert any(fused.weights != stock.weights for stock, fused, _ in results), "it ran"
+        assert any(fused.weights != stock.weights for stock, fused, _ in results), "fused accumulation must have run"
 
 
 def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tuple[list[Outcome], list[int]]:
-    """The training, and how many weight gradients were still to be computed when each reduction began. The first rank
-    has its last three W's at its end: only it reduces in several buckets.
+    """Train; return the outcomes, and the number of pending weight gradients at the start of each reduction.
+
+    The first rank, the only one that reduces several buckets, runs its last three W passes at the end.
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
@@ -96,8 +97,8 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
 
 
 @pytest.mark.parametrize("options", ["", FUSED])
-def test_the_tail_is_reduced_while_it_computes(ranks: RankPool, options: str) -> None:
-    """With three W's left, the first reduction begins before the second of them."""
+def test_reduction_starts_before_the_last_w(ranks: RankPool, options: str) -> None:
+    """With three W passes left, the first reduction starts before the second of them."""
     flags = Layout(2, data=2, num_layers=4).flags(6, f"{OVERLAP} --untie-embeddings-and-output-weights {options}")
     schedules = [None, "zb-h2"]
     results = ranks.run(4, train_noting, flags, schedules, timeout=200)
@@ -105,14 +106,14 @@ def test_the_tail_is_reduced_while_it_computes(ranks: RankPool, options: str) ->
         assert_same_bits([outcomes for outcomes, _ in results], schedules)
     linears = 2 * 4  # qkv, proj, fc1, fc2 of two layers
     left = results[0][1]
-    # With all three left a bucket without a linear is reduced, in the last backward.
+    # A bucket without linears is reduced in the last backward, with all three W passes left.
     assert any(2 * linears < n < 3 * linears for n in left), left
 
 
 def train_half_split(
     rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
 ) -> list[Outcome]:
-    """Training whose own schedules have every second backward split, W right behind B."""
+    """Train with every second backward split, and each W directly after its B."""
     from megatron.zero_bubble.job import source
 
     def half_split(name: str, **figures: Any) -> Schedule:
@@ -130,7 +131,7 @@ def train_half_split(
 
 
 @pytest.mark.parametrize("options", ["", FUSED])
-def test_split_and_unsplit_backwards_add_to_the_same_weights(ranks: RankPool, options: str) -> None:
+def test_split_and_fused_backwards_accumulate_into_the_same_weights(ranks: RankPool, options: str) -> None:
     flags = Layout(2, data=2).flags(4, f"--overlap-grad-reduce --untie-embeddings-and-output-weights {options}")
     results = ranks.run(4, train_half_split, flags, train, [None, "1f1b"], timeout=200)
     if not options:
@@ -139,12 +140,12 @@ def test_split_and_unsplit_backwards_add_to_the_same_weights(ranks: RankPool, op
     for stock, own in results:
         assert figures(own.losses) == pytest.approx(figures(stock.losses), rel=1e-5)
         assert figures(own.grad_norms) == pytest.approx(figures(stock.grad_norms), rel=1e-5)
-    beside = ranks.run(4, train_half_split, flags, train_beside, ["1f1b"], timeout=200)
-    assert beside == [[own] for _, own in results]
+    on_side_stream = ranks.run(4, train_half_split, flags, train_on_side_stream, ["1f1b"], timeout=200)
+    assert on_side_stream == [[own] for _, own in results]
 
 
-class UntilJoined:
-    """A stream that is as slow as it may be: what runs beside the passes happens when it is waited for."""
+class LazyStream:
+    """The slowest possible side stream: work runs only when it is waited for."""
 
     num_late = 0
 
@@ -156,35 +157,35 @@ class UntilJoined:
 
     def join(self) -> None:
         while self._queued:
-            UntilJoined.num_late += 1
+            LazyStream.num_late += 1
             self._queued.pop(0)()
 
 
-def train_beside(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
-    """The training with weight gradients on such a stream."""
+def train_on_side_stream(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
+    """Train with weight gradients on a ``LazyStream``."""
     from megatron.zero_bubble.platforms.cpu import CpuPlatform
 
-    UntilJoined.num_late = 0
+    LazyStream.num_late = 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CpuPlatform, "side_stream", lambda self: UntilJoined())
+        patch.setattr(CpuPlatform, "side_stream", lambda self: LazyStream())
         outcomes = train(rank, f"{flags} --zero-bubble-wgrad-stream", schedules)
-    assert UntilJoined.num_late, "W's went there"
+    assert LazyStream.num_late, "W passes must have used the stream"
     return outcomes
 
 
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
 @pytest.mark.parametrize("options", ["--overlap-grad-reduce", f"--bf16 --use-distributed-optimizer {OVERLAP}"])
-def test_what_needs_a_gradient_waits_for_it(ranks: RankPool, schedule: str, options: str) -> None:
-    """Whenever the stream gets to them, the bits are the same."""
+def test_gradients_on_a_side_stream_are_waited_for(ranks: RankPool, schedule: str, options: str) -> None:
+    """The results are equal bit for bit, even if the stream computes the gradients as late as possible."""
     flags = Layout(2, data=2, num_layers=4).flags(3, f"{options} {FUSED}")
-    own, expected = (ranks.run(4, run, flags, [schedule], timeout=200) for run in (train_beside, train))
+    own, expected = (ranks.run(4, run, flags, [schedule], timeout=200) for run in (train_on_side_stream, train))
     assert own == expected
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("options, tolerance", [("", 1e-4), ("--bf16", 1e-2)])
-def test_two_hundred_iterations(ranks: RankPool, options: str, tolerance: float) -> None:
+def test_loss_stays_near_the_exact_run_for_200_iterations(ranks: RankPool, options: str, tolerance: float) -> None:
     layout = Layout(2, num_layers=4)
     shared = f"{options} --hidden-size 64 --seq-length 256 --max-position-embeddings 256 --lr 1e-3 --train-iters 200"
     outcomes = []
@@ -193,5 +194,5 @@ def test_two_hundred_iterations(ranks: RankPool, options: str, tolerance: float)
         outcomes.append(ranks.run(2, train, flags, ["zb-h1"], timeout=1000)[-1][0])
     exact, fused = (figures(outcome.losses) for outcome in outcomes)
     worst = max(abs(a - b) / b for a, b in zip(fused, exact, strict=True))
-    print(f"{options or 'fp32'}: the loss of 200 iterations differs by {worst:.2e} at the most")
+    print(f"{options or 'fp32'}: the loss of 200 iterations differs by at most {worst:.2e}")
     assert 0 < worst < tolerance

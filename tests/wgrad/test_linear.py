@@ -1,4 +1,4 @@
-"""One linear, split: what waits for W, what does not, and that nothing of a broken W is left."""
+"""Tests of a single split linear: which gradients wait for W, and cleanup after a failed W."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F, B, W = (Pass(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.W))
 
 
 class _Linear(torch.autograd.Function):
-    """As upstream's with its door open: the weight's gradient is left to the buffer."""
+    """Imitates upstream's linear with a deferral buffer: its backward stores the output gradient in the buffer."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, buffer: Any) -> torch.Tensor:
@@ -32,12 +32,12 @@ class _Linear(torch.autograd.Function):
 
 
 def upstream(x: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> torch.Tensor:
-    assert bias is None and not weight.requires_grad, "both stay outside"
+    assert bias is None and not weight.requires_grad, "bias and weight gradient must be handled outside"
     return _Linear.apply(x, weight, rest[3])
 
 
 def run(accumulate: Any, bias: torch.nn.Parameter | None) -> tuple[torch.Tensor, torch.nn.Parameter, WgradStore]:
-    """A forward and a backward on fixed values; returns the input, the weight and the store as they are before W."""
+    """Run a forward and a backward on fixed values; return the input, the weight and the store before W."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(5, 2, 4, generator=generator).requires_grad_()
     weight = torch.nn.Parameter(torch.randn(3, 4, generator=generator))
@@ -52,12 +52,12 @@ def run(accumulate: Any, bias: torch.nn.Parameter | None) -> tuple[torch.Tensor,
 
 @pytest.mark.parametrize("make", [GradAccumulator, FusedAccumulator])
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_gradients_are_autograds(make: Any, is_frozen: bool) -> None:
+def test_split_linear_gradients_equal_autograds(make: Any, is_frozen: bool) -> None:
     bias = torch.nn.Parameter(torch.randn(3), requires_grad=not is_frozen)
     accumulate = make()
     x, weight, store = run(accumulate, bias)
     assert weight.grad is None
-    assert (bias.grad is None) == (is_frozen or accumulate.with_bias), "a fused bias waits as well"
+    assert (bias.grad is None) == (is_frozen or accumulate.with_bias), "a fused bias gradient must wait for W as well"
     store.run(W)
     own = [parameter.grad for parameter in (x, weight, bias)]
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias)]
@@ -69,8 +69,8 @@ def test_gradients_are_autograds(make: Any, is_frozen: bool) -> None:
     assert not len(store)
 
 
-def test_nothing_of_a_broken_w_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A W that fails behind its first gradient, and an iteration that starts anew."""
+def test_failed_w_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A W fails after its first gradient; the restarted iteration begins without leftovers."""
     accumulate = FusedAccumulator()
     _, weight, store = run(accumulate, None)
     ran = DeferredLinear.run
@@ -82,17 +82,17 @@ def test_nothing_of_a_broken_w_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeferredLinear, "run", fail)
     with pytest.raises(MemoryError):
         store.run(W)
-    assert not len(store), "the iteration that comes begins with nothing"
+    assert not len(store), "the next iteration must start with an empty store"
     store.clear()
     accumulate.join()
     assert weight.grad is None
 
 
-def test_the_uses_of_a_microbatch_are_added_up_as_autograd_does() -> None:
+def test_uses_within_a_microbatch_are_summed_first_as_in_autograd() -> None:
     weight = torch.nn.Parameter(torch.zeros(1, 1, dtype=torch.bfloat16))
     weight.grad = torch.full_like(weight, 256.0)
     one = torch.ones(1, 1, dtype=torch.bfloat16)
     accumulator = GradAccumulator()
     accumulator.add([[Product(weight, None, one, 0.75 * one)] * 2], ready=False)
-    # One by one, both would be lost to rounding: the neighbours of 256 are 2 apart.
+    # Added one by one, both would be lost to rounding: bfloat16 numbers near 256 are 2 apart.
     assert weight.grad.item() == 258.0

@@ -1,4 +1,4 @@
-"""The store of deferred weight gradients: order, grouping, and what is done together."""
+"""Tests of the store of deferred weight gradients: order, grouping and batching."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 @dataclass
 class Use:
-    """Notes in ``log`` what is done with the gradient of one use of a weight."""
+    """One use of a weight; logs each operation on its deferred gradient."""
 
     weight: torch.nn.Parameter
     name: str
@@ -38,7 +38,7 @@ class Use:
 
 @dataclass
 class Log:
-    """An accumulator that notes what it is given: the uses, the products of one with a plus between them."""
+    """An accumulator that logs its uses; products of one use are joined with a plus."""
 
     lines: list[str]
 
@@ -54,7 +54,7 @@ WEIGHTS = {name: torch.nn.Parameter(torch.zeros(1)) for name in "abc"}
 
 
 def filled(microbatches: list[str], log: list[str]) -> tuple[WgradStore, list[Pass]]:
-    """A store in which the B of microbatch i has left gradients of the weights that ``microbatches[i]`` names."""
+    """Fill a store: the B of microbatch i defers one gradient per weight named in ``microbatches[i]``."""
     store = WgradStore(Log(log))
     for i, names in enumerate(microbatches):
         with store.defer(Pass(0, Kind.B, i)):
@@ -63,14 +63,14 @@ def filled(microbatches: list[str], log: list[str]) -> tuple[WgradStore, list[Pa
     return store, [Pass(0, Kind.W, i) for i in range(len(microbatches))]
 
 
-def test_each_is_fetched_while_the_one_before_it_runs() -> None:
+def test_each_gradient_is_prefetched_while_the_previous_runs() -> None:
     log: list[str] = []
     store, (work,) = filled(["abc"], log)
     store.run(work)
     assert log == ["fetch 0a", "fetch 0b", "run 0a", "fetch 0c", "run 0b", "run 0c", "add 0a 0b 0c"] and not len(store)
 
 
-def test_grouped_by_weight_in_the_order_of_the_last() -> None:
+def test_group_orders_weights_as_the_last_microbatch() -> None:
     log: list[str] = []
     store, works = filled(["abc", "abc", "bca"], log)
     store.group(works)
@@ -86,7 +86,7 @@ def test_grouped_by_weight_in_the_order_of_the_last() -> None:
     ]
 
 
-def test_gathered_inputs_do_not_pile_up() -> None:
+def test_gathered_inputs_are_accumulated_at_once() -> None:
     log: list[str] = []
     store = WgradStore(Log(log))
     with store.defer(Pass(0, Kind.B, 0)):
@@ -97,7 +97,7 @@ def test_gathered_inputs_do_not_pile_up() -> None:
     assert ran == ["run a", "run b", "run c", "add b c", "run a", "add a+a"]
 
 
-def test_the_uses_of_a_weight_in_a_microbatch_are_handed_over_together() -> None:
+def test_uses_of_a_weight_within_a_microbatch_are_added_together() -> None:
     log: list[str] = []
     store, works = filled(["aba", "aba"], log)
     store.group(works)
@@ -117,13 +117,13 @@ def test_grouping_keeps_the_order_of_every_weight(microbatches: list[str]) -> No
     assert sorted(ran) == sorted(f"{i}{name}" for i, names in enumerate(microbatches) for name in names)
     for name in "abc":
         own = [use for use in ran if use.endswith(name)]
-        assert own == sorted(own), "microbatch order"
+        assert own == sorted(own), "uses must be in microbatch order"
         places = [i for i, use in enumerate(ran) if use.endswith(name)]
-        assert not places or places[-1] - places[0] == len(places) - 1, "one weight after the other"
+        assert not places or places[-1] - places[0] == len(places) - 1, "uses of a weight must be consecutive"
     assert not len(store)
 
 
-def test_the_late_are_done_together_and_the_others_one_by_one() -> None:
+def test_late_gradients_are_batched_and_others_run_one_by_one() -> None:
     log: list[str] = []
 
     @contextmanager
@@ -142,12 +142,12 @@ def test_the_late_are_done_together_and_the_others_one_by_one() -> None:
     ]
 
 
-def test_a_gradient_outside_a_split_backward_is_refused() -> None:
+def test_gradient_outside_a_split_backward_is_rejected() -> None:
     with pytest.raises(AssertionError, match="outside a split B"):
         WgradStore(Log([])).put(Use(WEIGHTS["a"], "a", []))
 
 
-def test_an_unsplit_backward_defers_nothing() -> None:
+def test_fused_backward_defers_nothing() -> None:
     store = WgradStore(Log([]))
     with store.defer(Pass(0, Kind.BW, 0), split=False):
         assert not store.deferring and store.current is None

@@ -1,4 +1,4 @@
-"""TransformerEngine's linears, split, against a stand-in for them: the bits, hooks and order of undelayed modules."""
+"""Tests of split TransformerEngine linears on a fake engine: same bits, hooks and order as undelayed modules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Experts(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """A norm with its linear, an activation, and a linear whose bias is added outside; the first one recomputed."""
+    """A recomputed norm with linear, an activation, and a linear whose bias is added outside."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layers(torch.nn.Module):
 
 
 class Run:
-    """A model behind data parallelism, and its passes; undelayed where ``store`` is None."""
+    """A model with data parallelism, and its passes; undelayed if ``store`` is None."""
 
     def __init__(self, model: Callable[[], torch.nn.Module], fp8: bool, store: WgradStore | None) -> None:
         torch.manual_seed(1)
@@ -65,7 +65,7 @@ class Run:
         self.input_grads: dict[int, Any] = {}
 
     def passes(self, order: str) -> dict[str, torch.Tensor]:
-        """Run ``F0 B0 W0``, with BW for an unsplit backward; returns the gradients."""
+        """Run passes such as ``F0 B0 W0``, with BW for a fused backward; return the gradients."""
         for word in order.split():
             self.run(Pass(0, Kind(word[:-1]), int(word[-1])))
         return {name: p.main_grad for name, p in self.ddp.module.named_parameters() if hasattr(p, "main_grad")}
@@ -88,7 +88,7 @@ class Run:
 
 @contextmanager
 def split() -> Iterator[WgradStore]:
-    """The split in force, as ``patching`` puts it there."""
+    """Install the split as ``patching`` does."""
     store = WgradStore(FusedAccumulator())
     own = TransformerEngineSplit(store)
     with ExitStack() as stack:
@@ -115,7 +115,7 @@ def assert_same_bits(own: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     assert own.keys() == expected.keys()
     different = [name for name, grad in own.items() if not torch.equal(grad, expected[name])]
     assert not different, different
-    assert all(bool(grad.any()) for grad in expected.values()), "every gradient is one"
+    assert all(bool(grad.any()) for grad in expected.values()), "the reference must have no zero gradient"
 
 
 @pytest.mark.parametrize("model", [Layers, Experts])
@@ -130,9 +130,9 @@ def assert_same_bits(own: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         "F0 F1 BW0 F2 BW1 F3 BW2 BW3",
         "F0 F1 BW0 F2 B1 F3 W1 BW2 B3 W3",
     ],
-    ids=["split", "one by one", "unsplit", "mixed"],
+    ids=["split", "one by one", "fused", "mixed"],
 )
-def test_bits_and_hooks_of_undelayed_modules(
+def test_split_modules_equal_undelayed_modules_in_bits_and_hooks(
     model: type[torch.nn.Module], fused: bool, fp8: bool, bias: bool, order: str
 ) -> None:
     def make() -> torch.nn.Module:
@@ -143,12 +143,12 @@ def test_bits_and_hooks_of_undelayed_modules(
         own = Run(make, fp8, store)
         assert_same_bits(own.passes(order), gradients(expected))
     assert all(torch.equal(grad, expected.input_grads[i]) for i, grad in own.input_grads.items())
-    assert sorted(own.ddp.ready) == sorted(expected.ddp.ready), "each once, in the last microbatch"
+    assert sorted(own.ddp.ready) == sorted(expected.ddp.ready), "each must be ready once, in the last microbatch"
     assert all(parameter.grad is None for parameter in own.ddp.parameters())
     assert not len(store)
 
 
-def test_grouped_by_weight() -> None:
+def test_weight_gradients_are_grouped_by_weight() -> None:
     make = Layers
     expected = stock(make, SPLIT_ORDER)
     with split() as store:
@@ -163,22 +163,24 @@ def test_grouped_by_weight() -> None:
     assert [name.split(".")[0] for name in (*first, *second)] == ["first"] * 2 + ["second"] * 2
 
 
-def test_what_waits_is_counted_in_bytes() -> None:
+def test_deferred_tensors_and_elements_are_counted() -> None:
     with split() as store:
         own = Run(lambda: Experts(fuse_wgrad_accumulation=True), False, store)
         own.passes("F0 B0")
         kept = sum(t.numel() for t in store.tensors(Pass(0, Kind.W, 0)))
-        assert kept == TOKENS * (IN + OUT), "input and output gradient; main_grad stays anyway"
-        assert all(p.grad is None for p in own.ddp.parameters()), "no stand-ins as large as the weights"
+        assert kept == TOKENS * (IN + OUT), "only input and output gradient count; main_grad exists anyway"
+        assert all(p.grad is None for p in own.ddp.parameters()), "no placeholder gradients as large as the weights"
         (entry,) = store._stored[Pass(0, Kind.W, 0)]
         assert entry.deferred.num_elements == 2 * IN * OUT
         del entry
         own.passes("W0 F1 BW1")
-        assert not len(store), "an unsplit backward leaves nothing"
+        assert not len(store), "a fused backward must defer nothing"
 
 
-@pytest.mark.parametrize("model", [Layers, Experts])  # fp8: only then TransformerEngine gives such biases a gradient
-def test_frozen_weights_put_nothing_and_their_biases_do_not_wait(model: type[torch.nn.Module]) -> None:
+@pytest.mark.parametrize(
+    "model", [Layers, Experts]
+)  # only with fp8 does TransformerEngine compute gradients of these biases
+def test_frozen_weights_defer_nothing_and_their_biases_do_not_wait(model: type[torch.nn.Module]) -> None:
     def make() -> torch.nn.Module:
         module = model()
         for name, parameter in module.named_parameters():
@@ -193,7 +195,7 @@ def test_frozen_weights_put_nothing_and_their_biases_do_not_wait(model: type[tor
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-def test_a_frozen_bias_stays_without_a_gradient(fp8: bool) -> None:
+def test_frozen_bias_gets_no_gradient(fp8: bool) -> None:
     def make() -> torch.nn.Module:
         module = Layers()
         for linear in (module.first, module.second):
@@ -207,7 +209,7 @@ def test_a_frozen_bias_stays_without_a_gradient(fp8: bool) -> None:
         assert own.ddp.module.second.bias.grad is None  # type: ignore[union-attr]
 
 
-def test_a_module_used_twice_in_a_microbatch() -> None:
+def test_module_used_twice_in_a_microbatch() -> None:
     class Twice(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -220,11 +222,11 @@ def test_a_module_used_twice_in_a_microbatch() -> None:
         expected = gradients(stock(Twice, SPLIT_ORDER, fp8))
         with split() as store:
             own = Run(Twice, fp8, store).passes(SPLIT_ORDER)
-        for name, grad in own.items():  # autograd adds the two before the hook does
+        for name, grad in own.items():  # autograd sums both uses before calling the hook
             torch.testing.assert_close(grad, expected[name])
 
 
-def test_evaluation_leaves_nothing() -> None:
+def test_evaluation_defers_nothing() -> None:
     with split() as store:
         own = Run(Layers, False, store)
         with torch.no_grad():
@@ -232,8 +234,8 @@ def test_evaluation_leaves_nothing() -> None:
         assert not len(store) and own.ddp.module.second.wgrad_store.context.empty()  # type: ignore[union-attr]
 
 
-def test_forwards_leave_the_gradients_of_the_last_step() -> None:
-    """Where steps are validated later, the parameters have them until then."""
+def test_forwards_keep_the_gradients_of_the_last_step() -> None:
+    """With post-validation, parameters keep their gradients until the step is validated."""
     with split() as store:
         module: Any = Run(Layers, False, store).ddp.module
         module.second.bias.grad = torch.ones(OUT)
@@ -243,8 +245,8 @@ def test_forwards_leave_the_gradients_of_the_last_step() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_an_iteration_that_starts_anew(fused: bool) -> None:
-    """It broke within a backward; nothing of it reaches the gradients, which the optimizer zeroes."""
+def test_restarted_iteration_has_no_leftover_gradients(fused: bool) -> None:
+    """A backward fails; nothing of it reaches the gradients, which the optimizer has zeroed."""
 
     def make() -> torch.nn.Module:
         return Layers(fuse_wgrad_accumulation=fused)
@@ -320,29 +322,29 @@ def a_bias_used_alone(store: WgradStore) -> None:
         (bulk_reduction, r"of --tp-comm-overlap; got tp_comm_bulk_wgrad=True; .* \(--disable-tp-comm-bulk-wgrad\)"),
         (inputs_in_a_shared_buffer, "got tp_comm_bulk_dgrad=True; set it to False"),
         (gradients_in_a_shared_buffer, "got tp_comm_overlap_ag=True; set it to False"),
-        (outside_of_a_schedule, "outside of one, where no W would compute its weight gradient"),
+        (outside_of_a_schedule, "outside a zero-bubble schedule, so its deferred weight gradient"),
         (without_data_parallelism, "Linear has none; wrap the model in it"),
-        (a_later_microbatch_first, "that of microbatch 1 before it; sort the backwards"),
-        (a_weight_used_elsewhere, "a weight of Linear got a gradient beside"),
-        (a_weight_used_here_and_elsewhere, "a weight of Linear got a gradient beside"),
-        (a_bias_used_alone, "a bias of Linear got a gradient and its weight none"),
+        (a_later_microbatch_first, "runs microbatch 1 before it; sort the backwards"),
+        (a_weight_used_elsewhere, "a weight of Linear got another gradient than TransformerEngine's"),
+        (a_weight_used_here_and_elsewhere, "a weight of Linear got another gradient than TransformerEngine's"),
+        (a_bias_used_alone, "a bias of Linear got a gradient but its weight got none"),
     ],
 )
-def test_refusals(train: Callable[[WgradStore], None], sentence: str) -> None:
+def test_unsupported_use_is_rejected(train: Callable[[WgradStore], None], sentence: str) -> None:
     with split() as store, pytest.raises(UserError, match=sentence):
         train(store)
 
 
-def test_a_model_built_before_is_refused() -> None:
+def test_model_built_before_apply_is_rejected() -> None:
     with engine.installed():
         before = Layers()
         with split() as store:
             store.watch([Layers()])
-            with pytest.raises(UserError, match="applied before the model is built, because LayerNormLinear"):
+            with pytest.raises(UserError, match="called before the model is built, because .* LayerNormLinear decides"):
                 store.watch([before])
 
 
-def test_who_says_itself_whether_to_delay_is_left_alone() -> None:
+def test_explicit_delay_and_split_parameters_are_not_deferred() -> None:
     with split() as store:
         store.watch([engine.Linear(IN, OUT, delay_wgrad_compute=False)])
         own = engine.Linear(IN, OUT, delay_wgrad_compute=False), engine.Linear(IN, OUT, parameters_split=("q", "k"))
@@ -353,22 +355,22 @@ def test_who_says_itself_whether_to_delay_is_left_alone() -> None:
         assert theirs.weight.grad is not None and not len(store)
 
 
-def test_a_data_parallel_that_cannot_wait() -> None:
+def test_data_parallel_without_delay_support_is_rejected() -> None:
     with split(), pytest.raises(UserError, match=r"0\.14 or newer"):
         engine.DataParallel(None, SimpleNamespace(), Layers())
 
 
-def test_a_model_of_a_schedule_that_is_gone_refuses_to_train() -> None:
+def test_model_cannot_train_after_revert() -> None:
     with split() as store:
         own = Run(Layers, False, store)
     for source in store._sources:
         source.close()  # type: ignore[attr-defined]
     own.store = None
-    with pytest.raises(UserError, match=r"build the model anew after revert\(\)"):
+    with pytest.raises(UserError, match=r"build the model again after revert\(\)"):
         own.passes("F0 B0")
 
 
-def test_the_users_own_choice_of_hooks_stays() -> None:
+def test_users_ddp_config_is_not_changed() -> None:
     ddp_config = SimpleNamespace(delay_wgrad_compute=False)
     with split():
         engine.DataParallel(None, ddp_config, Layers())
@@ -376,5 +378,5 @@ def test_the_users_own_choice_of_hooks_stays() -> None:
 
 
 def test_w_out_of_order_is_refused() -> None:
-    with split() as store, pytest.raises(AssertionError, match="in the order of its B's"):
+    with split() as store, pytest.raises(AssertionError, match="must run in the order of B"):
         Run(Layers, False, store).passes("F0 F1 B0 B1 W1")

@@ -1,7 +1,7 @@
-"""A GPT whose linears are TransformerEngine's, or rather a stand-in's: the bits of stock 1F1B, which delays none.
+"""Train a GPT with linears of a fake TransformerEngine: equal bit for bit to stock 1F1B, which delays no gradient.
 
-The layers take their options as megatron-core's wrappers of TransformerEngine do. The compiled library is in none of
-it: see ``tests/gpu/test_transformer_engine.py``.
+The layers take the options of megatron-core's TransformerEngine wrappers. ``tests/gpu/test_transformer_engine.py``
+tests the real library.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ROWS = {
 
 
 class _Wrapper:
-    """What megatron-core's wrappers do around a linear of TransformerEngine."""
+    """Imitates megatron-core's wrappers around TransformerEngine's linears."""
 
     fused = False
     fp8_layers = False
@@ -94,7 +94,7 @@ class LayerNormLinear(_Wrapper, engine.LayerNormLinear):
 
 
 def with_engine(spec: Any) -> Any:
-    """A layer's spec with these linears; norms stand before them as far as the wrappers have none."""
+    """Replace the linears of a layer's spec; only the wrapped linear of the attention includes its norm."""
     from megatron.core.transformer.identity_op import IdentityOp
 
     for layer in getattr(spec, "layer_specs", [spec]):
@@ -110,7 +110,7 @@ def with_engine(spec: Any) -> Any:
 
 @contextmanager
 def engine_layers(fused: bool, fp8: bool) -> Iterator[None]:
-    """Models are built of these linears."""
+    """Build models with the fake engine's linears within this context."""
     from megatron.zero_bubble.training import model
 
     make = model._layer_spec
@@ -124,7 +124,7 @@ def engine_layers(fused: bool, fp8: bool) -> Iterator[None]:
 def train_with_engine(
     rank: int, flags: str, schedules: Sequence[str | None], fused: bool, fp8: bool
 ) -> tuple[list[Outcome], list[str], int]:
-    """The training; what was reported as replaced, and how many weight gradients went through the store."""
+    """Train; return the outcomes, the reported patches and the number of weight gradients that the store ran."""
     from megatron.zero_bubble import patching
     from megatron.zero_bubble.wgrad.transformer_engine import DelayedGradient
 
@@ -148,7 +148,7 @@ PARAMETERS = [
 
 
 @pytest.mark.parametrize("layout, num_microbatches, fused, fp8, options", PARAMETERS)
-def test_bits_of_stock(
+def test_same_bits_as_stock(
     ranks: RankPool, layout: Layout, num_microbatches: int, fused: bool, fp8: bool, options: str
 ) -> None:
     flags = layout.flags(num_microbatches, options)
@@ -157,7 +157,9 @@ def test_bits_of_stock(
     assert_same_bits([outcomes for outcomes, _, _ in results], schedules)
     for _, reported, num_ran in results:
         assert any("WeightGradStore.put" in line for line in reported)
-        assert "num-experts" in options or num_ran == 5 * 2 * 4 * num_microbatches, "steps, schedules with W, linears"
+        assert "num-experts" in options or num_ran == 5 * 2 * 4 * num_microbatches, (
+            "5 steps, 2 schedules with W, 4 linears"
+        )
 
 
 def train_mixed(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:
@@ -165,13 +167,13 @@ def train_mixed(rank: int, flags: str, schedules: Sequence[str | None]) -> list[
         return train_half_split(rank, flags, train, schedules)
 
 
-def test_split_and_unsplit_backwards_of_a_weight(ranks: RankPool) -> None:
+def test_split_and_fused_backwards_of_one_weight(ranks: RankPool) -> None:
     layout = Layout(2, data=2)
     flags, schedules = layout.flags(4, f"--untie-embeddings-and-output-weights {OVERLAP}"), [None, "1f1b"]
     assert_same_bits(ranks.run(layout.num_ranks, train_mixed, flags, schedules, timeout=200), schedules)
 
 
-def test_bits_of_stock_on_a_v(ranks: RankPool) -> None:
+def test_same_bits_as_stock_on_a_v(ranks: RankPool) -> None:
     layout = Layout(2, data=2, num_layers=4)
     flags, schedules = layout.flags(3, f"--untie-embeddings-and-output-weights {OVERLAP}"), [None, "zb-v"]
     results = ranks.run(layout.num_ranks, train_with_engine, flags, schedules, True, True, timeout=200)
@@ -184,8 +186,8 @@ def train_again(rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fa
 
 
 @pytest.mark.parametrize("options, fused", [("", False), ("--bf16", True)])
-def test_iterations_that_start_anew(ranks: RankPool, options: str, fused: bool) -> None:
-    """Steps are validated by the passes of the next iteration, which run again where a step was wrong."""
+def test_restarted_iterations_have_the_same_bits(ranks: RankPool, options: str, fused: bool) -> None:
+    """Steps are validated during the next iteration's passes, which are repeated after a rejected step."""
     flags = Layout(2).flags(3, f"--clip-grad 100 --zero-bubble-schedule zb-h2 --train-iters 20 {options}")
     faults, modes = [Fault(10, 1, 0, 1e6), Fault(15, 0, 1, 1e6)], ["", "--zero-bubble-post-validation"]
     results = ranks.run(2, train_again, flags, modes, faults, fused, timeout=200)

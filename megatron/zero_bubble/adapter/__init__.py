@@ -1,1 +1,1 @@
-"""megatron.core meets the plan."""
+"""Runs plans on megatron-core models: stages, placement, data iterators, losses."""

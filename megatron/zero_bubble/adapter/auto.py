@@ -1,8 +1,8 @@
 """``zb-auto`` in training: measure under a handcrafted schedule, plan in another process, switch between iterations.
 
-One rank starts the planner, a process at the lowest priority (``planner``), so that no rank waits for it. Every rank
-learns of its end in the same iteration, by a broadcast of one number, and takes the schedule from the rank that
-planned. What is computed does not change with the order, so the loss curve does not either.
+Rank 0 starts the planner, a process at the lowest priority (``planner``), so that no rank waits for it. While it runs,
+rank 0 broadcasts in every iteration whether it has finished, so that all ranks switch in the same iteration; they
+receive the schedule from rank 0. The order of passes does not change the results, so the loss curve is unaffected.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from megatron.zero_bubble.schedules import build
 
 @dataclass(frozen=True)
 class AutoOptions:
-    """How ``zb-auto`` goes about it.
+    """Options of ``zb-auto``.
 
     Attributes:
-        memory_limit: as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B needs.
-        placement: of the stages; it stays what it is.
-        post_validation: whether optimizer steps are validated later, so that an iteration takes the span.
-        warm_up: iterations before measuring.
-        measured: iterations a measurement takes.
-        check_every: iterations between looks at whether the pass times have drifted.
-        drift: the relative change of the predicted iteration that makes a new plan worth while.
+        memory_limit: activation-memory limit as in ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B.
+        placement: stage placement; it does not change during the run.
+        post_validation: whether optimizer steps are validated in the next iteration, so that the plan minimizes the
+            span instead of the makespan.
+        warm_up: iterations before the first measurement.
+        measured: iterations per measurement.
+        check_every: iterations between measurements that check the pass times for drift.
+        drift: relative change of the predicted iteration time above which a new plan is made.
     """
 
     memory_limit: str = "1p"
@@ -54,17 +55,17 @@ class AutoOptions:
 
     @property
     def first(self) -> str:
-        """The schedule to measure under."""
+        """Name of the schedule that runs during the first measurement."""
         return FIRST_SCHEDULE[self.placement]
 
 
 class AutoSchedule(IterationObserver):
-    """The schedule of ``zb-auto``: it watches training iterations, and changes between two of them.
+    """The schedule of ``zb-auto``, which measures training iterations and switches schedules between iterations.
 
     Args:
-        passes: times the passes; an observer of the same pipeline.
-        memory: counts what microbatches keep; likewise.
-        say: where the log lines go, on the rank that plans.
+        passes: times the passes; must be an observer of the same pipeline.
+        memory: measures the memory of microbatches; must be an observer of the same pipeline.
+        say: prints a log line; called on rank 0 only.
     """
 
     def __init__(self, options: AutoOptions, passes: Recorder, memory: MemoryMeter, say: Callable[[str], None]) -> None:
@@ -82,10 +83,10 @@ class AutoSchedule(IterationObserver):
         self._planner: Planner | None = None
         self._planning_for = (0, 0)
         self._waiting = False
-        self._start: IterationStart | None = None  # of the iteration under way, if it is measured
+        self._start: IterationStart | None = None  # set while a measured iteration runs
 
     def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
-        """The schedule to run now."""
+        """The schedule of the next iteration: the planned one if it is ready, else the first one."""
         size = num_ranks, num_microbatches
         if size in self._planned:
             return self._planned[size]
@@ -94,12 +95,12 @@ class AutoSchedule(IterationObserver):
         return self._first[size]
 
     def begin_iteration(self, start: IterationStart) -> None:
-        """It may be the first of a new plan, or be measured."""
+        """Switch to a finished plan, and start to record the passes if this iteration is measured."""
         size = start.group.size(), start.num_microbatches
         if self._waiting:
             self._switch_if_planned()
         if self._timelines and _size(self._timelines[-1].schedule) != size:
-            self._timelines.clear()  # the batch has grown: a measurement is of one size
+            self._timelines.clear()  # the batch size changed, and a measurement must be of one size
         self._plan_for(size)
         self._start = start if self._measuring() else None
         if self._start is not None:
@@ -114,7 +115,7 @@ class AutoSchedule(IterationObserver):
         self._iteration += completed
 
     def close(self) -> None:
-        """End the planner, if one is at work: training is over."""
+        """Kill the planner if it is running; called at the end of training."""
         if self._planner is not None:
             self._planner.kill()
             self._planner = None
@@ -123,12 +124,12 @@ class AutoSchedule(IterationObserver):
         return not self._waiting and self._iteration >= self._next_measurement
 
     def _plan_for(self, size: tuple[int, int]) -> None:
-        """A size without a plan is measured as soon as the first measurement was due."""
+        """Schedule a measurement for a size without a plan, as soon as the warm-up is over."""
         if size not in self._planned and size not in self._hopeless:
             self._next_measurement = min(self._next_measurement, max(self._iteration, self._options.warm_up))
 
     def _evaluate(self, group: dist.ProcessGroup, num_microbatches: int) -> None:
-        """After a measurement: say how the plan did, and decide, on one rank for all, whether to make a new one."""
+        """After a measurement, log predicted and measured times; rank 0 decides whether to start the planner."""
         timelines, self._timelines = self._timelines, []
         size = group.size(), num_microbatches
         costs = median_costs(timelines)
@@ -162,7 +163,7 @@ class AutoSchedule(IterationObserver):
         self._next_measurement = self._iteration + self._options.check_every
 
     def _drifted(self, schedule: Schedule, costs: PassCosts) -> bool:
-        assert self._costs is not None, "a plan was made from costs"
+        assert self._costs is not None, "costs are set when the first plan is requested"
         before, now = (simulate(schedule, figures).makespan_ms for figures in (self._costs, costs))
         return abs(now - before) > self._options.drift * before
 
@@ -188,7 +189,7 @@ def _size(schedule: Schedule) -> tuple[int, int]:
 
 
 def _from_first_rank(number: int) -> int:
-    """``number`` of rank 0, on every rank of the job."""
+    """Broadcast ``number`` from rank 0 to all ranks of the job."""
     device = "cpu" if dist.get_backend() == "gloo" else "cuda"
     box = torch.tensor([number], device=device)
     dist.broadcast(box, src=0)

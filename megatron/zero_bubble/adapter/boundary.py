@@ -17,13 +17,13 @@ from megatron.zero_bubble.ir import Message
 
 @dataclass(frozen=True)
 class Boundary:
-    """Shapes (sequence shard, microbatch, hidden), dtype and device of what this rank exchanges.
+    """Shapes (sequence shard, microbatch, hidden), dtype and device of the tensors that this rank exchanges.
 
     Attributes:
-        activation, gradient: the shapes of what this rank receives, where a stage hands over one sequence.
-        num_sequences: for each stage, how many sequences its output holds, one behind the other: more than one behind
-            multi-token prediction that is not on the last stage, whose depths travel to the loss together. Stages
-            beyond the end of the tuple hand over one.
+        activation, gradient: shapes of the tensors that this rank receives, for one sequence per stage output.
+        num_sequences: number of sequences concatenated in the output of each stage. It is more than one after
+            multi-token prediction layers that are not on the last stage, because the outputs of all depths travel to
+            the loss together. Stages beyond the end of the tuple have one sequence.
     """
 
     activation: tuple[int, ...]
@@ -44,7 +44,7 @@ class Boundary:
         chunk: torch.nn.Module,
         device: torch.device,
     ) -> Boundary:
-        """What Megatron's own schedule would exchange.
+        """The boundary with the shapes that Megatron's own schedule would exchange.
 
         Args:
             adjust: the job's ``adjust_tensor_shapes_fn``.
@@ -72,7 +72,7 @@ class Boundary:
         return cls(received[0], sent[0], _sequences_after_stages(config), config.pipeline_dtype, device)
 
     def new_buffer(self, message: Message) -> torch.Tensor:
-        """An empty tensor for ``message``; a gradient has the shape of the output that it belongs to."""
+        """An uninitialized tensor for ``message``; a gradient has the shape of the stage output that it belongs to."""
         shape = self.activation if message.is_activation else self.gradient
         stage = message.producer.stage - (not message.is_activation)
         times = self.num_sequences[stage] if stage < len(self.num_sequences) else 1
@@ -80,10 +80,12 @@ class Boundary:
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:
-    """Read off ``--pipeline-model-parallel-layout``; without one, multi-token prediction is on the last stage.
+    """Sequences in the output of each stage, from ``--pipeline-model-parallel-layout``; empty without a layout.
+
+    Without a layout, multi-token prediction is on the last stage.
 
     Raises:
-        UserError: a layout that this megatron-core accepts and cannot train.
+        UserError: a layout that this version of megatron-core accepts but cannot train.
     """
     layout = getattr(config, "pipeline_model_parallel_layout", None)
     if layout is None:
@@ -95,7 +97,7 @@ def _sequences_after_stages(config: Any) -> tuple[int, ...]:
             counts.append(sequences)
     if not hasattr(config, "mtp_standalone") and any(count > 1 for count in counts[:-1]):
         raise UserError(
-            "multi-token prediction on another stage than the last needs megatron-core 0.16 or newer; got "
+            "multi-token prediction before the last stage needs megatron-core 0.16 or newer; got "
             f"--pipeline-model-parallel-layout {layout}; put every m of the layout into its last stage"
         )
     return tuple(counts)

@@ -1,4 +1,4 @@
-"""One iteration of one rank: its stages, made for it, and the plan they run; twice where a step must be taken back."""
+"""One iteration of one rank: build the stages and execute the plan, again if an optimizer step is undone."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from megatron.zero_bubble.wgrad.store import WgradStore
 
 @dataclass(frozen=True)
 class Iteration:
-    """Everything that the passes of one iteration work on.
+    """The plan, model chunks, data and transport of one iteration on one rank.
 
     Attributes:
-        stages: what the schedule says of this rank's stages, one for each chunk.
-        results: gathered while it runs.
-        observer: sees every op, message and wait; None where the iteration is not observed.
+        stages: the schedule's facts about this rank's stages, one per chunk.
+        results: losses and token counts, filled while the iteration runs.
+        observer: is notified of every op, message and wait; None if the iteration is not observed.
     """
 
     plan: Plan
@@ -43,20 +43,20 @@ class Iteration:
     observer: IterationObserver | None
 
     def evaluate(self) -> None:
-        """Forwards only."""
+        """Run the forwards only."""
         self._run(self.iterators, [None] * len(self.chunks), lambda: True)
 
     def train(self, syncs: Sequence[GradSync], overlap: bool, optimizer: PostValidatedOptimizer | None) -> None:
-        """All passes, those before the validation of the last step twice if it was wrong.
+        """Run all passes; if the previous optimizer step is rejected, undo it and run them again from the start.
 
         Args:
-            syncs: of every chunk.
-            overlap: whether the passes tell data parallelism which gradients are ready.
-            optimizer: takes steps ahead; None where every step is final.
+            syncs: gradient synchronization of every chunk.
+            overlap: whether data parallelism reduces gradients during the passes.
+            optimizer: the optimizer whose steps the passes validate; None if steps are final.
         """
-        told = syncs if overlap else [None] * len(self.chunks)
+        overlapped = syncs if overlap else [None] * len(self.chunks)
         if optimizer is None or not optimizer.is_pending:
-            self._run(self.iterators, told, lambda: True)
+            self._run(self.iterators, overlapped, lambda: True)
             return
         replay = Replay(self.chunks, self.iterators) if optimizer.may_run_again else None
         iterators = self.iterators if replay is None else replay.iterators
@@ -72,15 +72,15 @@ class Iteration:
                     replay.confirm()
             return right
 
-        if not self._run(iterators, told, validate):
-            assert replay is not None, "nothing runs again that could not be wrong"
+        if not self._run(iterators, overlapped, validate):
+            assert replay is not None, "a step was rejected although may_run_again is False"
             replay.rewind()
             self.results.clear()
             self.store.clear()
-            self._run(iterators, told, lambda: True)
+            self._run(iterators, overlapped, lambda: True)
 
     def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
-        """Make the stages and execute the plan; False when it stopped, to be run again."""
+        """Build the stages and execute the plan. Returns False if validation stopped it and it must run again."""
         stages = {
             facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
             for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)

@@ -1,4 +1,4 @@
-"""The losses, from the rank that has the last stage to the last rank, where Megatron's loops look for them."""
+"""Sends the losses from the rank that has the last stage to the last rank, where Megatron's loops expect them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from megatron.zero_bubble.runtime.transport import new_group
 
 
 class LossReports:
-    """A channel of its own for them; made by all ranks of the job at the same time.
+    """A separate channel for losses. The constructor is a collective call of all ranks of the job.
 
     Args:
         pipeline: the pipeline-parallel group.
-        wait: until the last rank has them; else the holder goes on, and must ``settle`` some time.
+        wait: whether the sender waits until the last rank has received the losses. Otherwise it continues and must
+            call ``settle`` later.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, wait: bool, timeout: timedelta | None = None) -> None:
@@ -29,10 +30,10 @@ class LossReports:
         self._sent: list[tuple[dist.Work, torch.Tensor]] = []
 
     def deliver(self, reports: list[Any], holder: int, device: torch.device) -> list[Any]:
-        """Every rank of the pipeline calls this after its passes.
+        """Send ``reports`` from rank ``holder`` to the last rank. Every pipeline rank calls this after its passes.
 
         Returns:
-            on the last rank what ``holder`` has given, its tensors on ``device``; an empty list elsewhere.
+            on the last rank, the reports of ``holder`` with tensors on ``device``; on other ranks, an empty list.
         """
         if self._rank == holder:
             self.settle()
@@ -53,23 +54,23 @@ class LossReports:
 
     @property
     def num_in_flight(self) -> int:
-        """Messages not yet settled."""
+        """Number of sent messages that are not yet known to be received."""
         return len(self._sent)
 
     def settle(self) -> None:
-        """Wait until the last rank has what was sent."""
+        """Wait until the last rank has received all messages."""
         while self._sent:
             self._sent.pop()[0].wait()
 
     def close(self) -> None:
-        """Give the group back; nothing may be under way."""
+        """Wait for all messages and destroy the process group."""
         if dist.is_initialized():
             self.settle()
             dist.destroy_process_group(self._group)
 
 
 class _Packer(pickle.Pickler):
-    """Tensors by their bytes: torch's own way writes a file each, milliseconds of every iteration."""
+    """Pickles tensors as raw bytes; torch's reducer writes a zip archive per tensor, which costs milliseconds."""
 
     def reducer_override(self, value: Any) -> Any:
         if type(value) is not torch.Tensor:
@@ -84,7 +85,7 @@ def _unpacked(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Te
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """``value`` with every tensor in it on ``device``, detached."""
+    """A copy of ``value`` in which every tensor is detached and on ``device``."""
     if isinstance(value, torch.Tensor):
         return value.detach().to(device)
     if isinstance(value, dict):

@@ -1,7 +1,7 @@
-"""The forward-backward function that takes the place of Megatron's: plan once, then run the plan every iteration.
+"""The replacement for Megatron's forward-backward function: make a plan once, then run it in every iteration.
 
-Upstream: ``megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving``, whose
-arguments, results and order of closing steps this keeps.
+Upstream: ``megatron.core.pipeline_parallel.schedules.forward_backward_pipelining_without_interleaving``. Arguments,
+results and the order of the steps after the passes are the same.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class Pipeline:
     """Runs schedules on the pipeline-parallel group of this process.
 
     Args:
-        make_schedule: from (number of ranks, number of microbatches) to a valid schedule; equal on all ranks. It is
-            called in every iteration; another schedule than before is checked and lowered.
+        make_schedule: maps (number of ranks, number of microbatches) to a valid schedule, the same on all ranks. It is
+            called in every iteration; a changed schedule is checked and lowered again.
         peer_timeout_s: see ``ZeroBubbleConfig``.
-        observers: see training iterations; the last measures the least of the others' work.
-        memory: counts, in the first training iteration, what microbatches keep.
-        post_validation: whether the passes validate the steps of an optimizer; ``validate_steps_of`` says of which.
-        accumulate: how weight gradients reach their parameters; default: as upstream's, to the bit.
+        observers: observe training iterations. They nest: the last sees the least overhead of the others.
+        memory: measures the memory of microbatches in the first training iteration.
+        post_validation: whether the passes validate optimizer steps; if so, ``validate_steps_of`` must be called.
+        accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
     """
 
     def __init__(
@@ -75,15 +75,16 @@ class Pipeline:
 
     @property
     def num_pending(self) -> int:
-        """Weight gradients not yet computed, messages not yet settled and steps not yet final: 0 between iterations,
-        with post-validation after ``PostValidatedOptimizer.settle``.
+        """Number of weight gradients not computed, messages not settled and optimizer steps not validated.
+
+        It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._transport, self._reports, self._optimizer)
         return len(self.store) + sum(part.num_in_flight for part in under_way if part is not None)
 
     def validate_steps_of(self, optimizer: PostValidatedOptimizer) -> None:
-        """From now on every iteration validates the step that ``optimizer`` took before it."""
-        assert self._validates, "asked for with post_validation"
+        """Validate, in every following iteration, the step that ``optimizer`` took before it."""
+        assert self._validates, "the pipeline needs post_validation=True"
         self._optimizer = optimizer
         optimizer.on_settle = self._settle_reports
 
@@ -110,10 +111,10 @@ class Pipeline:
         grad_finalize_pgs: Any = None,
         force_all_reduce: bool | None = False,
     ) -> list[Any]:
-        """One iteration; returns the losses of the microbatches on the last stage, an empty list elsewhere.
+        """Run one iteration. Returns the losses of the microbatches on the last rank, and an empty list elsewhere.
 
         Raises:
-            UserError: the schedule cannot be had, is not for this job, or the model cannot run under it.
+            UserError: the schedule cannot be built or does not fit this job, or the model does not support it.
             PeerError: another rank died or hangs.
         """
         check_one_model(p2p_communicator, pg_collection)
@@ -186,26 +187,26 @@ class Pipeline:
         return self._reports.deliver(results.forward_data, prepared.last_stage_rank, boundary.device)
 
     def _train(self, iteration: Iteration, prepared: _Prepared) -> None:
-        """All passes of a training step, and the reductions of gradients that the passes have not started."""
+        """Run all passes of a training step, then start the gradient reductions that no pass has started."""
         chunks, config = iteration.chunks, iteration.step.config
         self.accumulate.watch(chunks)
         self.store.watch(chunks)
         syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
-        listens = config.no_sync_func is not None or any(map(reduces_early, chunks))
-        # With --align-grad-reduce only the first rank reduces while it computes; the others do in their bubble.
-        tells = listens and (config.grad_sync_func is None or prepared.rank == 0)
-        iteration.train(syncs, tells, self._optimizer)
+        reducible = config.no_sync_func is not None or any(map(reduces_early, chunks))
+        # With --align-grad-reduce only the first rank reduces during its passes; the others reduce in their bubbles.
+        overlap = reducible and (config.grad_sync_func is None or prepared.rank == 0)
+        iteration.train(syncs, overlap, self._optimizer)
         self.store.join()
         _finish_grad_sync(config, chunks, syncs)
 
     @property
     def memory(self) -> MemoryMeter:
-        """What microbatches keep, counted in the first training iteration."""
-        assert self._memory is not None, "asked for with measure_memory"
+        """The memory of microbatches, measured in the first training iteration."""
+        assert self._memory is not None, "the configuration needs measure_memory=True"
         return self._memory
 
     def finish(self) -> None:
-        """Training is over: stop what works in the background."""
+        """Stop background work of the observers; called at the end of training."""
         self._observers.close()
 
     def close(self) -> None:
@@ -219,15 +220,15 @@ class Pipeline:
         self._prepared.clear()
 
     def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> _Prepared:
-        """The plan for this many microbatches: made, checked and agreed upon once."""
+        """The plan for this number of microbatches; made, checked and compared between ranks when it is new."""
         if self._group is not None and group is not self._group:
-            self.close()  # the job has laid out its ranks anew
+            self.close()  # the job has rebuilt its process groups
         key = (num_microbatches, forward_only)
         schedule = self._make_schedule(group.size(), num_microbatches)
         if self._validates and self._optimizer is None and not forward_only:
             raise UserError(
-                "post-validation needs the optimizer whose steps the passes validate, got none; wrap it in "
-                "PostValidatedOptimizer and hand it to Pipeline.validate_steps_of, or leave post_validation out"
+                "post-validation needs the optimizer whose steps the passes validate, got none; wrap the optimizer in "
+                "PostValidatedOptimizer and pass it to Pipeline.validate_steps_of, or leave post_validation out"
             )
         prepared = self._prepared.get(key)
         if prepared is None or prepared.schedule != schedule:
@@ -240,14 +241,14 @@ class Pipeline:
         return prepared
 
     def _plan(self, schedule: Schedule, forward_only: bool) -> Plan:
-        """The schedule checked and lowered."""
+        """Validate the schedule and lower it to a plan."""
         validate(schedule)
         if forward_only:
             return lower_forward_only(schedule)
         return lower(schedule, (communicate, with_validation) if self._validates else (communicate,))
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
-        """Agree on the plan with the other ranks and open its channels."""
+        """Check that all ranks have the same plan, and open its channels."""
         digests: list[Any] = [None] * group.size()
         dist.all_gather_object(digests, plan.digest, group=group)
         if len(set(digests)) > 1:
@@ -277,7 +278,7 @@ class _Call(NamedTuple):
 
 @dataclass(frozen=True)
 class _Prepared:
-    """A plan and what one rank needs to know of it at every iteration."""
+    """A plan, and the facts about it that one rank needs in every iteration."""
 
     schedule: Schedule
     plan: Plan
@@ -298,19 +299,19 @@ class _Prepared:
         return self.last_stage_rank == self.rank
 
     def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
-        """Raises UserError unless there is one model chunk a stage."""
+        """Raise UserError unless there is one model chunk per stage, with the stage's embedding and output layer."""
         if len(chunks) != len(self.stages):
             raise UserError(
-                f"schedule {self.plan.schedule.name!r} places {len(self.stages)} stages on this rank, so the model "
-                f"must come in as many chunks; got {len(chunks)}; check the virtual pipeline options"
+                f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
+                f"have {len(self.stages)} chunks; got {len(chunks)}; check the virtual pipeline options"
             )
         for facts, chunk in zip(self.stages, chunks, strict=True):
             model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
             if (model.pre_process, model.post_process) != (facts.stage == 0, facts.is_last):
                 raise UserError(
                     f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
-                    f"{model.pre_process}, output layer {model.post_process}; build the chunks where the schedule has "
-                    "their stages, as megatron.zero_bubble.training.model.build_model does"
+                    f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
+                    "schedule's placement, as megatron.zero_bubble.training.model.build_model does"
                 )
 
 
@@ -323,7 +324,7 @@ def _finalized(
     results: StepResults,
     force_all_reduce: bool | None,
 ) -> Iterator[None]:
-    """Around all passes of a training step: what Megatron opens before them and closes after them."""
+    """Context around all passes of a training step, with Megatron's steps before and after them."""
     if config.finalize_model_grads_func is None:
         yield
         return
@@ -333,32 +334,32 @@ def _finalized(
     finish(config, embedding, **supported_kwargs(finish, is_last_stage=prepared.has_last_stage, tp_group=groups.tp))
     num_tokens = results.num_tokens if config.calculate_per_token_loss else None
     if num_tokens is not None and prepared.last_stage_rank != groups.pp.size() - 1:
-        # Megatron takes it from the last rank, we from the rank that counted.
+        # Megatron broadcasts the count from the last rank, but here the rank of the last stage has it.
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     finalize = config.finalize_model_grads_func
     finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
 
 
 def _loss_rank(schedule: Schedule) -> int:
-    """The rank of the one stage that computes the loss."""
+    """The rank of the stage that computes the loss."""
     (last,) = schedule.flow.sinks
     return schedule.placement.stage_to_rank[last]
 
 
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
-    """Raises PlanError when a single hardware queue, which Megatron asks for, would let the ranks block each other."""
+    """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
     if dist.get_backend(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
     prove_single_queue(plan)
 
 
 def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
-    """Megatron's config holds one function for one chunk and a list for several."""
+    """One function per chunk. Megatron's config has a single function for one chunk and a list for several."""
     return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks
 
 
 def _finish_grad_sync(config: Any, chunks: Sequence[torch.nn.Module], syncs: list[GradSync]) -> None:
-    """Start the reductions that no backward has started."""
+    """Start the gradient reductions that no backward pass has started."""
     grad_syncs = _per_chunk(config.grad_sync_func, len(chunks))
     for chunk, sync, grad_sync in zip(chunks, syncs, grad_syncs, strict=True):
         if not sync.enabled:

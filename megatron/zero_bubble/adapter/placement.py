@@ -1,9 +1,9 @@
-"""Stages in Megatron's terms: a pipeline rank and a ``vp_stage``.
+"""Maps stages to Megatron's terms: a pipeline rank and a ``vp_stage``.
 
 Megatron places stage s on pipeline rank s mod P as its chunk s div P, and derives layers, embedding, loss and
-checkpoints from these two numbers. A stage that lies elsewhere, on a V for example, is therefore built, run and saved
-while Megatron takes it to be on rank s mod P. Every placement whose ranks hold one stage of 0..P-1, one of P..2P-1,
-and so on, can be had this way.
+checkpoints from these two numbers. A stage on another rank, for example on a V, is therefore built, run and saved while
+Megatron sees this process as rank s mod P. This supports every placement in which each rank has one of stages 0..P-1,
+one of P..2P-1, and so on.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from megatron.zero_bubble.ir import Placement
 
 
 def is_megatrons_own(placement: Placement) -> bool:
-    """Whether every stage lies where Megatron puts it."""
+    """Whether every stage is on the rank where Megatron would put it."""
     return all(rank == stage % placement.num_ranks for stage, rank in enumerate(placement.stage_to_rank))
 
 
 def megatron_rank(placement: Placement, rank: int, chunk: int) -> int:
-    """The pipeline rank on which Megatron expects the stage that is chunk number ``chunk`` of ``rank``."""
+    """The pipeline rank where Megatron would put the stage that is chunk ``chunk`` of rank ``rank``."""
     return placement.stages_of(rank)[chunk] % placement.num_ranks
 
 
 @contextlib.contextmanager
 def as_pipeline_rank(rank: int) -> Iterator[None]:
-    """Within, megatron-core takes this process for pipeline rank ``rank``."""
+    """Context in which megatron-core sees this process as pipeline rank ``rank``."""
     before = parallel_state._MPU_PIPELINE_MODEL_PARALLEL_RANK
     parallel_state.set_pipeline_model_parallel_rank(rank)
     try:
@@ -44,7 +44,7 @@ def as_pipeline_rank(rank: int) -> Iterator[None]:
 
 
 def groups_as(rank: int, groups: Any = None) -> Any:
-    """Process groups, Megatron's own unless given, for a chunk that takes itself for one of pipeline rank ``rank``."""
+    """Process groups that present this process as pipeline rank ``rank``; default: based on Megatron's own groups."""
     groups = groups or models_process_groups()
     if groups.pp.rank() != rank:
         groups = copy(groups)
@@ -53,12 +53,12 @@ def groups_as(rank: int, groups: Any = None) -> Any:
 
 
 def group_as(group: Any, rank: int) -> Any:
-    """``group`` for what only asks it for this process's rank, which is answered with ``rank``."""
-    return _Believing(group, rank)
+    """``group`` with ``rank()`` replaced by ``rank``; only for callers that do not communicate through it."""
+    return _GroupAs(group, rank)
 
 
-class _Believing:
-    """A process group whose ``rank()`` is another one; everything else is the group's."""
+class _GroupAs:
+    """Proxy of a process group with another ``rank()``; all other attributes are the group's."""
 
     def __init__(self, group: Any, rank: int) -> None:
         self._group, self._rank = group, rank
@@ -69,13 +69,14 @@ class _Believing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._group, name)
 
-    def __deepcopy__(self, _memo: dict[int, Any]) -> _Believing:
+    def __deepcopy__(self, _memo: dict[int, Any]) -> _GroupAs:
         return self
 
 
 def embedding_ranks(placement: Placement) -> Any:
-    """For ``initialize_model_parallel(get_embedding_ranks=...)``: the ranks of the first and the last stage, which
-    share the embedding; one only where a rank holds both.
+    """A function for ``initialize_model_parallel(get_embedding_ranks=...)``.
+
+    It returns the ranks of the first and the last stage, which share the embedding, or one rank if it has both.
     """
     first, last = placement.stage_to_rank[0], placement.stage_to_rank[-1]
 
@@ -86,10 +87,10 @@ def embedding_ranks(placement: Placement) -> Any:
 
 
 def last_stage_of(placement_on: Callable[[int], Placement], original: Callable[..., bool]) -> Callable[..., bool]:
-    """``parallel_state.is_pipeline_last_stage`` for a placement on so many ranks.
+    """``parallel_state.is_pipeline_last_stage`` for the placement of a number of ranks.
 
-    Asked about a chunk it knows the true last stage. Asked about a rank it says what it always said, since Megatron's
-    loops log on the last rank, where our losses go.
+    For a chunk (``vp_stage``), it returns whether the chunk is the last stage of the placement. Without a chunk, it
+    returns the result of ``original``: Megatron's loops log on the last rank, which receives our losses.
     """
 
     @functools.wraps(original)
@@ -104,8 +105,9 @@ def last_stage_of(placement_on: Callable[[int], Placement], original: Callable[.
 
 
 def add_tied_gradients(original: Callable[..., None]) -> Callable[..., None]:
-    """``finalize_model_grads._allreduce_word_embedding_grads`` where one rank may hold both ends of a tied embedding:
-    the same sum, without a message.
+    """Wrap ``finalize_model_grads._allreduce_word_embedding_grads`` for ranks that have both ends of a tied embedding.
+
+    There the gradients are summed locally, with the same result.
     """
 
     @functools.wraps(original)
@@ -122,14 +124,14 @@ def add_tied_gradients(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def copy_tied_embedding(model: Sequence[torch.nn.Module]) -> None:
-    """Give the output layer the embedding's initial values, where both are on this rank and tied."""
+    """Copy the embedding's initial values to the output layer if this rank has both and they are tied."""
     tied = _tied_weights(model)
     if tied is not None:
         tied[1].data.copy_(tied[0].data)
 
 
 def _tied_weights(model: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
-    """The embedding's and the output layer's weight, where this rank holds both, in two chunks, and they are tied."""
+    """The weights of embedding and output layer if they are tied and in two chunks of this rank, else None."""
     chunks = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in model]
     first = next((chunk for chunk in chunks if chunk.pre_process), None)
     last = next((chunk for chunk in chunks if chunk.post_process), None)

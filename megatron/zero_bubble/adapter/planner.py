@@ -1,4 +1,4 @@
-"""The process in which a training run plans: ``planning.worker``."""
+"""Runs ``planning.worker`` in a separate process, to plan a schedule during training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.zero_bubble.planning.worker import Request
 
 
 class Planner:
-    """A planning process. What the operating system refuses it leaves the run without a plan, and is no error."""
+    """A planning process. Errors of the operating system do not raise; ``result`` then returns no schedule."""
 
     def __init__(self, request: Request) -> None:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -29,7 +29,7 @@ class Planner:
     def _start(self, request: Request) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="zb-auto-", ignore_cleanup_errors=True)
         folder = Path(self._folder.name)
-        # Files, not pipes: no rank waits until the process reads its request, and it never waits for a reader.
+        # Files instead of pipes, so that neither this rank nor the planning process waits for the other to read.
         _request_in(folder).write_text(request.to_json(), encoding="utf-8")
         command = [sys.executable, "-m", worker.__name__]
         with (
@@ -40,20 +40,21 @@ class Planner:
             self._process = subprocess.Popen(command, stdin=asked, stdout=plan, stderr=errors)
 
     def finished(self) -> bool:
+        """Whether the process has ended or could not be started."""
         return self._process is None or self._process.poll() is not None
 
     def kill(self) -> None:
-        """End the process and remove its files."""
+        """Kill the process and remove its files."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         self._remove_files()
 
     def result(self) -> tuple[Schedule | None, str]:
-        """The schedule, and a sentence about it; None, and why, when there is none."""
+        """The schedule and a log message about it; None and the reason if there is no schedule."""
         try:
             schedule, said = self._read()
-        except (OSError, UserError) as error:  # UserError: read_schedule_file's
+        except (OSError, UserError) as error:  # read_schedule_file raises UserError
             schedule, said = None, str(error)
         self._remove_files()
         if schedule is None:
@@ -63,7 +64,7 @@ class Planner:
     def _read(self) -> tuple[Schedule | None, str]:
         if self._refused is not None:
             raise self._refused
-        assert self._process is not None and self._folder is not None, "it was started"
+        assert self._process is not None and self._folder is not None, "the process was started"
         folder = Path(self._folder.name)
         if self._process.wait():
             return None, _errors_in(folder).read_text(encoding="utf-8").strip()

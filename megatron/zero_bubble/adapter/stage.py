@@ -1,4 +1,4 @@
-"""A stage that is a chunk of a Megatron model; its passes run through megatron-core's own step functions."""
+"""Runs the passes of one stage, a chunk of a Megatron model, with megatron-core's own step functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.zero_bubble.wgrad.store import WgradStore
 
 @dataclass(frozen=True)
 class StepArguments:
-    """What Megatron's training loop hands to its forward-backward function, as far as a pass needs it."""
+    """The arguments of Megatron's forward-backward function that passes need."""
 
     forward_step_func: Callable[..., Any]
     num_microbatches: int
@@ -34,8 +34,9 @@ class StepArguments:
     first_val_step: bool | None
 
     def scale_auxiliary_losses(self, device: torch.device) -> None:
-        """Tell the losses of experts and of multi-token prediction the loss scale, as every forward does: the last
-        optimizer step may have changed it since the last forward.
+        """Set the loss scale of the auxiliary losses of experts and multi-token prediction.
+
+        Every forward sets it, but the optimizer step may have changed it since the last forward.
         """
         config = self.config
         scale = torch.ones(1, device=device)
@@ -51,31 +52,34 @@ class StepArguments:
 
 @dataclass
 class StepResults:
-    """What one iteration gathers on this rank: the number of tokens (0-dim int tensor on the compute device), and, on
-    the last stage, the losses behind them.
+    """Results of one iteration on this rank.
+
+    Attributes:
+        num_tokens: number of tokens; a 0-dim int tensor on the compute device.
+        forward_data: losses of the microbatches, on the rank of the last stage.
     """
 
     num_tokens: torch.Tensor
     forward_data: list[Any] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Count from the beginning."""
+        """Reset the count and the losses."""
         self.num_tokens.zero_()
         self.forward_data.clear()
 
 
 @dataclass(frozen=True)
 class StageFacts:
-    """What a schedule says of one stage.
+    """Properties of one stage that follow from the schedule.
 
     Attributes:
-        is_last: whether it computes the loss.
-        vp_stage: its number among the rank's chunks, None where there is one.
-        megatron_rank: the pipeline rank that Megatron must take this process for; None where it is the true one.
-        last_backward: the microbatch whose backward comes last, -1 where there is none.
-        max_in_flight: the most microbatches whose F ran and whose backward did not.
-        fused: the (microbatch, slice) whose backward is one BW.
-        tail: its W's behind the rank's last F and backward.
+        is_last: whether the stage computes the loss.
+        vp_stage: index of the stage among the rank's chunks; None if the rank has one chunk.
+        megatron_rank: pipeline rank under which Megatron must see this process; None for its actual rank.
+        last_backward: microbatch of the last backward pass; -1 if there is none.
+        max_in_flight: maximum number of microbatches between their F and their backward pass.
+        fused: (microbatch, slice) pairs whose backward is a fused BW.
+        tail: W passes of the stage after the rank's last F or backward pass.
     """
 
     stage: int
@@ -109,7 +113,7 @@ class StageFacts:
         return cls(stage, stage in schedule.flow.sinks, vp_stage, elsewhere, last_backward, most, fused, own)
 
 
-# By name: a table of bound methods would be a reference cycle, which keeps a model until the collector runs.
+# Method names, because bound methods would form a reference cycle, which keeps a model alive until garbage collection.
 _METHODS = {Kind.F: "_forward", Kind.B: "_backward", Kind.BW: "_backward", Kind.W: "_backward_weight"}
 
 
@@ -117,12 +121,13 @@ class MegatronStage:
     """One model chunk during one iteration.
 
     Args:
-        step: the call's arguments.
-        results: where losses and token counts go.
-        facts: what the schedule says of the stage.
-        model: the chunk, as Megatron wraps it.
-        data_iterator: the chunk's.
-        sync: told when the last microbatch's backward runs; None where data parallelism reduces after the passes.
+        step: arguments of the forward-backward function.
+        results: receives losses and token counts.
+        facts: properties of the stage that follow from the schedule.
+        model: the chunk, as wrapped by Megatron.
+        data_iterator: data iterator of the chunk.
+        store: receives the deferred weight gradients of B passes.
+        sync: enabled at the last backward of the stage; None if data parallelism reduces after the passes.
     """
 
     def __init__(
@@ -145,12 +150,12 @@ class MegatronStage:
         self._sync = sync
 
     def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run one pass of a chain: see ``ir.Chain`` for what it takes and makes."""
+        """Run one pass; ``ir.Chain`` defines its inputs and outputs."""
         run: Callable[[Pass, Sequence[Any]], Sequence[Any]] = getattr(self, _METHODS[work.kind])
         return run(work, inputs)
 
     def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
-        """The stage's output, detached, unless it is the loss, and what its backward starts from."""
+        """Returns the stage's detached output, unless the stage is the last, and the (input, output) for backward."""
         step = self._step
         split = (work.microbatch, work.slice) not in self._facts.fused
         x = inputs[0] if inputs else None
@@ -184,7 +189,7 @@ class MegatronStage:
         return (*output, (x, y))
 
     def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
-        """The gradient of the stage's input. What W needs stays in the store."""
+        """Returns the gradient of the stage's input, except on the first stage. The store keeps the operands of W."""
         *received, (x, y) = inputs
         split = work.kind is Kind.B
         if self._sync is not None and work.microbatch == self._facts.last_backward:

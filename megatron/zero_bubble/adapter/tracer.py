@@ -1,7 +1,7 @@
-"""Chosen iterations as they ran: ``--zero-bubble-trace DIR`` and ``--zero-bubble-record-costs FILE``.
+"""Records selected iterations: ``--zero-bubble-trace DIR`` and ``--zero-bubble-record-costs FILE``.
 
-The planned timeline is the simulation of the same order at the measured pass times, so the two differ only by what
-the runtime adds.
+The planned timeline is a simulation of the same order with the measured pass times, so any difference between planned
+and measured timeline is runtime overhead.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import draw_comparison
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
-# Enough for a median, few enough to keep in memory; the end of a run is warm.
+# Enough for a median and few enough to keep in memory. The last iterations of a run are past warm-up effects.
 LAST_ITERATIONS = 8
 
 
 def end_of_run(iteration: int, train_iters: int, exit_interval: int | None) -> int:
-    """The last iteration of a run that begins with ``iteration``: a multiple of ``exit_interval``, if there is one."""
+    """The last iteration of a run that starts at ``iteration``: the next multiple of ``exit_interval``, if given."""
     interval = exit_interval or train_iters
     return min(train_iters, -(-iteration // interval) * interval)
 
 
 class Tracer(IterationObserver):
-    """Records iterations of a run and writes what they were like.
+    """Records iterations of a run and writes their traces and costs.
 
     Args:
         recorder: an observer of the same pipeline.
-        name: of the schedule, for titles.
-        number: the number of the iteration that begins.
-        end: from the number of a run's first iteration to that of its last.
-        iterations: those to record; None for the last ``LAST_ITERATIONS``.
+        name: name of the schedule, for titles.
+        number: returns the number of the iteration that begins.
+        end: maps the number of a run's first iteration to the number of its last.
+        iterations: iterations to record; None selects the last ``LAST_ITERATIONS``.
 
     Attributes:
-        iteration: the number of the one under way, or of the last.
+        iteration: number of the current or, between iterations, the previous iteration.
     """
 
     def __init__(
@@ -63,8 +63,8 @@ class Tracer(IterationObserver):
 
     @property
     def last(self) -> int:
-        """The last iteration to record, of those that the run has; where it has none, its last."""
-        assert self._end is not None, "known from the first iteration on"
+        """The last iteration to record within the run; the run's last iteration if none of the selected is in it."""
+        assert self._end is not None, "set when the first iteration begins"
         end = self._end
         within = (min(some[-1], end) for some in self._ranges(end) if some[0] <= end)
         return max(within, default=end)
@@ -81,23 +81,24 @@ class Tracer(IterationObserver):
             self._recorder.start(start.group)
 
     def end_iteration(self, completed: bool) -> None:
-        """One that is run again, as Megatron does where it doubts a loss, replaces what was recorded of it."""
+        """Keep the recording. If Megatron runs an iteration again to check a loss, the later recording replaces it."""
         if self._recording and completed:
             self._recorded[self.iteration] = self._recorder.stop()
         self._recording = False
 
     def write(self, directory: Path | None, costs_file: Path | None, pipeline: Pipeline | None) -> list[str]:
-        """Write the trace, and the costs as ``zero-bubble plan --costs`` reads them, from the first rank of the first
-        pipeline. A collective call. The run is worth more than its trace: what cannot be written is said, not raised.
+        """Write the trace, and the costs for ``zero-bubble plan --costs``, on the first rank of the first pipeline.
+
+        A collective call. Files that cannot be written do not raise, so that a finished run does not fail.
 
         Args:
-            pipeline: ours, which has counted what microbatches keep; None where megatron-core's own ran.
+            pipeline: our pipeline, which has measured the memory of microbatches; None if megatron-core's own ran.
 
         Returns:
-            a sentence for each of the two, on the rank that writes.
+            on the rank that writes, one message per file or folder, including errors; an empty list elsewhere.
         """
         group = parallel_state.get_pipeline_model_parallel_group()
-        # Megatron's interleaved schedule and its pipeline of one rank tell of no passes.
+        # Passes of Megatron's interleaved schedule and of its pipeline of one rank cannot be observed.
         recorded = [(iteration, marks) for iteration, marks in self._recorded.items() if marks.passes]
         self._recorded.clear()
         traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
@@ -117,14 +118,14 @@ class Tracer(IterationObserver):
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_text(costs_to_json(costs, memory), encoding="utf-8")
             except OSError as error:
-                said.append(f"cannot write what was recorded to {target}: {error.strerror}; it is lost")
+                said.append(f"cannot write the recorded iterations to {target}: {error.strerror}; they are lost")
             else:
                 said.append(f"iterations until {max(traces)} recorded in {target}")
         return said
 
 
 def _write(recording: Recording, directory: Path) -> None:
-    """All iterations as data, the typical one as pictures."""
+    """Write all iterations as JSON, and the typical one as SVG, HTML and Perfetto trace."""
     typical = recording.compared(recording.typical)
     files = {
         "trace.json": trace_to_json(recording),

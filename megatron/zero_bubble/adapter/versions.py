@@ -1,7 +1,7 @@
-"""What the versions of megatron-core do not agree on, read off the functions themselves.
+"""Handles the differences between versions of megatron-core, detected from the functions' signatures.
 
-The minors 0.13 to 0.20 differ here in arguments that came or went and in the name of one class, never in what an
-argument means. :mod:`megatron.zero_bubble.patching.seams` says which minors were checked.
+The minor versions 0.13 to 0.20 differ here in added and removed arguments and in the name of one class, never in the
+meaning of an argument. :mod:`megatron.zero_bubble.patching.seams` lists the versions that were checked.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from megatron.zero_bubble.errors import UserError
 
 @functools.cache
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names that a function takes; None where it takes any."""
+    """The parameter names of a function; None if it takes ``**kwargs``."""
     parameters = inspect.signature(function).parameters.values()
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
 
 def supported_kwargs(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that this version's function has: all of them where it takes ``**kwargs``."""
+    """The arguments that ``function`` accepts in this version; all of them if it takes ``**kwargs``."""
     names = _parameters(function)
     return arguments if names is None else {name: value for name, value in arguments.items() if name in names}
 
 
 def finalize_arguments(finalize: Callable[..., Any], groups: Any, force_all_reduce: bool | None) -> dict[str, Any]:
-    """What upstream's schedules hand to ``config.finalize_model_grads_func`` beside chunks and tokens: what
-    megatron-core's own such function takes, as far as the job's takes it.
+    """The keyword arguments for ``config.finalize_model_grads_func``, in addition to chunks and tokens.
+
+    They are those of megatron-core's own ``finalize_model_grads`` that the job's function accepts too.
     """
     of_version = supported_kwargs(
         finalize_model_grads, pg_collection=groups, grad_finalize_pgs=groups, force_all_reduce=force_all_reduce
@@ -42,15 +43,15 @@ def finalize_arguments(finalize: Callable[..., Any], groups: Any, force_all_redu
 
 
 def process_groups(pg_collection: Any) -> Any:
-    """The caller's process groups, or Megatron's global ones as upstream's schedules collect them."""
+    """The caller's process groups, or Megatron's global groups as upstream's schedules collect them."""
     if pg_collection is not None:
         return pg_collection
     build = getattr(schedules, "_build_default_pg_collection", None)  # since 0.19
     if build is not None:
         return build()
-    if hasattr(process_groups_config, "ProcessGroupCollection"):  # since 0.15; it holds more than the schedules' own
+    if hasattr(process_groups_config, "ProcessGroupCollection"):  # since 0.15; has more groups than the schedules need
         return process_groups_config.ProcessGroupCollection.use_mpu_process_groups()
-    # The collections of 0.13 and 0.14 are one for each purpose.
+    # Versions 0.13 and 0.14 have one collection per purpose.
     names = ("GradFinalizeProcessGroups", "ModelCommProcessGroups")
     groups = next(getattr(process_groups_config, name) for name in names if hasattr(process_groups_config, name))()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
@@ -63,18 +64,19 @@ def process_groups(pg_collection: Any) -> Any:
 
 
 def check_one_model(p2p_communicator: Any, pg_collection: Any) -> None:
-    """Raises UserError for what a caller has of a pipeline of several models, each on ranks of its own."""
+    """Raise UserError for arguments that belong to a pipeline of several models on separate ranks."""
     several = getattr(process_groups_config, "MultiModuleProcessGroupCollection", None)
     if p2p_communicator is not None or (several is not None and isinstance(pg_collection, several)):
         what = "a p2p_communicator" if p2p_communicator is not None else f"a {type(pg_collection).__name__}"
         raise UserError(
-            "zero-bubble schedules run one model on one pipeline and do their own communication; got "
-            f"{what}, which is for models on separate ranks; leave it out, or train without a schedule"
+            "zero-bubble schedules support one model per pipeline and do their own communication; got "
+            f"{what}, which is for several models on separate ranks; leave it out, or train without a zero-bubble "
+            "schedule"
         )
 
 
 def models_process_groups() -> Any:
-    """Megatron's global process groups as a model takes them; None where models ask for each of them themselves."""
+    """Megatron's global process groups for a model's constructor; None if this version has no such argument."""
     for name in ("ProcessGroupCollection", "ModelCommProcessGroups"):
         if hasattr(process_groups_config, name):
             return getattr(process_groups_config, name).use_mpu_process_groups()

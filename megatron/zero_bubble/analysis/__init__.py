@@ -1,1 +1,1 @@
-"""What can be said of a schedule without running it: is it valid, how long does it take, what does it keep."""
+"""Analyse schedules and traces: validity, length, memory, lower bounds, and differences between plan and run."""

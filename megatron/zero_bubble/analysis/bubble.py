@@ -1,4 +1,4 @@
-"""The bubble that a run has, beside the one that its schedule has at the same pass times."""
+"""The measured bubble of a run, and the bubble of its schedule at the same pass times."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 
 class RankIteration(NamedTuple):
-    """An iteration on one rank, by its own clock.
+    """An iteration on one rank, measured by the rank's clock.
 
     Attributes:
-        span_ms: from the start of its first pass to the end of its last one.
-        work_ms: in passes, each once: what was run again was run in vain before.
+        span_ms: time from the start of its first pass to the end of its last one.
+        work_ms: total time of its passes, each counted once; the discarded run of a repeated pass is not counted.
     """
 
     span_ms: float
@@ -25,11 +25,11 @@ class RankIteration(NamedTuple):
 
 
 class RankIterations(NamedTuple):
-    """Some iterations of one rank, the same ones on every rank.
+    """Several iterations of one rank; every rank has the same iterations.
 
     Attributes:
-        order: its passes in the last of them.
-        pass_ms: mean time of the passes of each of its stages.
+        order: the passes of the last iteration.
+        pass_ms: mean time of a pass by stage and kind.
     """
 
     iterations: tuple[RankIteration, ...]
@@ -39,12 +39,12 @@ class RankIterations(NamedTuple):
 
 @dataclass(frozen=True)
 class Bubble:
-    """Bubble rates by the span (the papers' figure), over some iterations.
+    """Bubble rates of the span (the papers' figure), over several iterations.
 
     Attributes:
-        measured: of the time that the longest rank took, the part in which the busiest one computed nothing.
-        planned: the same of the last iteration's schedule, simulated at the mean pass times, with messages that take
-            no time: what measured is above it are late messages, the host, and passes of unequal length.
+        measured: the share of the longest rank's time in which the busiest rank computed nothing.
+        planned: the bubble rate of the last iteration's schedule, simulated with the mean pass times and without
+            transfer times. ``measured`` exceeds it because of late messages, host gaps and passes of unequal length.
     """
 
     num_iterations: int
@@ -53,7 +53,7 @@ class Bubble:
 
 
 def bubble_of(ranks: Sequence[RankIterations]) -> Bubble:
-    """From what each rank of a pipeline measured, rank by rank."""
+    """Compute the bubble from the measurements of all ranks of a pipeline, in order of rank."""
     together = list(zip(*(rank.iterations for rank in ranks), strict=True))
     span_ms = sum(max(row.span_ms for row in iteration) for iteration in together)
     work_ms = sum(max(row.work_ms for row in iteration) for iteration in together)
@@ -76,7 +76,7 @@ def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
 
 
 def _costs(num_stages: int, pass_ms: Mapping[tuple[int, Kind], float]) -> PassCosts:
-    """A stage that runs only fused backwards has them as B, with W = 0."""
+    """Convert pass times to costs; a stage with only fused backwards has their time as B, and W = 0."""
 
     def times(*kinds: Kind) -> tuple[float, ...]:
         return tuple(

@@ -1,4 +1,4 @@
-"""Which ranks of a schedule wait for each other."""
+"""Find the ranks of a schedule that wait for each other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from megatron.zero_bubble.ir import Pass, Schedule
 
 
 def deadlock(schedule: Schedule, blocked: Blocked) -> ScheduleError:
-    """Follow the waits from one blocked rank until they come back to a rank, or end at a pass that no rank runs.
+    """Describe a deadlock: follow the waits from one blocked rank to a cycle, or to a pass that no rank runs.
 
     Args:
-        blocked: where running ``steps_of(schedule)`` stopped.
+        blocked: the state in which a run of ``steps_of(schedule)`` stopped.
     """
     cursor, waits_for = blocked.positions, cast("Mapping[int, Pass]", blocked.waits_for)
     holder = {p: rank for rank, row in enumerate(schedule.order) for p in row}

@@ -1,15 +1,16 @@
-"""Where a measured iteration departs from its plan: slow passes, late receives, host gaps.
+"""Explain the difference between a measured iteration and its plan: slow passes, late receives, host gaps.
 
-Two views, and in both the parts add up to the whole, because every ms of a rank is given to exactly one part:
+There are two views. In both, the parts add up to the whole difference, because every ms of a rank belongs to one part:
 
-* By rank. Before each pass a rank may stand still. As long as the input is not there this is waiting, of which the plan
-  has its share too: what exceeds it is *late*. The rest is the gap of the *host*: the input is there, nothing runs. The
-  pass itself is *slow* by what it takes beyond its plan. What follows the last pass is the *end*: others still run.
-* Along the measured critical chain, from the last pass of all back to the first: each pass follows the one before it on
-  its rank, or the one whose output it had to wait for. This is what made the iteration as long as it was. Where the
-  plan has idle time on that chain, delays were hidden in it: *slack*, at most 0.
+* By rank. A rank may be idle before a pass. As long as the input has not arrived, this is waiting; the part that
+  exceeds the waiting in the plan is *late*. The rest of the idle time is the *host* gap: the input is present, but
+  nothing runs. The pass is *slow* by the time that it takes beyond its plan. The *end* is the time after the last pass,
+  in which only other ranks run.
+* Along the measured critical chain, from the last pass back to the first. Each pass follows the previous one on its
+  rank, or the one whose output it had to wait for; this chain determines the length of the iteration. Idle time in the
+  plan of this chain absorbs delays: *slack*, at most 0.
 
-Everything is in ms, measured minus planned: negative parts are gains.
+All figures are in ms, measured minus planned; negative figures are gains.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from megatron.zero_bubble.ir import Pass
 
 
 class Step(NamedTuple):
-    """A pass on its rank, and what came before it.
+    """A pass on its rank, and the idle time before it.
 
     Attributes:
         waits_for: the pass of another rank whose output it needs, if any.
-        waited_ms: how long the rank stood still for that output: measured, not compared with the plan.
-        late_ms: the same, less all that the plan lets the rank stand still before this pass.
+        waited_ms: measured time for which the rank waited for that output.
+        late_ms: ``waited_ms`` minus the idle time before this pass in the plan.
     """
 
     pass_: Pass
@@ -45,10 +46,10 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class RankDifference:
-    """One rank; ``slow_ms + idle_ms`` is the difference of the makespans.
+    """The difference on one rank; ``slow_ms + idle_ms`` is the difference of the makespans.
 
     Attributes:
-        end_ms: what it stands still after its last pass, compared with the plan.
+        end_ms: idle time after its last pass, measured minus planned.
     """
 
     steps: tuple[Step, ...]
@@ -68,17 +69,17 @@ class RankDifference:
 
     @property
     def idle_ms(self) -> float:
-        """The difference of its idle times between the start and the end of everything."""
+        """The difference of its idle times over the whole makespan."""
         return self.late_ms + self.host_ms + self.end_ms
 
 
 class Link(NamedTuple):
-    """A pass of the critical chain, and how it hangs on the one before.
+    """A pass of the critical chain, and its delay after the previous pass of the chain.
 
     Attributes:
-        after: the pass before it on the chain; None for the first.
-        transfer_ms: from the end of ``after`` to its output on this rank, beyond the plan's transfer.
-        host_ms: from there to the start of the pass.
+        after: the previous pass of the chain; None for the first.
+        transfer_ms: time from the end of ``after`` to the arrival of its output, minus the planned transfer time.
+        host_ms: time from that arrival to the start of the pass.
     """
 
     pass_: Pass
@@ -96,7 +97,8 @@ class Difference:
 
     Attributes:
         chain: the measured critical chain, first to last.
-        end_slack_ms: what follows the end of the chain in the plan, below 0 where another pass was to end last.
+        end_slack_ms: planned end of the chain's last pass minus the planned makespan; below 0 if another pass ends last
+            in the plan.
     """
 
     ranks: tuple[RankDifference, ...]
@@ -105,7 +107,7 @@ class Difference:
 
     @cached_property
     def makespan_ms(self) -> float:
-        """The difference of the makespans, as the chain explains it."""
+        """The difference of the makespans, as the sum of the parts of the chain."""
         return self.slow_ms + self.transfer_ms + self.host_ms + self.slack_ms
 
     @cached_property
@@ -127,12 +129,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """An iteration beside its plan: what is drawn.
+    """An iteration and its plan, for drawing.
 
     Attributes:
-        iteration: its number in the run.
+        iteration: the number of the iteration in the run.
         planned: the simulation of the measured order with ``costs``.
-        memory: what a microbatch keeps on each stage, in bytes; None where nobody counted.
+        memory: memory of a microbatch on each stage, in bytes; None if unknown.
     """
 
     iteration: int
@@ -147,18 +149,18 @@ class Comparison:
 
 
 def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
-    """The difference between a plan and an iteration of the same schedule.
+    """Compute the difference between a plan and an iteration of the same schedule.
 
     Args:
         planned: the simulation of the measured schedule with ``costs``.
 
     Raises:
-        UserError: when the two ran different passes, or in another order.
+        UserError: when passes or their order differ.
     """
     if planned.schedule.order != measured.timeline.schedule.order:
         raise UserError(
-            f"a plan explains an iteration of the same order of passes; got {planned.schedule.name!r} for "
-            f"{measured.timeline.schedule.name!r}; simulate the order that was measured"
+            f"a plan and an iteration must have the same order of passes; got plan {planned.schedule.name!r} for "
+            f"iteration {measured.timeline.schedule.name!r}; simulate the measured order"
         )
     both = _Both(planned, measured, costs)
     return Difference(
@@ -169,7 +171,7 @@ def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
 
 
 class _Place(NamedTuple):
-    """One pass in both timelines, both counted from their starts, with its predecessor on the rank."""
+    """One pass in both timelines, with times relative to their starts, and the previous pass on the rank."""
 
     planned: Span
     measured: Span
@@ -178,7 +180,7 @@ class _Place(NamedTuple):
 
 
 class _Input(NamedTuple):
-    """What a pass needs of another rank, and when the rank began and ended to stand still for it."""
+    """The input of a pass from another rank, and the start and end of the rank's wait for it."""
 
     producer: Pass
     awaited_ms: float
@@ -218,7 +220,7 @@ class _Both:
         )
 
     def chain(self) -> Iterator[Link]:
-        """Last to first."""
+        """Yield the links of the critical chain, last to first."""
         place: _Place | None = self._last
         while place is not None:
             link = self._link(place)
@@ -259,14 +261,14 @@ class _Both:
         )
 
     def _free(self, place: _Place) -> tuple[float, float]:
-        """When the rank was done with the pass before, as planned and as measured."""
+        """Return the planned and the measured end of the previous pass on the rank."""
         if place.before is None:
             return 0.0, 0.0
         before = self._places[place.before]
         return before.planned.end_ms, before.measured.end_ms
 
     def _input(self, place: _Place) -> _Input | None:
-        """As recorded; without a record it counts as arrived when the plan's transfer allows."""
+        """Return the recorded input of a pass; without a record, it arrives after the planned transfer time."""
         for producer in self._planned.schedule.dependencies(place.measured.pass_):
             source = self._places[producer]
             if source.rank == place.rank:
@@ -274,7 +276,7 @@ class _Both:
             free, start = self._free(place)[1], place.measured.start_ms
             received = self._received[place.rank].get(producer)
             if received is not None:
-                # The first wait of a rank may begin before time does, with the first pass of all.
+                # The first wait of a rank may begin before time 0, the start of the first pass over all ranks.
                 awaited, arrived = (max(free, at - self._measured.start_ms) for at in received[3:])
                 return _Input(producer, awaited, arrived)
             here = source.measured.end_ms + self._costs.comm(source.rank, place.rank)

@@ -1,4 +1,4 @@
-"""``ScheduleError``: a broken rule, with the grid around the bad cell."""
+"""``ScheduleError``: a violated rule, with the grid around the bad cell."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _ROWS = 8
 
 
 class ScheduleError(UserError):
-    """A schedule breaks a rule: ``rank`` and ``bad``, the pass, say where.
+    """A schedule violates a rule at the pass ``bad`` of rank ``rank``.
 
-    The message is one sentence and, below it, the grid (a row a rank, a column a position) with the cell between
-    ``>`` and ``<``. ``column`` is its position in the rank's order; one past the end marks a pass that is missing.
+    The message is one sentence, followed by the grid (one row per rank, one column per position) with the cell between
+    ``>`` and ``<``. ``column`` is its position in the rank's order; one past the end means that the pass is missing.
     """
 
     def __init__(self, rule: str, schedule: Schedule, rank: int, column: int, bad: Pass) -> None:
@@ -24,12 +24,12 @@ class ScheduleError(UserError):
         self._arguments = (rule, schedule, rank, column, bad)
 
     def __reduce__(self) -> tuple[type[ScheduleError], tuple[object, ...]]:
-        """Worker processes send their errors by pickle, which would otherwise call us with the message alone."""
+        """Support pickle, with which worker processes send errors: by default, it passes only the message."""
         return type(self), self._arguments
 
 
 def mark(schedule: Schedule, rank: int, column: int, bad: Pass) -> str:
-    """The part of the grid around the cell, which prints as ``>2B1<``."""
+    """Format the part of the grid around the cell, which prints as ``>2B1<``."""
     first, last = max(0, column - _COLUMNS), column + _COLUMNS + 1
     top = max(0, rank - _ROWS)
     lines: list[tuple[str, list[str]]] = []

@@ -1,4 +1,4 @@
-"""What a rank keeps of its microbatches over time."""
+"""The memory of a rank's microbatches over time."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from megatron.zero_bubble.ir.ops import memory_of
 
 
 class Kept(NamedTuple):
-    """From ``at_ms`` on a rank keeps ``amount``, in the unit of the memory's figures."""
+    """A step of a memory curve: from ``at_ms`` on, a rank holds ``amount``, in the unit of the memory figures."""
 
     at_ms: float
     amount: float
 
 
 def memory_curve(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ...], ...]:
-    """One curve per rank, with one step for each change."""
+    """Return one curve per rank, with one step per change."""
     return tuple(tuple(_curve(timeline, rank, memory)) for rank in range(len(timeline.spans)))
 
 
 def peaks(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
-    """The most that every rank keeps, in units of one microbatch on it."""
+    """Return the peak memory of each rank, in units of one microbatch on that rank."""
     most = (max((kept.amount for kept in curve), default=0.0) for curve in memory_curve(timeline, memory))
     return tuple(peak / one for peak, one in zip(most, _microbatch(timeline, memory), strict=True))
 
 
 def most_kept(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
-    """The most that every rank keeps, in the unit of the memory's figures."""
+    """Return the peak memory of each rank, in the unit of the memory figures."""
     return tuple(peak * one for peak, one in zip(timeline.peak_activation, _microbatch(timeline, memory), strict=True))
 
 
 def _microbatch(timeline: Timeline, memory: PassMemory) -> Iterator[float]:
-    """What one microbatch keeps on every rank, once all chunks of the rank ran F."""
+    """Return the memory of one microbatch on each rank after F on all chunks of the rank."""
     on = timeline.schedule.placement
     return (sum(memory.activation[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks))
 
@@ -48,7 +48,7 @@ def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Kept]:
 
 
 def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:
-    """When what the rank keeps changes, and by how much. At equal times memory is freed before more is added."""
+    """Return the times and sizes of a rank's memory changes. At equal times, memory is freed before it is added."""
     num_slices = timeline.schedule.num_slices
     changes = (
         (start_ms, at_start) if at_start else (end_ms, at_end)

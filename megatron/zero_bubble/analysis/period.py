@@ -1,8 +1,9 @@
-"""How long training takes from one iteration to the next, with the optimizer step between them.
+"""Compute the period of training: the time from one iteration to the next, including the optimizer step.
 
-A synchronous optimizer steps when every rank has ended its passes, since clipping needs the norm of all gradients: an
-iteration takes the makespan and a step. With post-validation (arXiv 2401.10241, section 4) a rank steps when it has
-ended its own passes and heard of those before it, and validates later: an iteration takes the span and a step.
+A synchronous optimizer steps when all ranks have ended their passes, because clipping needs the norm of all gradients:
+an iteration takes the makespan and a step. With post-validation (arXiv 2401.10241, section 4) a rank steps when it has
+ended its passes and received the partial norms of the ranks before it, and validates the step later: an iteration takes
+the span and a step.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from megatron.zero_bubble.ir import Compute, Kind, Pass, Plan, Schedule, Validat
 from megatron.zero_bubble.ir.ops import STEPPED
 
 _SETTLED = 6
-"""Iterations after which one repeats the other; the first differs, as it waits for nothing."""
+"""Iterations after which the period is constant; the first iteration differs, because it waits for no other."""
 
 
 def period_ms(schedule: Schedule, costs: PassCosts, step_ms: float, post_validation: bool) -> float:
-    """Milliseconds from one iteration to the next, of the slowest rank, once they repeat.
+    """Return the constant period of the slowest rank in ms.
 
     Args:
-        step_ms: what the optimizer step takes on every rank.
+        step_ms: time of the optimizer step on every rank.
         post_validation: whether ranks step before they know the norm of all gradients.
     """
     *_, before, last = iterations(schedule, costs, step_ms, post_validation, _SETTLED)
@@ -35,7 +36,7 @@ def period_ms(schedule: Schedule, costs: PassCosts, step_ms: float, post_validat
 def iterations(
     schedule: Schedule, costs: PassCosts, step_ms: float, post_validation: bool, count: int
 ) -> Iterator[list[float]]:
-    """When every rank has ended its optimizer step, in ms, for ``count`` iterations in a row."""
+    """Yield, for ``count`` consecutive iterations, the times in ms at which the ranks end their optimizer steps."""
     plan = Plan.bare(schedule)
     if post_validation:
         rows = zip(plan.ops, validation_positions(plan), strict=True)
@@ -47,7 +48,7 @@ def iterations(
         ends = run.free
         all_known = max(ends)
         if post_validation:
-            # What the ranks before know comes along with them.
+            # A rank steps when it has received the state of the ranks before it.
             run.free = [max(ends[: rank + 1]) + step_ms for rank in range(schedule.num_ranks)]
         else:
             run.free = [all_known + step_ms] * schedule.num_ranks
@@ -55,8 +56,8 @@ def iterations(
 
 
 def repeatable(schedule: Schedule) -> list[set[Pass]]:
-    """The passes of every rank that run before it knows that the last step was right: its first forwards, as far as
-    none of them needs a pass that is not among these. What they compute can be computed again.
+    """Return the passes of each rank that may run before it validates the previous step: its first forwards, as long as
+    they depend only on passes of these sets. Their results can be computed again.
     """
     stage_to_rank = schedule.placement.stage_to_rank
     rows = [_leading_forwards(row) for row in schedule.order]
@@ -80,14 +81,14 @@ def _leading_forwards(row: tuple[Pass, ...]) -> tuple[Pass, ...]:
 
 
 def validation_positions(plan: Plan) -> list[int]:
-    """Where every rank has to know that the last step was right: at its first pass that cannot be done again."""
+    """Return the position at which each rank must validate the previous step: its first pass that is not repeatable."""
     found = []
     for rank, (row, kept) in enumerate(zip(plan.ops, repeatable(plan.schedule), strict=True)):
         passes = (position for position, op in enumerate(row) if isinstance(op, Compute) and op.work not in kept)
         if (first := next(passes, None)) is None:
             raise PlanError(
-                f"rank {rank} of {plan.schedule.name!r} has forwards only, and these can all be run again; validate "
-                "steps in a plan with backwards"
+                f"rank {rank} of {plan.schedule.name!r} has only repeatable forwards and cannot validate an optimizer "
+                "step; validate steps in a plan with backwards"
             )
         found.append(first)
     return found

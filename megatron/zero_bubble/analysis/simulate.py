@@ -1,8 +1,8 @@
-"""How long a plan takes and what it keeps, by the rules of the Zero Bubble paper (arXiv 2401.10241, section 2).
+"""Simulate the length and memory of a plan by the rules of the Zero Bubble paper (arXiv 2401.10241, section 2).
 
-Every rank starts its ops in order. An op starts when the rank has come to it, its lane is free, and what it needs is
-there; what another rank makes is there one transfer later, which occupies no lane. The rank goes on when the op ends,
-or at once where the op is on another lane than the passes.
+Every rank starts its ops in order. An op starts when the rank has reached it, its lane is free, and its inputs are
+available; a result of another rank is available one transfer later, and a transfer occupies no lane. The rank proceeds
+when the op ends, or immediately if the op is on a lane other than that of the passes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ __all__ = ["Span", "Timeline", "simulate"]
 
 
 def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None = None) -> Timeline:
-    """The timeline of ``plan``, linear in its number of ops; without ``memory`` W keeps all that F added.
+    """Compute the timeline of ``plan``, in time linear in its number of ops.
 
     Args:
-        plan: a proved plan, or a schedule, whose values travel by themselves.
+        plan: a proved plan, or a schedule, whose values move between ranks without ops.
+        memory: memory of the stages; by default, B frees nothing, and W frees all that F added.
 
     Raises:
         PlanError: when the ranks of a plan wait for each other.
-        ScheduleError: when the order deadlocks, naming rank and pass.
+        ScheduleError: when the order deadlocks; the message names rank and pass.
         UserError: when ``costs`` or ``memory`` are for another number of stages.
     """
     schedule = plan if isinstance(plan, Schedule) else plan.schedule
@@ -55,12 +56,12 @@ def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None 
 
 
 class Run:
-    """Iterations of a plan on the clock, one after the other.
+    """The simulation of consecutive iterations of a plan.
 
     Attributes:
-        free: when every rank is done with its passes, in ms; the next iteration starts there, while the ops of other
-            lanes may go on.
-        spans, lanes: of the last iteration, for every rank its passes and its ops on other lanes.
+        free: the time in ms at which each rank has ended its passes. The next iteration starts then, while ops on other
+            lanes may still run.
+        spans, lanes: the passes of each rank in the last iteration, and its ops on other lanes.
     """
 
     def __init__(self, rows: list[list[Step]], schedule: Schedule, costs: PassCosts) -> None:
@@ -70,7 +71,7 @@ class Run:
         self._lane_free: list[dict[str, float]] = [{} for _ in rows]
 
     def iteration(self, given_ms: Mapping[Token, float]) -> None:
-        """Run the plan once; ``given_ms`` are tokens of the iteration before, and when they came true.
+        """Run the plan once; ``given_ms`` has the tokens of the previous iteration and the times at which they hold.
 
         Raises:
             Blocked: when the ranks wait for each other.

@@ -1,7 +1,7 @@
-"""What every op of a plan has to wait for, worked out from what the ops declare; prover and simulator start from here.
+"""Derive what each op of a plan waits for, from the effects that the ops declare; prover and simulator use this.
 
-A rank runs its ops in order, so which op made a value that a later one uses stands in its row. What is left to find out
-by running is when the tokens of other ranks hold.
+A rank runs its ops in order, so the op that produced a value for a later one is known from the row. Only the times at
+which the tokens of other ranks hold are found by running.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import NamedTuple, TypeGuard
 from megatron.zero_bubble.ir import Compute, Op, Plan, Schedule, Value
 
 Report = Callable[[str, int, int], None]
-"""Takes a fault: a sentence, the rank and the position of the op."""
+"""A callback for a fault: a sentence, the rank, and the position of the op."""
 
 
 class Step(NamedTuple):
-    """An op, the positions in its row of the ops that made what it uses, and tokens that it waits for and makes.
+    """An op, the positions in its row of the ops that produced its inputs, and the tokens that it waits for and makes.
 
-    Without messages a value is its own token.
+    In a plan without messages, a value is its own token.
     """
 
     op: Op
@@ -28,17 +28,17 @@ class Step(NamedTuple):
 
 
 def steps_of(schedule: Schedule) -> list[list[Step]]:
-    """The steps of a schedule by itself: a pass is its own token, and waits for those that make what it takes."""
+    """Return the steps of a schedule without ops: a pass is its own token, and waits for the passes it depends on."""
     dependencies = schedule.dependencies
     return [[Step(Compute(p), (), dependencies(p), (p,)) for p in row] for row in schedule.order]
 
 
 def steps(plan: Plan, report: Report = lambda *_: None, stopped: bool = False) -> list[list[Step]]:
-    """The steps of every rank.
+    """Return the steps of every rank.
 
     Args:
-        report: called for every op that uses what is not on its rank, or leaves something there that no op takes.
-        stopped: the ranks stop before their last passes, and forget all values.
+        report: called for every op that uses a value that is not on its rank, or that gives one that no op takes.
+        stopped: whether the ranks stop before their last passes, and so drop all values.
     """
     return [_Row(plan, rank, report, stopped).steps() for rank in range(len(plan.ops))]
 
@@ -54,7 +54,9 @@ class _Row:
     def steps(self) -> list[Step]:
         travels = not self._plan.has_messages
         last_use = {value: position for position, effects in enumerate(self._effects) for value in effects.uses}
-        given: dict[Hashable, tuple[int, Hashable]] = {}  # who gave it, and the token with which it arrives
+        given: dict[
+            Hashable, tuple[int, Hashable]
+        ] = {}  # the position of its giver, and the token with which it arrives
         found = []
         for position, effects in enumerate(self._effects):
             uses, gives, takes, waits, makes, arrives = effects
@@ -81,7 +83,7 @@ class _Row:
         return found
 
     def _absent(self, value: Hashable, position: int) -> tuple[None, Hashable]:
-        """No op of the row has given ``value`` yet: without messages it travels by itself."""
+        """Handle a value that no earlier op of the row gives. Without messages, it comes from another rank."""
         if not self._plan.has_messages:
             return None, value
         if self._stopped and isinstance(value, Value):

@@ -1,7 +1,7 @@
-"""What one iteration did on every rank: passes, messages and waits on one clock, in ms.
+"""The trace of one iteration: passes, messages and waits of all ranks on one clock, in ms.
 
-A rank posts a receive ahead of the pass that needs it, and waits for it right before that pass. What it waited for, and
-for how long, tells a late input from a slow host, which the passes alone cannot.
+A rank posts a receive ahead of the pass that needs it, and waits for it immediately before that pass. The recorded
+waits distinguish late inputs from a slow host, which the times of the passes alone cannot.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megatron.zero_bubble.ir import Pass, Placement, Schedule
 
 
 class Sent(NamedTuple):
-    """A value of ``producer`` was handed to the transport, which takes it to ``target`` while the rank goes on."""
+    """A value of ``producer`` was given to the transport, which sends it to ``target`` in the background."""
 
     producer: Pass
     target: int
@@ -22,8 +22,8 @@ class Sent(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A value of ``producer`` was expected from ``posted_ms`` on, and the rank stood still for it from
-    ``awaited_ms`` to ``arrived_ms``: no time at all where it was there already.
+    """The receive of a value of ``producer`` was posted at ``posted_ms``, and the rank waited for it from
+    ``awaited_ms`` to ``arrived_ms``; both are equal if it had already arrived.
     """
 
     producer: Pass
@@ -34,7 +34,7 @@ class Received(NamedTuple):
 
 
 class Settled(NamedTuple):
-    """The rank waited until ``target`` had a value of ``producer``, to release its buffer."""
+    """The rank waited until ``target`` had received a value of ``producer``, to release the send buffer."""
 
     producer: Pass
     target: int
@@ -43,7 +43,7 @@ class Settled(NamedTuple):
 
 
 class Validated(NamedTuple):
-    """The rank waited to learn whether the optimizer step before was right."""
+    """The rank waited to learn whether the previous optimizer step was valid."""
 
     start_ms: float
     end_ms: float
@@ -51,11 +51,11 @@ class Validated(NamedTuple):
 
 @dataclass(frozen=True)
 class RankTrace:
-    """One rank's part, each kind of event in the order it happened.
+    """The trace of one rank, with each kind of event in order of time.
 
     Attributes:
-        lanes: ops that are no passes and occupy the rank, or a lane of it beside the passes.
-        clock_error_ms: this rank's clock is off the first rank's by at most that much.
+        lanes: timed ops that are not passes, on the lane of the passes or on another lane.
+        clock_error_ms: the largest possible offset between this rank's clock and that of the first rank.
     """
 
     spans: tuple[Span, ...]
@@ -67,7 +67,7 @@ class RankTrace:
     lanes: tuple[LaneSpan, ...] = ()
 
     def shifted(self, ms: float) -> RankTrace:
-        """The same, everything ``ms`` earlier."""
+        """Return a copy with all times ``ms`` earlier."""
         return RankTrace(
             tuple(Span(p, start - ms, end - ms) for p, start, end in self.spans),
             tuple(Sent(p, target, at - ms) for p, target, at in self.sends),
@@ -81,14 +81,14 @@ class RankTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """One iteration, measured; ``ranks[rank]`` is that rank's part."""
+    """One measured iteration; ``ranks[rank]`` is the trace of a rank."""
 
     timeline: Timeline
     ranks: tuple[RankTrace, ...]
 
     @classmethod
     def of(cls, name: str, ranks: tuple[RankTrace, ...]) -> Trace:
-        """The ranks side by side, from the start of the first pass of all; ``name`` is of the schedule that ran."""
+        """Combine the ranks, with time 0 at the start of the first pass; ``name`` is the name of the schedule."""
         zero = min(row.spans[0].start_ms for row in ranks if row.spans)
         ranks = tuple(row.shifted(zero) for row in ranks)
         spans = tuple(row.spans for row in ranks)

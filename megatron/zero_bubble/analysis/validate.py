@@ -1,6 +1,6 @@
-"""Is a schedule one that a pipeline can run? One function a rule; the first fault found is raised.
+"""Validate that a pipeline can run a schedule. There is one function per rule; the first fault found is raised.
 
-Later rules lean on earlier ones: once every pass is there exactly once and on its rank, running the order decides.
+Later rules rely on earlier ones: if every pass is present exactly once and on its rank, running the order decides.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
     """Check every rule; ``forward_only`` expects an order without any backward, as an evaluation runs.
 
     Raises:
-        ScheduleError: the rule in one sentence, and the grid with the bad cell marked.
-        UserError: when there is not one list of passes a rank.
+        ScheduleError: for a violated rule; the message has the rule in one sentence, and the grid with the bad cell.
+        UserError: when there is not exactly one list of passes per rank.
     """
     if len(schedule.order) != schedule.num_ranks:
         raise UserError(
@@ -62,7 +62,7 @@ def known_passes(schedule: Schedule) -> Faults:
 
 
 def right_rank(schedule: Schedule) -> Faults:
-    """A pass runs where its stage lives."""
+    """A pass runs on the rank of its stage."""
     for rank, column, p in _cells(schedule):
         home = schedule.placement.stage_to_rank[p.stage]
         if rank != home:
@@ -111,11 +111,11 @@ def no_backward(schedule: Schedule) -> Faults:
     """An evaluation runs forwards only."""
     for rank, column, p in _cells(schedule):
         if p.kind is not Kind.F:
-            yield f"a forward-only order has nothing but F; rank {rank} has {p}", (rank, column, p)
+            yield f"a forward-only order must have only F passes; rank {rank} has {p}", (rank, column, p)
 
 
 def wgrad_after_backward(schedule: Schedule) -> Faults:
-    """W comes after the B that hands it its inputs."""
+    """W comes after the B that produces its inputs."""
     done: set[Pass] = set()
     for rank, column, p in _cells(schedule):
         done.add(p)
@@ -125,7 +125,7 @@ def wgrad_after_backward(schedule: Schedule) -> Faults:
 
 
 def no_deadlock(schedule: Schedule) -> None:
-    """Ranks that run their lists in order never wait for each other in a circle; raises by itself."""
+    """Ranks that run their lists in order never wait for each other in a cycle; raises the error itself."""
     try:
         for _ in advance(steps_of(schedule)):
             pass
@@ -140,13 +140,13 @@ def _cells(schedule: Schedule) -> Iterator[Cell]:
 
 
 def _consumers(schedule: Schedule, p: Pass, name: str) -> tuple[Pass, ...]:
-    """The passes that take the output of ``p`` called ``name``; none where it has no such output."""
+    """Return the passes that use the output ``name`` of ``p``; none if ``p`` does not have this output."""
     value = Value(p, name)
     return schedule.flow.consumers(value) if value in schedule.flow.outputs(p) else ()
 
 
 def _forwards(schedule: Schedule) -> Iterator[Pass]:
-    """F of every stage, microbatch and slice, whether the order has it or not."""
+    """Yield F of every stage, microbatch and slice, whether or not the order has it."""
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
             for slice_ in range(schedule.num_slices):

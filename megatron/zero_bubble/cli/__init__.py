@@ -1,1 +1,1 @@
-"""The verbs of the ``zero-bubble`` command, a module each: a function from parsed options to what is printed."""
+"""The sub-commands of ``zero-bubble``, one module each: a function from parsed options to the printed text."""

@@ -1,4 +1,4 @@
-"""``zero-bubble compare``: every schedule on one table, for the same costs."""
+"""``zero-bubble compare``: a table of all schedules for the same costs."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
 _MOST_CHUNKS = 4
 FITTED = "fitted"
-"""Behind the name of a schedule for equal passes that was made anew for the costs."""
+"""Suffix for the name of a schedule for equal passes that was refitted to the costs."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One schedule. Speed-ups are those of the objective's cost; None where there is nothing to compare with.
+    """One schedule in the table. Speed-ups compare the objective's length; None if the baseline is missing.
 
-    ``peak_microbatches`` is in units of what a microbatch keeps on its rank, ``peak_memory`` in the costs' unit.
-    ``messages`` cross between ranks in one iteration, ``message_bytes`` all together; None where a message's size is
-    unknown.
+    ``peak_microbatches`` is in units of a microbatch's activation memory on its rank, ``peak_memory`` in the unit of
+    the costs. ``messages`` is the number of messages between ranks per iteration, ``message_bytes`` their total size;
+    None if the size of a message is unknown.
     """
 
     schedule: str
@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """What ``--format json`` prints; ``lower_bound_ms`` by placement, ``absent`` says why schedules are missing."""
+    """The content of ``--format json``; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules."""
 
     objective: Metric
     num_ranks: int
@@ -64,24 +64,27 @@ class Table:
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
-    """The flags of ``compare``."""
+    """Add the flags of ``compare``."""
     add_figures(verb)
     add_search(verb)
     verb.add_argument(
         "--max-chunks",
         type=int,
         metavar="V",
-        help="of interleaved schedules (default: a rank's layers by --config, at most 4)",
+        help="most stages per rank to try for interleaved schedules (default: 4, or fewer if --config has fewer layers "
+        "per rank)",
     )
     verb.add_argument(
-        "--equal-passes", action="store_true", help=f"schedules as published only, without the rows {FITTED!r} to costs"
+        "--equal-passes",
+        action="store_true",
+        help=f"compare schedules only as published, without the rows that are {FITTED!r} to the costs",
     )
-    verb.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+    verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     verb.set_defaults(command=compare)
 
 
 def compare(options: argparse.Namespace) -> str:
-    """The table in the form asked for: first what keeps the limit, and of that the shortest."""
+    """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     costs = figures(options)
     limit = costs.limit(options.memory_limit or "1p")
     placements: Sequence[PlacementChoice] = [options.placement]
@@ -116,7 +119,7 @@ def _candidates(
     objective: Metric,
     refit: bool,
 ) -> Iterator[Callable[[], Schedule]]:
-    """How to make every schedule; making one may raise a ``UserError`` where it does not exist."""
+    """Yield one constructor per schedule; calling it raises ``UserError`` if the schedule does not exist."""
     p, m = costs.num_ranks, costs.num_microbatches
     for recipe in SCHEDULES.values():
         if recipe.shape == "interleaved":
@@ -143,7 +146,7 @@ def _fitted(name: str, costs: Figures, objective: Metric) -> Schedule:
 def _bounds(
     costs: Figures, placements: Sequence[PlacementChoice], limit: float, objective: Metric
 ) -> dict[PlacementChoice, float]:
-    """The lower bound on every placement that fits the limit at all."""
+    """Return the lower bound for each placement on which some schedule fits the limit."""
     bounds: dict[PlacementChoice, float] = {}
     for name in placements:
         placement = PLACEMENTS[name](costs.num_ranks)
@@ -196,7 +199,7 @@ def _name(placement: Placement) -> str:
 
 
 def _text(table: Table, costs: Figures) -> str:
-    """Columns for people, and below them what no schedule can beat."""
+    """Format the table as text columns, followed by the lower bounds."""
     head = f"{'':22}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
     head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
     size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"

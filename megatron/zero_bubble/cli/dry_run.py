@@ -1,7 +1,7 @@
-"""``zero-bubble dry-run``: what a training job would be, or why it cannot be, before a node is allocated.
+"""``zero-bubble dry-run``: check and describe a training job before any node is allocated.
 
-The flags of the job go through the parser and the rules of the training itself, and its schedule through the proofs
-that a run makes. No process is started, and neither torch nor a GPU is needed.
+The flags of the job go through the parser and the checks of the training run, and its schedule through the same proofs
+as in a run. No process is started, and neither torch nor a GPU is needed.
 """
 
 from __future__ import annotations
@@ -32,25 +32,33 @@ _GIB = 2**30
 
 
 def add_dry_run(verb: argparse.ArgumentParser) -> None:
-    """The flags of ``dry-run``; those of the job come after ``--``."""
-    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="of the job (default: 1)")
-    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="processes on each (default: 8)")
-    verb.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="what to estimate for (default: a100)")
-    verb.add_argument("--gpu-memory", metavar="SIZE", help="refuse a job that needs more on a rank: 80GiB")
-    verb.add_argument("--costs", metavar="FILE", help="measured pass times and memory, instead of the estimate")
-    verb.add_argument("--megatron-lm", action="store_true", help="the job runs Megatron-LM's own script")
+    """Add the flags of ``dry-run``; the flags of the job follow after ``--``."""
+    verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
+    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="processes per node (default: 8)")
+    verb.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU to estimate for (default: a100)")
+    verb.add_argument("--gpu-memory", metavar="SIZE", help="reject a job that needs more memory per rank, e.g. 80GiB")
     verb.add_argument(
-        "--launch-command", metavar="TEXT", help=f"to print for every node, {_NODE} in it replaced by the node's number"
+        "--costs", metavar="FILE", help="measured pass times and memory (costs file), instead of estimates"
     )
-    verb.add_argument("job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="the flags of the training script")
+    verb.add_argument(
+        "--megatron-lm", action="store_true", help="the flags are for Megatron-LM's training script, not for ours"
+    )
+    verb.add_argument(
+        "--launch-command",
+        metavar="TEXT",
+        help=f"launch command to print for each node; {_NODE} is replaced by the node's number",
+    )
+    verb.add_argument(
+        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training script, after a separate --"
+    )
     verb.set_defaults(command=dry_run)
 
 
 def dry_run(options: argparse.Namespace) -> str:
-    """The whole report.
+    """Make the whole report.
 
     Raises:
-        UserError: the sentence that the run would have ended with, or memory beyond ``--gpu-memory``.
+        UserError: the error that the run would stop with, or a rank that needs more than ``--gpu-memory``.
     """
     for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if count < 1:
@@ -71,12 +79,12 @@ def dry_run(options: argparse.Namespace) -> str:
         _commands(options),
     ]
     if unread:
-        sections.insert(3, f"not checked here, but by Megatron-LM: {' '.join(unread)}\n")
+        sections.insert(3, f"Not checked here, only by Megatron-LM: {' '.join(unread)}\n")
     return "\n".join(section for section in sections if section)
 
 
 def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The job's flags by the run's own parser and rules, and the names of those that only Megatron-LM knows."""
+    """Parse and check the job's flags as the run does; also return the flags that only Megatron-LM knows."""
     from megatron.zero_bubble.training.arguments import parse, parse_megatron
     from megatron.zero_bubble.training.checks import check, check_layout
 
@@ -92,7 +100,7 @@ def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple
 
 
 def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
-    """What a run would have in force for this number of microbatches."""
+    """Return the schedule that the run would use for this number of microbatches."""
     if args.zero_bubble_schedule == AUTO:
         objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
         config = args.zero_bubble
@@ -106,14 +114,14 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
 
 
 def _prove(args: argparse.Namespace, costs: Figures) -> str:
-    """Make the proofs that the run makes of its plans, for every batch size it will have; what was proved."""
+    """Prove the plans as the run does, for every batch size of the job, and return a sentence with what was proved."""
     if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
-        return "Megatron's own schedule: it makes no proofs."
+        return "The job uses Megatron's built-in schedule, which is not proved."
     one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and _uses_nccl(args)
     batches = args.batch_sizes
     counts = sorted({size // batches.granule for size in batches.steps})
     if args.zero_bubble_schedule == AUTO:
-        counts = counts[-1:]  # the others are planned when their time comes
+        counts = counts[-1:]  # the run plans smaller batches when it reaches them
     for count in counts:
         schedule = _schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
@@ -123,19 +131,19 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
             if one_queue:
                 prove_single_queue(own)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
-    queue = ", with one hardware queue a GPU" if one_queue else ""
+    queue = ", with one hardware queue per GPU" if one_queue else ""
     return f"Proved free of deadlock for {listed} microbatches{queue}."
 
 
 def _uses_nccl(args: argparse.Namespace) -> bool:
-    """As the run decides it, where ``auto`` finds GPUs."""
+    """Whether the run uses NCCL, assuming that device ``auto`` finds GPUs."""
     if args.distributed_backend is not None:
         return bool(args.distributed_backend == "nccl")
     return bool(args.zero_bubble_device != "cpu")
 
 
 def _memory(timeline: Timeline, costs: Figures) -> list[tuple[float, float]]:
-    """Bytes of every pipeline rank: activations, and weights with gradients and optimizer."""
+    """Return two numbers per pipeline rank: activations, and weights with gradients and optimizer state."""
     placement = timeline.schedule.placement
     weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
     return list(zip(rank_memory(timeline, costs), weights, strict=True))
@@ -145,31 +153,33 @@ def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
     amount, unit = parse_memory_limit(text)
     if unit == "p" or not costs.in_bytes:
         raise UserError(
-            f"--gpu-memory is in bytes, as 80GiB, and so must be what is known of the model's memory; got {text}; give "
-            "another size, or --costs of a run that recorded its memory"
+            f"--gpu-memory needs a size in bytes, such as 80GiB, and activation memory in bytes; got {text}; give a "
+            "size in bytes, or the --costs of a run that recorded its memory"
         )
     if costs.weight_bytes is None:
-        raise UserError("--gpu-memory needs the weights of every rank, and those of experts are not estimated; drop it")
+        raise UserError(
+            "--gpu-memory needs the size of the weights, which is not estimated for experts; leave --gpu-memory out"
+        )
     limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
     needs = [sum(parts) for parts in _memory(timeline, costs)]
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] > limit:
         kept, weights = _memory(timeline, costs)[fullest]
         raise UserError(
-            f"every rank must fit --gpu-memory {text}, got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
-            f"({kept / _GIB:.3g} of activations, {weights / _GIB:.3g} of weights and optimizer, before the framework's "
-            "own); use a schedule that keeps less (zero-bubble compare), more tensor or pipeline ranks, "
-            "--use-distributed-optimizer or recomputation"
+            f"every rank must fit --gpu-memory {text}; got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
+            f"({kept / _GIB:.3g} of activations, {weights / _GIB:.3g} of weights and optimizer, not counting the "
+            "framework's memory); use a schedule with less memory (see zero-bubble compare), more tensor or pipeline "
+            "ranks, --use-distributed-optimizer or recomputation"
         )
 
 
 def _ranks_text(groups: RankGroups, layers: tuple[int, ...], timeline: Timeline, costs: Figures) -> str:
-    """A line a pipeline rank: its global ranks, nodes, stages and memory."""
+    """Format one line per pipeline rank: its global ranks, nodes, stages and memory."""
     placement = timeline.schedule.placement
     memory = _memory(timeline, costs)
     unit = "GiB" if costs.in_bytes else "microbatches"
     head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
-    lines = [head + (f"{'weights, optimizer':>20}{'together':>10}" if costs.in_bytes and costs.weight_bytes else "")]
+    lines = [head + (f"{'weights, optimizer':>20}{'total':>10}" if costs.in_bytes and costs.weight_bytes else "")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
         line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
@@ -192,7 +202,7 @@ def _stages(placement: Placement, rank: int, layers: tuple[int, ...]) -> str:
 
 
 def _commands(options: argparse.Namespace) -> str:
-    """What to run where."""
+    """Format the launch command of every node."""
     if options.launch_command is None:
         return ""
     return "".join(

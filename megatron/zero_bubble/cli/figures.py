@@ -1,4 +1,4 @@
-"""Where costs come from (flags, a costs file, a model's configuration), and what a memory limit means with them."""
+"""Flags for costs, and the figures they give: from flags, a costs file or a model's configuration."""
 
 from __future__ import annotations
 
@@ -16,31 +16,53 @@ from megatron.zero_bubble.planning.figures import Figures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")
-_BYTES_A_PARAMETER = 18
+_BYTES_PER_PARAMETER = 18
 """bf16 with fp32 gradients and Adam: 2 + 4 + 12."""
 
 
 def add_figures(verb: argparse.ArgumentParser) -> None:
-    """The flags that give sizes and costs."""
-    verb.add_argument("--num-ranks", type=int, metavar="P", help="pipeline ranks")
-    verb.add_argument("--num-microbatches", type=int, metavar="M", help="microbatches an iteration")
-    verb.add_argument("--forward-ms", type=float, metavar="F", help="forward of a rank's whole share, a microbatch")
-    verb.add_argument("--backward-ms", type=float, metavar="B", help="its input gradient")
-    verb.add_argument("--wgrad-ms", type=float, metavar="W", help="its weight gradient")
-    verb.add_argument("--comm-ms", type=float, metavar="C", help="latency between two ranks (default: 0)")
-    verb.add_argument("--activation-memory", type=float, metavar="A", help="kept from F to B (default: 1)")
-    verb.add_argument("--wgrad-memory", type=float, metavar="G", help="kept from B to W (default: A)")
-    verb.add_argument("--costs", metavar="FILE", help="a costs file, in place of the four times")
-    verb.add_argument("--config", metavar="FILE", help="estimate the costs of this model instead (configs/)")
-    verb.add_argument("--gpu", choices=tuple(DEVICES), help="with --config: on which device (default: a100)")
-    verb.add_argument("--no-flash-attention", action="store_true", help="with --config: attention keeps its scores")
+    """Add the flags for sizes and costs."""
+    verb.add_argument("--num-ranks", type=int, metavar="P", help="number of pipeline ranks")
+    verb.add_argument("--num-microbatches", type=int, metavar="M", help="microbatches per iteration")
+    verb.add_argument(
+        "--forward-ms", type=float, metavar="F", help="time of a microbatch's forward (F) on one rank, in ms"
+    )
+    verb.add_argument(
+        "--backward-ms", type=float, metavar="B", help="time of a microbatch's input gradient (B) on one rank, in ms"
+    )
+    verb.add_argument(
+        "--wgrad-ms", type=float, metavar="W", help="time of a microbatch's weight gradient (W) on one rank, in ms"
+    )
+    verb.add_argument("--comm-ms", type=float, metavar="C", help="transfer time between two ranks, in ms (default: 0)")
+    verb.add_argument(
+        "--activation-memory",
+        type=float,
+        metavar="A",
+        help="memory of a microbatch on one rank between F and B, in bytes (default: 1, to count microbatches)",
+    )
+    verb.add_argument(
+        "--wgrad-memory",
+        type=float,
+        metavar="G",
+        help="memory of a microbatch on one rank between B and W, in the unit of A (default: A)",
+    )
+    verb.add_argument("--costs", metavar="FILE", help="costs file (JSON); replaces the four flags for times")
+    verb.add_argument(
+        "--config", metavar="FILE", help="estimate the costs of the model in this training configuration (see configs/)"
+    )
+    verb.add_argument("--gpu", choices=tuple(DEVICES), help="GPU to estimate for; requires --config (default: a100)")
+    verb.add_argument(
+        "--no-flash-attention",
+        action="store_true",
+        help="estimate attention without flash kernels, which stores its scores; requires --config",
+    )
 
 
 def figures(options: argparse.Namespace, num_ranks: int | None = None, num_microbatches: int | None = None) -> Figures:
-    """The figures that ``options`` ask for; a schedule file gives its own sizes.
+    """Figures for ``options``; ``num_ranks`` and ``num_microbatches`` of a schedule file override those of the flags.
 
     Raises:
-        UserError: when figures are missing, given twice, or wrong.
+        UserError: when figures are missing, given twice, or invalid.
     """
     num_ranks = options.num_ranks if num_ranks is None else num_ranks
     num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
@@ -51,10 +73,10 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
         return _of_model(options, num_ranks, num_microbatches)
     for flag, given in (("--gpu", options.gpu is not None), ("--no-flash-attention", options.no_flash_attention)):
         if given:
-            raise UserError(f"{flag} belongs to the estimate of a model; give --config as well or leave it out")
+            raise UserError(f"{flag} requires --config; give --config as well or leave {flag} out")
     for name, count in (("num-ranks", num_ranks), ("num-microbatches", num_microbatches)):
         if count is None:
-            raise UserError(f"--{name} is missing; only --config and --schedule-file have one of their own")
+            raise UserError(f"--{name} is required without --config or --schedule-file; it is missing")
     sizes = num_ranks, num_microbatches
     return _of_file(options, *sizes) if options.costs is not None else _of_flags(options, *sizes)
 
@@ -63,7 +85,7 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
     times = {name: getattr(options, name) for name in _TIMES} | {"comm_ms": options.comm_ms or 0.0}
     for name, value in times.items():
         if value is None:
-            raise UserError(f"without --costs the times come from flags; --{name.replace('_', '-')} is missing")
+            raise UserError(f"--{name.replace('_', '-')} is required without --costs or --config; it is missing")
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         return PassCosts.uniform(placement, *times.values()), _uniform_memory(options, placement)
@@ -72,25 +94,25 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
 
 
 def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
-    """Times from the file; memory from the flags, else the file, else the defaults."""
-    _refuse(options, _TIMES, "--costs gives all times of the passes")
+    """Read times from the file, and memory from the flags, else from the file, else use the defaults."""
+    _refuse(options, _TIMES, "--costs gives the times of all passes")
     memory = partial(_uniform_memory, options) if _gives_memory(options) else None
     return measured(read_costs_file(options.costs), num_ranks, num_microbatches, memory)
 
 
 def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
-    """Estimates from a model's shapes; the configuration's sizes unless others are given."""
+    """Estimate figures from a model's shapes, with the configuration's sizes unless others are given."""
     _refuse(options, (*_TIMES, *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
     model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention)
-    attention = "by flash kernels" if model.flash else "keeps its scores"
+    attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
     notes = [
-        f"Estimated from the shapes in {options.config}, not measured; a costs file of a run is better.",
+        f"Estimated from the shapes in {options.config}, not measured; the costs file of a run is more accurate.",
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
         f"Layers by rank: {layers}.",
-        f"Weights and optimizer at {_BYTES_A_PARAMETER} bytes a parameter are not in the limit.",
+        f"The memory limit does not include weights and optimizer ({_BYTES_PER_PARAMETER} bytes per parameter).",
     ]
     return Figures(
         len(model.layers),
@@ -99,7 +121,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         memory_given=True,
         message_bytes=model.message_bytes,
         most_layers=max(model.layers),
-        weight_bytes=lambda placement: tuple(_BYTES_A_PARAMETER * count for count in model.weights(placement)),
+        weight_bytes=lambda placement: tuple(_BYTES_PER_PARAMETER * count for count in model.weights(placement)),
         notes=(*notes, *assumed),
     )
 

@@ -1,4 +1,4 @@
-"""The figures of a training job: what its flags let one estimate, or a costs file of an earlier run."""
+"""Costs and memory of a training job: estimated from its flags, or read from the costs file of an earlier run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.zero_bubble.planning.figures import Figures
 
 
 def job_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """The layers of every stage of checked ``args``.
+    """Return the number of layers per stage, from checked ``args``.
 
     Raises:
         UserError: as ``stage_layers``.
@@ -32,10 +32,10 @@ def job_layers(args: argparse.Namespace) -> tuple[int, ...]:
 
 
 def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:
-    """Costs and memory of checked ``args`` with these ``layers`` on the stages; see ``Figures`` for what they mean."""
+    """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
     dense = args.num_moe_experts is None
-    # Context parallelism gives every rank a part of the sequence.
+    # With context parallelism, every rank processes only a part of the sequence.
     model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
     vocabulary = _vocabulary(args)
     if vocabulary is not None:
@@ -47,14 +47,16 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         if vocabulary is None:
             figures = _noting(figures, f"A vocabulary of {VOCABULARY:,} is assumed.")
         if args.context_parallel_size > 1:
-            figures = _noting(figures, "Attention is counted within a context-parallel rank's part of the sequence.")
+            figures = _noting(
+                figures, "Attention is counted only within each context-parallel rank's part of the sequence."
+            )
     else:
         figures = _equal(sizes)
     if not dense:
         return figures
-    each = _bytes_a_parameter(args)
-    note = f"Weights, gradients and optimizer at {each:.3g} bytes a parameter. Not counted: CUDA's context, NCCL's "
-    note += "buffers, fragmentation" + (", what a rollback keeps." if args.zero_bubble_post_validation else ".")
+    each = _bytes_per_parameter(args)
+    note = f"Weights, gradients and optimizer take {each:.3g} bytes per parameter. Not counted: the CUDA context, NCCL "
+    note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
     return replace(
         _noting(figures, note),
         weight_bytes=lambda placement: tuple(each * count for count in model.weights(placement)),
@@ -62,7 +64,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
 
 
 def _vocabulary(args: argparse.Namespace) -> int | None:
-    """What the tokenizer of the flags has, padded; None for one that only Megatron-LM knows."""
+    """Return the padded vocabulary size of the job's tokenizer, or None if only Megatron-LM knows the tokenizer."""
     from megatron.zero_bubble.training.data.tokenizer import build_tokenizer, padded_vocab_size
 
     if args.vocab_size is None and args.tokenizer_type != "ByteLevelTokenizer":
@@ -73,21 +75,23 @@ def _vocabulary(args: argparse.Namespace) -> int | None:
 def _measured(sizes: tuple[int, int], file: str, placement: Placement) -> Figures:
     costs, memory = read_costs_file(file).on(placement)
     kept = PassMemory.uniform(placement) if memory is None else memory
-    return Figures(*sizes, lambda on: (costs.fit(on), kept.fit(on)), memory is not None, notes=(f"Costs of {file}.",))
+    return Figures(
+        *sizes, lambda on: (costs.fit(on), kept.fit(on)), memory is not None, notes=(f"Costs are from {file}.",)
+    )
 
 
 def _estimated(sizes: tuple[int, int], model: Model, gpu: str) -> Figures:
     device = DEVICES[gpu]
     notes = (
-        "Times and memory are estimated from the model's shapes, not measured; --costs takes those of a run.",
+        "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
         f"{device}.",
-        f"Attention {'by flash kernels' if model.flash else 'keeps its scores'}, recompute {model.recompute}.",
+        f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {model.recompute}.",
     )
     return Figures(*sizes, lambda on: estimate(model, device, on), True, notes=notes)
 
 
 def _equal(sizes: tuple[int, int]) -> Figures:
-    notes = ("Passes of one length are assumed: there is no estimate of experts; --costs takes figures of a run.",)
+    notes = ("All passes are assumed to take equal time: experts are not estimated; use --costs for figures of a run.",)
     return Figures(*sizes, lambda on: (PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on)), notes=notes)
 
 
@@ -95,8 +99,8 @@ def _noting(figures: Figures, note: str) -> Figures:
     return replace(figures, notes=(*figures.notes, note))
 
 
-def _bytes_a_parameter(args: argparse.Namespace) -> float:
-    """Weight, gradient, and the optimizer's own, which ``--use-distributed-optimizer`` divides among the replicas."""
+def _bytes_per_parameter(args: argparse.Namespace) -> float:
+    """Sum weight, gradient and optimizer state, which ``--use-distributed-optimizer`` divides among the replicas."""
     low = args.bf16 or args.fp16
     weight, gradient = (2 if low else 4), (2 if args.grad_reduce_in_bf16 else 4)
     own = (4 if args.optimizer == "sgd" else 8) + (4 if low else 0)

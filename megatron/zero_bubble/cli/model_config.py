@@ -1,4 +1,4 @@
-"""The shapes of a model from a training configuration (configs/), for an estimate."""
+"""Read the shapes of a model from a training configuration (configs/), for a cost estimate."""
 
 from __future__ import annotations
 
@@ -8,39 +8,41 @@ from megatron.zero_bubble.costs.estimate import Model, Recompute
 from megatron.zero_bubble.errors import UserError
 
 VOCABULARY = 50_304
-"""GPT-2's, padded to a multiple of 128."""
+"""Size of GPT-2's vocabulary, padded to a multiple of 128."""
 
 
 def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, int, tuple[str, ...]]:
-    """The model of ``file``, its microbatches an iteration, and what had to be assumed, in sentences.
+    """Read a model: its shapes, the number of microbatches per iteration, and the assumptions made, as sentences.
 
-    ``num_ranks`` replaces the pipeline size of the file.
+    ``num_ranks`` overrides the pipeline size of ``file``.
 
     Raises:
-        UserError: when the file cannot be read, lacks a shape, or names a model these formulas do not cover.
+        UserError: when the file cannot be read, lacks a shape, or describes a model that the estimate does not cover.
     """
-    # The launcher's own flags, so that there is one reader of configurations; it imports no torch.
+    # The training parser reads the file, so that configurations have one reader; it does not import torch.
     from megatron.zero_bubble.training.arguments import parse
 
     args = parse(["--config", file])
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
-            raise UserError(f"an estimate needs --{name.replace('_', '-')}; {file} does not give it")
+            raise UserError(f"an estimate needs --{name.replace('_', '-')}; {file} does not set it; add it to the file")
     if args.num_moe_experts is not None:
-        raise UserError(f"an estimate covers dense models; {file} has experts; record the costs of a run instead")
+        raise UserError(
+            f"an estimate covers only dense models; {file} has experts; record the costs of a run and use --costs"
+        )
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
     model = model_of(args, _layers(args, p, file), flash)
     batch = args.global_batch_size or args.micro_batch_size
     assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
-            f"The global batch of {batch} on one data-parallel rank, unless --num-microbatches says otherwise."
+            f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."
         )
     return model, max(1, batch // args.micro_batch_size), tuple(assumed)
 
 
 def model_of(args: argparse.Namespace, layers: tuple[int, ...], flash: bool = True) -> Model:
-    """The shapes in ``args``, with ``layers`` on every rank, or on every stage."""
+    """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage."""
     wide = 4 * args.hidden_size
     return Model(
         layers=layers,
@@ -67,7 +69,7 @@ def _recompute(args: argparse.Namespace) -> Recompute:
 
 
 def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, ...]:
-    """Layers of every rank: the first and last as given, the others evenly."""
+    """Return the layers per rank: the first and last as given, the others divided evenly."""
     first, last = args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage
     if num_ranks == 1:
         return (args.num_layers,)
@@ -75,7 +77,7 @@ def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, .
     left, ranks = args.num_layers - sum(given), num_ranks - len(given)
     if left < 0 or (left % ranks if ranks else left):
         raise UserError(
-            f"layers must divide evenly over the ranks without a number of their own; {file} leaves {left} to {ranks} "
+            f"layers must divide evenly among the ranks without a given number; {file} leaves {left} layers to {ranks} "
             "ranks; set decoder-first-pipeline-num-layers and decoder-last-pipeline-num-layers, or --num-ranks"
         )
     each = left // ranks if ranks else 0

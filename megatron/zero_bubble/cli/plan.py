@@ -1,4 +1,4 @@
-"""``zero-bubble plan``: one schedule, what it costs, and how far from the best it can be."""
+"""``zero-bubble plan``: one schedule, its cost, and its distance from a lower bound."""
 
 from __future__ import annotations
 
@@ -31,47 +31,57 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.loops import compiled
 
 _TEXT_WIDTH = 160
-_SLOW = " by Python alone, which searches less; for its C++ part, install this again with pybind11 and a compiler"
+_SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
-    """The flags of ``plan``."""
+    """Add the flags of ``plan``."""
     source = verb.add_mutually_exclusive_group(required=True)
-    source.add_argument("--schedule", metavar="NAME", help=f"{AUTO}, or one of {', '.join(SCHEDULES)}")
-    source.add_argument("--schedule-file", metavar="FILE", help="a schedule as JSON, in the form of --format json")
+    source.add_argument(
+        "--schedule", metavar="NAME", help=f"{AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}"
+    )
+    source.add_argument("--schedule-file", metavar="FILE", help="JSON file with a schedule, as --format json prints it")
     add_figures(verb)
     add_search(verb)
-    verb.add_argument("--num-chunks", type=int, metavar="V", help="stages a rank of interleaved schedules (default: 2)")
+    verb.add_argument(
+        "--num-chunks", type=int, metavar="V", help="stages per rank for interleaved schedules (default: 2)"
+    )
     verb.add_argument(
         "--equal-passes",
         action="store_true",
-        help=f"{', '.join(ADAPTING)} as published, for passes of one length; else fitted to the costs",
+        help=f"use {', '.join(ADAPTING)} as published, for passes of equal length, instead of fitted to the costs",
     )
     verb.add_argument(
-        "--step-ms", type=float, metavar="MS", help="of the optimizer step: show what an iteration takes with it"
+        "--step-ms", type=float, metavar="MS", help="time of the optimizer step; also print the iteration time with it"
     )
-    verb.add_argument("--format", choices=("text", "json", "svg"), default="text", help="default: text")
+    verb.add_argument("--format", choices=("text", "json", "svg"), default="text", help="output format (default: text)")
     verb.set_defaults(command=plan)
 
 
 def add_search(verb: argparse.ArgumentParser) -> None:
-    """The flags that say what to look for."""
+    """Add the flags for the search: memory limit, placement and objective."""
     verb.add_argument(
         "--memory-limit",
         metavar="LIMIT",
-        help="what a rank may keep: 1p is as many microbatches as ranks, what 1F1B keeps; or 60GiB (zb-auto: 1p)",
+        help="activation-memory limit per rank, in units of 1F1B's peak (1p) or as a size (60GiB); compare and zb-auto "
+        "have a limit of 1p by default",
     )
-    verb.add_argument("--placement", choices=("linear", "vee", "auto"), help="of zb-auto's stages (default: auto)")
+    verb.add_argument(
+        "--placement",
+        choices=("linear", "vee", "auto"),
+        help="stage placement for zb-auto: one stage per rank, two in a V, or the better of both (default: auto)",
+    )
     verb.add_argument(
         "--objective",
         choices=("span", "makespan"),
         default="span",
-        help="span when the optimizer waits for no other rank, makespan when it does (default: span)",
+        help="length to minimize: span if the optimizer step of a rank does not wait for other ranks, makespan if it "
+        "does (default: span)",
     )
 
 
 def plan(options: argparse.Namespace) -> str:
-    """The plan in the form asked for."""
+    """Make the plan and format it as ``--format`` requests."""
     made = make_plan(options)
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     if options.format == "svg":
@@ -83,19 +93,21 @@ def plan(options: argparse.Namespace) -> str:
 
 
 def make_plan(options: argparse.Namespace) -> PlannedSchedule:
-    """What the flags of ``plan`` ask for, as a value.
+    """Make the plan that the flags of ``plan`` request.
 
     Raises:
-        UserError: for flags that do not go together, wrong figures, or a schedule that does not exist for them.
+        UserError: for incompatible flags, invalid figures, or a schedule that does not exist for them.
     """
     if options.schedule != AUTO and options.placement is not None:
-        raise UserError(f"--placement belongs to {AUTO}; other schedules have one of their own; leave it out")
+        raise UserError(f"--placement applies only to {AUTO}; other schedules have a fixed placement; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
-        raise UserError("--num-chunks belongs to interleaved schedules given by name; leave it out")
+        raise UserError("--num-chunks applies only to interleaved schedules selected by name; leave it out")
     if options.equal_passes and options.schedule not in ADAPTING:
-        raise UserError(f"--equal-passes belongs to {', '.join(ADAPTING)}; leave it out")
+        raise UserError(f"--equal-passes applies only to {', '.join(ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
-        raise UserError(f"--step-ms takes a time of 0 ms or more; got {options.step_ms}; give the optimizer step's")
+        raise UserError(
+            f"--step-ms must be a finite time, 0 or above; got {options.step_ms}; give the time of the optimizer step"
+        )
     refuse_huge(**{"--step-ms": options.step_ms})
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
@@ -110,7 +122,7 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
 
 
 def searches(options: argparse.Namespace) -> bool:
-    """Whether ``make_plan`` searches, a matter of seconds, or only builds what is known."""
+    """Whether ``make_plan`` searches, which takes seconds, or only builds a known schedule."""
     return options.schedule == AUTO or (options.schedule in ADAPTING and not options.equal_passes)
 
 
@@ -122,7 +134,7 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
         ("--num-microbatches", options.num_microbatches, file.num_microbatches),
     ):
         if count not in (None, own):
-            raise UserError(f"{flag} must be what the schedule file says, {own}; got {count}; leave it out")
+            raise UserError(f"{flag} must equal the value in the schedule file, {own}; got {count}; leave it out")
     return figures(options, file.num_ranks, file.num_microbatches)
 
 
@@ -142,22 +154,22 @@ def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, se
 
 
 def _text(timeline: Timeline, costs: Figures) -> str:
-    """The picture and a table with both bubble rates."""
+    """Format the picture, and a table with both lengths and bubble rates."""
     peaks = timeline.peak_activation
     listed = " ".join(f"{peak:.4g}" for peak in peaks)
     return (
         "".join(f"{note}\n" for note in costs.notes) + f"{headline(timeline)}\n\n{render_text(timeline, _TEXT_WIDTH)}\n"
         f"{'metric':10}{'ms':>12}{'bubble rate':>14}   measured from\n"
         f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}   "
-        "a rank's first pass to its last, the longest rank: the optimizer does not wait for other ranks\n"
+        "first to last pass of a rank, longest rank: the optimizer does not wait for other ranks\n"
         f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}   "
-        "the first pass of all to the last of all: the optimizer waits for every rank\n\n"
-        f"peak activation {max(peaks):.4g} microbatches on a rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
+        "first to last pass over all ranks: the optimizer waits for every rank\n\n"
+        f"peak activation {max(peaks):.4g} microbatches per rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
     )
 
 
 def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
-    """What every rank needs in all, where that is known: on a V the first rank has both ends of the model."""
+    """Format the memory per rank, if it is known in bytes. On a V the first rank has both ends of the model."""
     if not costs.in_bytes:
         return ""
     placement = timeline.schedule.placement
@@ -166,12 +178,12 @@ def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
     lines = [("activations", activations)]
     if costs.weight_bytes:
         lines += [("weights and optimizer", weights)]
-        lines += [("together", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
+        lines += [("total", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
     return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
 
 
 def _period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
-    """What training takes from one iteration to the next, by the kind of optimizer."""
+    """Format the time from one iteration to the next, for each kind of optimizer."""
     schedule = timeline.schedule
     on = costs.on(schedule.placement)[0]
     kinds = (("synchronous", False), ("with post-validation", True))
@@ -181,13 +193,13 @@ def _period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
 
 
 def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
-    """Whether the limit is kept, and how much better a schedule within it could be."""
+    """Format whether the plan is within the limit, and how much shorter a schedule within it could be."""
     objective, best = certificate.objective, certificate.bound
     kept, verdict = limit_verdict(timeline, costs, certificate)
     lines = [verdict]
     where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
     lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this placement and limit ({where})")
     if kept:
-        lines.append(f"gap {certificate.gap(timeline):.2%}: no other schedule is shorter by more")
+        lines.append(f"gap {certificate.gap(timeline):.2%}: no schedule with this placement and limit saves more")
     lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else _SLOW}")
     return "\n".join(lines) + "\n"

@@ -1,8 +1,9 @@
-"""Which global ranks make up which parallel group, and on which node each of them is, before any process exists.
+"""Compute the global ranks and nodes of every parallel group, before any process exists.
 
-megatron-core numbers ranks with the tensor-parallel ones next to each other, then context, data and, farthest apart,
-pipeline: ``rank = tensor + T * (context + C * (data + D * pipeline))``. With Megatron-LM's ``--use-tp-pp-dp-mapping``
-the data-parallel ones are farthest apart. Experts divide the same ranks anew, by expert tensor, expert and expert data.
+megatron-core numbers ranks so that tensor-parallel ranks are adjacent, followed by context and data; pipeline ranks
+are farthest apart: ``rank = tensor + T * (context + C * (data + D * pipeline))``. With Megatron-LM's
+``--use-tp-pp-dp-mapping`` data-parallel ranks are farthest apart. Expert groups divide the same ranks separately, by
+expert tensor, expert and expert data.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _SHOWN = 60
-"""Characters of a line that list groups."""
+"""Maximum number of characters for the list of groups in a line."""
 
 
 @dataclass(frozen=True)
 class RankGroups:
-    """The groups of a job with ``node_size`` ranks on every node; ``sizes`` by kind, neighbours first.
+    """The parallel groups of a job with ``node_size`` ranks per node.
 
-    ``expert_sizes`` is empty for a dense model.
+    ``sizes`` maps each kind of group to its size, the kind with adjacent ranks first. ``expert_sizes`` is the same for
+    experts, and empty for a dense model.
     """
 
     node_size: int
@@ -29,7 +31,7 @@ class RankGroups:
 
     @classmethod
     def of(cls, args: argparse.Namespace, num_nodes: int, node_size: int) -> RankGroups:
-        """Those of checked ``args``."""
+        """Build the groups from checked ``args``."""
         pipeline, pipeline_first = args.pipeline_model_parallel_size, args.use_tp_pp_dp_mapping
         near = {"tensor": args.tensor_model_parallel_size, "context": args.context_parallel_size}
         sizes = {**near, **_far("data", args.data_parallel_size, pipeline, pipeline_first)}
@@ -50,28 +52,28 @@ class RankGroups:
         return tuple({**self.sizes, **self.expert_sizes})
 
     def groups(self, kind: str) -> list[tuple[int, ...]]:
-        """The global ranks of every group of ``kind``."""
+        """Return the global ranks of every group of ``kind``."""
         stride, span = self._strides(kind)
         firsts = (rank for rank in range(self.num_ranks) if rank % span < stride)
         return [tuple(range(first, first + span, stride)) for first in firsts]
 
     def nodes(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Where ``ranks`` are."""
+        """Return the nodes that hold ``ranks``."""
         return tuple(sorted({rank // self.node_size for rank in ranks}))
 
     def pipeline_rank(self, rank: int) -> tuple[int, ...]:
-        """The global ranks that are pipeline rank ``rank``: copies of each other, and parts of the same layers."""
+        """Return the global ranks at pipeline rank ``rank``: replicas and tensor-parallel parts of the same layers."""
         stride, span = self._strides("pipeline")
         return tuple(one for one in range(self.num_ranks) if one % span // stride == rank)
 
     def _strides(self, kind: str) -> tuple[int, int]:
-        """From one rank of a group to the next, and from its first to behind its last."""
+        """Return the distance between adjacent ranks of a group, and the distance from its first to past its last."""
         sizes = self.sizes if kind in self.sizes else self.expert_sizes
         stride = math.prod(list(sizes.values())[: list(sizes).index(kind)])
         return stride, stride * sizes[kind]
 
     def text(self) -> str:
-        """A line a kind of group with more than one rank."""
+        """Format one line per kind of group that has more than one rank."""
         head = " x ".join(f"{kind} {size}" for kind, size in self.sizes.items() if kind != "context" or size > 1)
         num_nodes = len(self.nodes(range(self.num_ranks)))
         nodes = "1 node" if num_nodes == 1 else f"{num_nodes} nodes"
@@ -86,14 +88,14 @@ class RankGroups:
         return "\n".join(lines) + "\n"
 
     def warning(self) -> str:
-        """A sentence where a tensor-parallel group crosses nodes, else nothing."""
+        """Return a warning if a tensor-parallel group spans several nodes, else an empty string."""
         for group in self.groups("tensor"):
             nodes = self.nodes(group)
             if len(nodes) > 1:
                 return (
                     "warning: the ranks of a tensor-parallel group exchange activations in every layer and should be "
-                    f"on one node, got ranks {show(group)} on nodes {show(nodes)}; make the processes of a node, "
-                    f"{self.node_size}, a multiple of --tensor-model-parallel-size, {len(group)}\n"
+                    f"on one node; got ranks {show(group)} on nodes {show(nodes)}; make the number of processes per "
+                    f"node, {self.node_size}, a multiple of --tensor-model-parallel-size, {len(group)}\n"
                 )
         return ""
 
@@ -104,7 +106,7 @@ def _far(data_kind: str, data: int, pipeline: int, pipeline_first: bool) -> dict
 
 
 def show(numbers: Sequence[int]) -> str:
-    """``0-7`` for neighbours, ``0,8,16`` for others, ``0,8..120`` for many."""
+    """Format consecutive numbers as ``0-7``, others as ``0,8,16``, and many as ``0,8..120``."""
     numbers = tuple(numbers)
     if len(numbers) > 1 and numbers == tuple(range(numbers[0], numbers[-1] + 1)):
         return f"{numbers[0]}-{numbers[-1]}"
@@ -112,7 +114,7 @@ def show(numbers: Sequence[int]) -> str:
 
 
 def _listed(groups: Sequence[tuple[int, ...]]) -> str:
-    """As many as a line holds, and the last."""
+    """List as many groups as fit in a line, and the last one."""
     shown = [show(group) for group in groups]
     if len("  ".join(shown)) > _SHOWN:
         while len("  ".join(shown)) > _SHOWN - 20 and len(shown) > 1:

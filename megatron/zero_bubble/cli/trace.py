@@ -1,4 +1,4 @@
-"""``zero-bubble trace``: recorded iterations, drawn again."""
+"""``zero-bubble trace``: draw recorded iterations next to their plans."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from megatron.zero_bubble.render.text import headline
 
 
 def add_trace(verb: argparse.ArgumentParser) -> None:
-    """The flags of ``trace``."""
-    verb.add_argument("files", nargs="+", type=Path, metavar="FILE", help="trace.json of a run's --zero-bubble-trace")
-    verb.add_argument("--iteration", type=int, metavar="N", help="which one to draw (default: that of median length)")
-    verb.add_argument("--format", choices=tuple(_FORMATS), default="text", help="default: text")
-    verb.add_argument("--output", type=Path, metavar="FILE", help="where to write it (default: standard output)")
+    """Add the flags of ``trace``."""
+    verb.add_argument(
+        "files", nargs="+", type=Path, metavar="FILE", help="trace.json that a run with --zero-bubble-trace wrote"
+    )
+    verb.add_argument(
+        "--iteration", type=int, metavar="N", help="number of the iteration to draw (default: the one of median length)"
+    )
+    verb.add_argument("--format", choices=tuple(_FORMATS), default="text", help="output format (default: text)")
+    verb.add_argument("--output", type=Path, metavar="FILE", help="file to write (default: standard output)")
     verb.set_defaults(command=trace)
 
 
 def trace(options: argparse.Namespace) -> str:
-    """The iteration of every file in the form asked for; nothing to print where it goes into a file."""
+    """Format one iteration per file as ``--format`` requests; the returned text is empty with ``--output``."""
     if options.format != "text" and len(options.files) > 1:
-        raise UserError(f"a drawing is of one file; got {len(options.files)}; leave out --format or name one file")
+        raise UserError(
+            f"--format {options.format} draws one file; got {len(options.files)}; leave --format out or give one file"
+        )
     parts = [_FORMATS[options.format](_chosen(read_trace_file(file), options.iteration)) for file in options.files]
     text = "\n".join(parts)
     if options.output is None:
@@ -48,7 +54,7 @@ def _chosen(recording: Recording, iteration: int | None) -> Comparison:
 
 
 def _text(compared: Comparison) -> str:
-    """Both headlines, and a line for every cause and every rank."""
+    """Format both headlines, the difference by cause, and one line per rank."""
     difference = compared.difference
     parts = (
         ("slow passes", difference.slow_ms),

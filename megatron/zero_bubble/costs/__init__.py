@@ -1,7 +1,7 @@
-"""What a pass costs: time in ms, and memory.
+"""Costs of passes: time in ms, and memory.
 
-Figures on the command line are per rank, for the rank's whole share of the model; ``uniform`` spreads them over the
-rank's chunks. Inside, every stage has its own figure. ``BW = B + W`` is defined here and nowhere else.
+Figures on the command line are per rank, for the rank's whole share of the model; ``uniform`` divides them among the
+rank's chunks. Internally, figures are per stage. Only this package defines ``BW = B + W``.
 """
 
 from megatron.zero_bubble.costs.memory import PassMemory

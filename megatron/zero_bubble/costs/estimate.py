@@ -1,10 +1,11 @@
-"""Pass costs and memory from a model's shapes, before anything has run. Estimates: a recorded costs file is better.
+"""Estimate pass costs and memory from a model's shapes before a run; a recorded costs file is more accurate.
 
 Floating-point operations and bytes of a transformer layer are the published ones (Zero Bubble paper, arXiv 2401.10241,
-appendix B, after Korthikanti et al., arXiv 2205.05198), written per part so that grouped queries and gated MLPs follow:
-with h = hidden size, s = sequence, b = microbatch, a = heads, and an MLP of 4h, F is sbh(24h+4s), B sbh(24h+8s),
-W 24sbh^2; F keeps sb(34h+5as) bytes and B leaves 32sbh of them to W. Times are those operations at an assumed share of
-the device's peak, and, for what no matrix unit does, a few passes over the kept bytes at the memory's bandwidth.
+appendix B, after Korthikanti et al., arXiv 2205.05198), computed per part so that they also cover grouped queries and
+gated MLPs. With h = hidden size, s = sequence, b = microbatch, a = heads, and an MLP of 4h, F takes sbh(24h+4s)
+operations, B sbh(24h+8s) and W 24sbh^2; F stores sb(34h+5as) bytes, and B leaves 32sbh bytes to W. Times are these
+operations at an assumed share of the device's peak, plus several sweeps over the stored bytes at memory bandwidth for
+the element-wise kernels.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from megatron.zero_bubble.ir import Placement
 Recompute = Literal["none", "selective", "full"]
 
 _FORWARD_SWEEPS, _BACKWARD_SWEEPS = 5.0, 4.3
-"""How often element-wise kernels move what a layer keeps. Fitted, with the A100's matrix efficiency, to the 12 profiles
-of the Zero Bubble paper (table 9), whose F, B and W they meet within 5 %."""
+"""How often element-wise kernels move the bytes that a layer stores. Fitted, together with the A100's matrix
+efficiency, to the 12 profiles of the Zero Bubble paper (table 9); F, B and W deviate from them by at most 5 %."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What is assumed of an accelerator.
+    """The assumed performance of an accelerator.
 
-    ``tflops`` are bf16, dense, of which matrix products reach ``efficiency``; ``memory_tbs`` is its memory's TB/s. A
-    transfer between neighbours takes ``latency_ms`` and its bytes at ``link_gbs`` GB/s.
+    ``tflops`` is the dense bf16 peak, of which matrix products reach the share ``efficiency``; ``memory_tbs`` is the
+    memory bandwidth in TB/s. A transfer between neighbours takes ``latency_ms`` plus its bytes at ``link_gbs`` GB/s.
     """
 
     name: str
@@ -53,15 +54,16 @@ DEVICES = {
         Device("b200", 2250.0, 8.0, 0.65, 400.0, 0.1),
     )
 }
-"""Peaks are the vendor's; the A100's efficiency and link are fitted to the paper's 4 nodes, the others' are assumed."""
+"""Peaks are from the vendor; efficiency and link of the A100 are fitted to the paper's 4 nodes, the others assumed."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A GPT's shapes. ``layers`` are those of every pipeline rank in order, as one stage a rank would hold them.
+    """The shapes of a GPT. ``layers`` is the number of layers per pipeline rank in order, with one stage per rank.
 
-    ``heads * head_size`` need not be ``hidden``; ``groups`` are key-value heads; a ``gated`` MLP has three matrices.
-    ``tensor_parallel`` splits all of it, the activations between matrix products too with ``sequence_parallel``.
+    ``heads * head_size`` need not equal ``hidden``; ``groups`` is the number of key-value heads; a ``gated`` MLP has
+    three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
+    ``sequence_parallel``.
     """
 
     layers: tuple[int, ...]
@@ -81,18 +83,18 @@ class Model:
 
     @property
     def tokens(self) -> int:
-        """Of a microbatch."""
+        """Tokens per microbatch."""
         return self.sequence * self.microbatch
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's matrices: 12 h^2 where the MLP is 4h wide and every head has its own keys."""
+        """Weights of a layer's matrices: 12 h^2 if the MLP is 4h wide and every head has separate keys."""
         queries, keys = self.heads * self.head_size, self.groups * self.head_size
         return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
-        """Weights on every rank (a tensor-parallel rank's part): its layers, the embedding where the first stage is,
-        and the output layer where the last one is.
+        """Weights per rank (the part of one tensor-parallel rank): its layers, the embedding on the rank of the first
+        stage, and the output layer on the rank of the last one.
         """
         parts = placement.num_stages // len(self.layers)
         per_stage = [self.layers[stage // parts] / parts * self.layer_weights for stage in range(placement.num_stages)]
@@ -105,14 +107,14 @@ class Model:
 
     @property
     def message_bytes(self) -> float:
-        """Between two stages: a microbatch's hidden states in bf16, a rank's part of them."""
+        """Bytes per message between two stages: a rank's part of a microbatch's hidden states in bf16."""
         parts = self.tensor_parallel if self.sequence_parallel else 1
         return 2.0 * self.tokens * self.hidden / parts
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """Operations (F, B, W), bytes that element-wise kernels move, and bytes kept; of one layer or the output layer."""
+    """One layer or the output layer: operations of F, B, W, bytes that element-wise kernels move, and bytes stored."""
 
     forward: float
     backward: float
@@ -123,16 +125,16 @@ class _Layer:
 
 
 def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCosts, PassMemory]:
-    """Costs in ms and memory in bytes on ``placement``, whose number of stages is the ranks' or a multiple of it.
+    """Estimate costs in ms and memory in bytes on ``placement``, whose stages are a multiple of the ranks.
 
-    The output layer and the loss are on the last stage. The embedding's look-up is taken to cost nothing.
+    The output layer and the loss are on the last stage. The embedding look-up is assumed to cost nothing.
 
     Raises:
-        UserError: when the stages are no multiple of the ranks that ``model.layers`` lists.
+        UserError: when the number of stages is not a multiple of the ranks in ``model.layers``.
     """
     body, head = _transformer_layer(model), _output_layer(model)
-    rate = device.tflops * 1e9 * device.efficiency * model.tensor_parallel  # operations a ms
-    sweep = device.memory_tbs * 1e9  # bytes a ms
+    rate = device.tflops * 1e9 * device.efficiency * model.tensor_parallel  # operations per ms
+    sweep = device.memory_tbs * 1e9  # bytes per ms
 
     def milliseconds(layer: _Layer) -> tuple[float, float, float]:
         again = body.forward if layer is body and model.recompute == "full" else 0.0
@@ -166,10 +168,10 @@ def _plus_last(stages: tuple[float, ...], extra: float) -> tuple[float, ...]:
 
 
 def _transformer_layer(m: Model) -> _Layer:
-    """One layer of ``m``.
+    """Compute the figures of one transformer layer of ``m``.
 
-    Attention's scores cost 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Instead of keeping
-    these, selective recomputation runs the scores again in B, and flash attention the first half of them.
+    Attention scores take 4 s^2 b h operations forward, twice that backward, and 5 a s^2 b bytes. Instead of storing
+    these bytes, selective recomputation repeats the scores in B, and flash attention repeats the first half of them.
     """
     queries, keys = m.heads * m.head_size, m.groups * m.head_size
     matrices = 2.0 * m.tokens * m.layer_weights
@@ -178,7 +180,7 @@ def _transformer_layer(m: Model) -> _Layer:
     again = scores / 2 if m.flash else scores if m.recompute == "selective" else 0.0
     kept_scores = 0.0 if again else score_bytes
 
-    # In bf16; the comments give h's multiple for heads * head_size = h, a key a head and an MLP of 4h.
+    # Bytes in bf16; the comments give multiples of h for heads * head_size = h, one key per head and an MLP of 4h.
     inner = 2 * queries + 2 * keys + 2 * keys + 2 * queries  # q, k, v and the projection's input: 8h
     inner += (6 if m.gated else 4) * m.ffn  # the activation function's input and output: 16h
     outer = 10 * m.hidden  # two norms 4h, two matrices' inputs 4h, two dropout masks 2h
@@ -195,7 +197,7 @@ def _transformer_layer(m: Model) -> _Layer:
 
 
 def _output_layer(m: Model) -> _Layer:
-    """Logits in bf16 for their gradient, kept in 4 bytes for the loss; the input beside them."""
+    """Compute the figures of the output layer: logits in 4 bytes for the loss, their bf16 gradient, and the input."""
     operations = 2.0 * m.tokens * m.hidden * m.vocabulary
     logits = m.tokens * m.vocabulary / m.tensor_parallel
     states = m.message_bytes

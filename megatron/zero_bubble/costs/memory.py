@@ -1,4 +1,4 @@
-"""What a microbatch keeps on each stage."""
+"""Memory of a microbatch on each stage."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ MEMORY = ("activation", "wgrad")
 
 @dataclass(frozen=True)
 class PassMemory:
-    """What one microbatch keeps on every stage, in any one unit (bytes, or parts of a microbatch).
+    """Memory of one microbatch on every stage, in one unit (bytes, or parts of a microbatch).
 
-    F adds ``activation`` at its start, the end of B leaves ``wgrad`` for W, the end of W (or of BW) leaves nothing:
-    the Zero Bubble paper's M_B and M_W (arXiv 2401.10241, section 2).
+    F adds ``activation`` at its start, the end of B leaves ``wgrad`` for W, and the end of W (or BW) leaves nothing:
+    M_B and M_W of the Zero Bubble paper (arXiv 2401.10241, section 2).
 
     Raises:
-        UserError: for a figure that is negative or not finite, an ``activation`` of zero, or lists of two lengths.
+        UserError: for a negative or non-finite figure, an ``activation`` of zero, or lists of different lengths.
     """
 
     activation: tuple[float, ...]
@@ -31,11 +31,11 @@ class PassMemory:
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
         check_same_length(self, MEMORY)
         if 0.0 in self.activation:
-            raise UserError("activation memory must be above 0, because peaks are counted in units of it; got 0")
+            raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
 
     @classmethod
     def uniform(cls, placement: Placement, activation: float = 1.0, wgrad: float | None = None) -> PassMemory:
-        """Every rank keeps the same; ``wgrad`` is ``activation`` unless given, the most that W may have to keep.
+        """Use the same memory on every rank; by default ``wgrad`` is ``activation``, its largest possible value.
 
         Raises:
             UserError: also for a figure above ``MAX_FIGURE``.
@@ -49,16 +49,16 @@ class PassMemory:
         return len(self.activation)
 
     def fit(self, placement: Placement) -> PassMemory:
-        """The same model cut into the stages of ``placement``, as ``PassCosts.fit`` does."""
+        """Convert to the stages of ``placement`` for the same model, as ``PassCosts.fit`` does."""
         return PassMemory(*(recut(getattr(self, name), placement.num_stages) for name in MEMORY))
 
     def size(self, value: Value, num_slices: int = 1) -> float:
-        """What ``value`` occupies on the rank that has it; activations and gradients under way are not counted."""
+        """Memory of ``value`` on the rank that has it; activations and gradients in transit are not counted."""
         figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
         return 0.0 if figures is None else figures[value.producer.stage] / num_slices
 
     def delta(self, p: Pass, num_slices: int = 1) -> float:
-        """By how much ``p`` changes what its stage keeps; F's part is due at its start, the others' at their end."""
+        """The change of memory by ``p``: at the start of an F, and at the end of other passes."""
         activation, wgrad = self.activation[p.stage] / num_slices, self.wgrad[p.stage] / num_slices
         if p.kind is Kind.F:
             return activation

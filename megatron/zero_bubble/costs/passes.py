@@ -1,4 +1,4 @@
-"""How long each pass takes, and a transfer between two ranks."""
+"""Duration of passes, and of transfers between ranks."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 
 @dataclass(frozen=True)
 class PassCosts:
-    """Milliseconds of every stage's F, B and W, and of a transfer between two ranks.
+    """Milliseconds per stage of F, B and W, and of a transfer between two ranks.
 
     ``links`` overrides ``comm_ms`` for (source rank, destination rank). A transfer is pure latency: it delays the
-    receiver and occupies nobody.
+    receiver and does not occupy any rank.
 
     Raises:
         UserError: for a negative or non-finite figure, or when the three lists differ in length.
@@ -47,7 +47,7 @@ class PassCosts:
     def uniform(
         cls, placement: Placement, forward_ms: float, backward_ms: float, wgrad_ms: float, comm_ms: float = 0.0
     ) -> PassCosts:
-        """Every rank costs the same; each of its chunks gets an equal part of the rank's figures.
+        """Use the same costs on every rank; each of its chunks gets an equal part of them.
 
         Raises:
             UserError: also for a figure above ``MAX_FIGURE``.
@@ -61,16 +61,16 @@ class PassCosts:
         return len(self.forward_ms)
 
     def fit(self, placement: Placement) -> PassCosts:
-        """The same model cut into the stages of ``placement``: a stage is halved evenly, neighbours are joined.
+        """Convert to the stages of ``placement`` for the same model: stages are divided evenly, or neighbours merged.
 
         Raises:
-            UserError: when the one number of stages is no multiple of the other.
+            UserError: when neither number of stages is a multiple of the other.
         """
         f, b, w = (recut(getattr(self, name), placement.num_stages) for name in TIMES)
         return PassCosts(f, b, w, self.comm_ms, self.links)
 
     def duration(self, p: Pass, num_slices: int = 1) -> float:
-        """Milliseconds of ``p``; the slices of a sequence share its microbatch's time evenly."""
+        """Milliseconds of ``p``; the slices of a sequence take equal parts of the microbatch's time."""
         if p.kind is Kind.F:
             whole = self.forward_ms[p.stage]
         elif p.kind is Kind.B:
@@ -82,7 +82,7 @@ class PassCosts:
         return whole / num_slices
 
     def hops(self, placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """For every stage of a chain, the milliseconds that the input of its F travels, and that of its B."""
+        """For every stage of a chain, the transfer times in ms of the input of its F and of the input of its B."""
         chain, rank_of = Chain(placement.num_stages), placement.stage_to_rank
 
         def hop(p: Pass) -> float:
@@ -93,7 +93,7 @@ class PassCosts:
         return tuple(hop(Pass(s, Kind.F, 0)) for s in stages), tuple(hop(Pass(s, Kind.B, 0)) for s in stages)
 
     def comm(self, source_rank: int, destination_rank: int) -> float:
-        """Milliseconds from the end of a pass on one rank to its result on another; nothing within a rank."""
+        """Milliseconds from the end of a pass on one rank to its result on another; 0 within a rank."""
         if source_rank == destination_rank:
             return 0.0
         return self.links.get((source_rank, destination_rank), self.comm_ms)

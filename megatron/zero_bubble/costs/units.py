@@ -1,4 +1,4 @@
-"""Figures: which are accepted, and how those of one number of stages become those of another."""
+"""Check figures, and convert them between numbers of stages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 MAX_FIGURE = 1e15
-"""Nobody measures more, in whatever unit, and no sum or product of what is less overflows."""
+"""Largest accepted figure, in any unit; sums and products of smaller figures cannot overflow."""
 
 
 def refuse_huge(**figures: object) -> None:
-    """``UserError`` for a number above ``MAX_FIGURE``; what is no finite number at all is somebody else's to refuse."""
+    """Raise ``UserError`` for a number above ``MAX_FIGURE``; other checks reject values that are not finite numbers."""
     for name, value in figures.items():
         if isinstance(value, (int, float)) and MAX_FIGURE < value < math.inf:
             raise UserError(f"{name} must be at most {MAX_FIGURE:g}; got {value!r}; give a smaller one")
@@ -47,8 +47,8 @@ def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
     finer, coarser = max(num_stages, len(figures)), min(num_stages, len(figures))
     if finer % coarser:
         raise UserError(
-            f"figures for {len(figures)} stages cannot be cut into {num_stages}: the one must be a multiple of the "
-            "other; measure, or give, a figure for each stage"
+            f"figures for {len(figures)} stages cannot be converted to {num_stages}: one number must be a multiple of "
+            "the other; measure or give one figure per stage"
         )
     parts = finer // coarser
     if num_stages >= len(figures):
@@ -57,12 +57,12 @@ def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
 
 
 def parse_memory_limit(text: str) -> tuple[float, str]:
-    """``1p`` or ``60GiB`` as an amount and its unit: p, KiB, MiB or GiB.
+    """Parse ``1p`` or ``60GiB`` into an amount and its unit: p, KiB, MiB or GiB.
 
     Raises:
-        UserError: for another form.
+        UserError: for any other form.
     """
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(p|KiB|MiB|GiB)", text)
     if match is None or not 0 < float(match[1]) < math.inf:
-        raise UserError(f"a memory limit is written 1p (p ranks' worth of microbatches) or 60GiB; got {text!r}")
+        raise UserError(f"a memory limit is written like 1p (as many microbatches as ranks) or 60GiB; got {text!r}")
     return float(match[1]), match[2]

@@ -1,4 +1,4 @@
-"""Time on an emulated rank: a logical clock, and sleep that ends on time."""
+"""Time on an emulated rank: a logical clock, and a precise sleep."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zero_bubble.ir import Op, Pass
 
 
 class VirtualClock:
-    """The logical time of one rank, and the passes and other ops that it saw."""
+    """The logical time of one rank, and the passes and other ops that it ran."""
 
     def __init__(self) -> None:
         self.now_ms = 0.0
@@ -19,14 +19,14 @@ class VirtualClock:
         self._lane_free: dict[str, float] = {}
 
     def advance(self, work: Pass, ready_ms: float, duration_ms: float) -> None:
-        """Run ``work`` as soon as the rank is free and its input is there."""
+        """Run ``work`` as soon as the rank is free and its input is available."""
         start = max(self.now_ms, ready_ms)
         self.now_ms = start + duration_ms
         self.spans.append(Span(work, start, self.now_ms))
 
     def occupy(self, op: Op, ready_ms: float, duration_ms: float) -> float:
-        """Run ``op`` on its lane, as soon as that is free and its input is there, while the rank goes on; returns when
-        it ends.
+        """Run ``op`` as soon as its lane is free and its input is available, without blocking the rank. Return the time
+        at which it ends.
         """
         assert op.lane is not None, "an op without a lane takes no time"
         start = max(self.now_ms, ready_ms, self._lane_free.get(op.lane, 0.0))
@@ -35,9 +35,9 @@ class VirtualClock:
         return end
 
 
-# time.sleep oversleeps by 0.05 to 0.3 ms, so the rest of a pass is spun. Ranks share cores and often wake together: who
-# spins for longer takes the core from who has a tensor to pass on, and so does who spins without yielding. Beyond the
-# ideal, a 50 ms pass of 8 ranks on 2 cores took 0.6 ms at 2 ms of plain spinning, 0.18 ms at none, 0.05 ms at this.
+# time.sleep oversleeps by 0.05 to 0.3 ms, so the end of a pass is spun. Ranks share cores and often wake together: a
+# rank that spins for longer, or spins without yielding, takes the core from a rank that has a tensor to send. With 8
+# ranks on 2 cores, a 50 ms pass took 0.6 ms too long with 2 ms of plain spinning, 0.18 ms with none, 0.05 ms with this.
 _SPIN_S = 0.0005
 
 

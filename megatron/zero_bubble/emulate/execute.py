@@ -1,4 +1,4 @@
-"""Emulated stages under the real executor, and how far their clocks are from the plan."""
+"""Run emulated stages under the real executor, and compare their clocks with the plan."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def execute(
     observer: IterationObserver | None = None,
     more: Mapping[type[Op], Handler] | None = None,
 ) -> None:
-    """Run this rank's part of ``plan`` with ``stage`` for all its stages; every message has the form of ``like``.
+    """Run this rank's part of ``plan``, with ``stage`` for all its stages; every message has the shape of ``like``.
 
     Args:
-        more: handlers of other ops than passes and messages.
+        more: handlers for ops other than passes and messages.
     """
     rank = transport.rank
     stages = dict.fromkeys(plan.schedule.placement.stages_of(rank), stage)
@@ -49,7 +49,7 @@ def execute(
 def virtual_iterations(
     schedule: Schedule, costs: PassCosts, step_ms: float, ahead: bool, count: int, transport: Transport
 ) -> list[float]:
-    """When this rank ends the optimizer step of each of ``count`` iterations in a row, in ms of its virtual clock."""
+    """Run ``count`` iterations, and return the end of each optimizer step of this rank, in ms of its virtual clock."""
     plan = lower(schedule, (communicate, with_validation))
     transport.open(plan.channels)
     clock = VirtualClock()
@@ -66,7 +66,7 @@ def virtual_iterations(
 
 
 def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
-    """Every registered schedule with 1, P and 3P microbatches, each under three ratios of costs."""
+    """Yield every registered schedule with 1, P and 3P microbatches, each with three ratios of costs."""
     for name in SCHEDULES:
         for num_microbatches in (1, num_ranks, 3 * num_ranks):
             schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -80,10 +80,10 @@ def virtual_deviation_ms(
     """Execute ``schedule`` on virtual clocks and compare each pass of this rank with the simulation.
 
     Args:
-        num_elements: of every message, each a float64.
+        num_elements: number of float64 elements per message.
 
     Returns:
-        The largest difference of a start or an end, and the pass it is of; infinite where the order differs.
+        The largest difference of a start or end in ms, and its pass; infinity if the order differs.
     """
     plan = lower(schedule)
     transport.open(plan.channels)

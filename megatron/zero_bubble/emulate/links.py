@@ -1,4 +1,4 @@
-"""Links that take time on the virtual clock."""
+"""Links with latency on the virtual clock."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megatron.zero_bubble.runtime.transport import Transport
 
 
 class VirtualLinks:
-    """A transport whose messages are as late as their link is slow: the first element of a tensor is the time at which
-    it was made, and on arrival the time at which it is there.
+    """A transport that adds the latency of a link to its messages: the first element of a tensor is the time at which
+    it was produced, and after arrival the time at which it arrived.
     """
 
     def __init__(self, transport: Transport, costs: PassCosts) -> None:

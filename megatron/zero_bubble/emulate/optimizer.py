@@ -1,4 +1,4 @@
-"""Optimizers that only take time."""
+"""Emulated optimizers, which take time but compute nothing."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.zero_bubble.optimizer.global_state import Chain, Reduction
 
 
 class VirtualOptimizer:
-    """An optimizer whose step takes ``step_ms`` on a rank's clock, and knows the time when it knows the gradients.
+    """An optimizer whose step takes ``step_ms`` on a rank's clock; it exchanges clock times instead of gradient norms.
 
     Args:
-        ahead: whether it steps before all ranks have ended their passes.
+        ahead: whether it steps before all ranks have ended their passes, as with post-validation.
     """
 
     def __init__(self, clock: VirtualClock, step_ms: float, ahead: bool, group: dist.ProcessGroup) -> None:
@@ -24,7 +24,7 @@ class VirtualOptimizer:
         self._all: Reduction | None = None
 
     def step(self) -> None:
-        """After the passes of an iteration."""
+        """Step, after the passes of an iteration."""
         now = torch.tensor([self._clock.now_ms], dtype=torch.float64)
         self._all = Reduction(now.clone(), dist.ReduceOp.MAX, self._group)
         if self._ahead:
@@ -37,20 +37,20 @@ class VirtualOptimizer:
         self._clock.now_ms += self._step_ms
 
     def validate(self) -> bool:
-        """Wait for the figures of all ranks; they are always right here."""
+        """Wait for the figures of all ranks; the emulated step is always valid."""
         if self._all is not None:
             self._clock.now_ms = max(self._clock.now_ms, self._all.wait())
             self._all = None
         return True
 
     def settle(self) -> None:
-        """After the last iteration."""
+        """Wait for all messages, after the last iteration."""
         self.validate()
         self._chain.settle()
 
 
 class SleepingOptimizer:
-    """The same on the wall clock."""
+    """An optimizer whose step takes ``step_ms`` on the wall clock."""
 
     def __init__(self, step_ms: float, ahead: bool, group: dist.ProcessGroup) -> None:
         self._clock = VirtualClock()
@@ -59,6 +59,6 @@ class SleepingOptimizer:
         self.validate, self.settle = self._figures.validate, self._figures.settle
 
     def step(self) -> None:
-        """After the passes of an iteration."""
+        """Step, after the passes of an iteration."""
         self._figures.step()
         sleep_until(time.perf_counter() + self._step_ms / 1e3)

@@ -1,4 +1,4 @@
-"""Stages that only take time, on a logical clock or on the wall clock."""
+"""Emulated stages, which take time on a logical clock or on the wall clock but compute nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.ir import Pass, Schedule
 
 
 class VirtualStage:
-    """Every stage of one rank, on its clock; the tensors are float64 of ``num_elements``."""
+    """All stages of one rank, on its logical clock; tensors have ``num_elements`` float64 elements."""
 
     def __init__(self, schedule: Schedule, costs: PassCosts, clock: VirtualClock, num_elements: int = 1) -> None:
         self._schedule = schedule
@@ -29,7 +29,7 @@ class VirtualStage:
 
 
 class SleepingStage:
-    """Stages whose passes take their planned time on the wall clock; the tensors are float32 of ``shape``."""
+    """Stages whose passes take their planned time on the wall clock; tensors are float32 with ``shape``."""
 
     def __init__(self, schedule: Schedule, costs: PassCosts, shape: tuple[int, ...]) -> None:
         self._schedule = schedule

@@ -1,1 +1,1 @@
-"""What is read from and written to disk as JSON, and nothing else: schedules, costs, traces."""
+"""The JSON file formats: schedules, costs and traces."""

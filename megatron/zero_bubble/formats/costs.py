@@ -1,9 +1,9 @@
 """The costs file.
 
-A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms``, ``comm_ms`` and, optionally, ``links``
-(a list of ``[source rank, destination rank, ms]``) and both of ``activation`` and ``wgrad`` (memory). Each figure of a
-pass is either one number, for a rank's whole share, or a list with one number per stage. A list for another number of
-chunks per rank is converted, as ``PassCosts.fit`` does.
+A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms`` and, optionally, ``comm_ms``, ``links``
+(a list of ``[source rank, destination rank, ms]``) and both ``activation`` and ``wgrad`` (memory). Each figure of a
+pass is either one number, for a rank's whole share of the model, or a list with one number per stage. A list for
+another number of chunks per rank is converted, as ``PassCosts.fit`` does.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from megatron.zero_bubble.formats.files import json_object, naming, read_file
 from megatron.zero_bubble.ir import Placement
 
 Figure = float | tuple[float, ...]
-"""As given: one number, for a rank's whole share, or one number per stage."""
+"""A figure as written in the file: one number, for a rank's whole share, or one number per stage."""
 
 _KEYS = frozenset((*TIMES, *MEMORY, "comm_ms", "links"))
 _WHAT = "costs file"
 
 
 def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
-    """A costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged."""
+    """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged."""
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     content["comm_ms"] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
@@ -41,14 +41,14 @@ def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
 
 @dataclass(frozen=True)
 class CostsFile:
-    """The content of a costs file, read and checked; ``on(placement)`` are its figures for the stages of a placement.
+    """The checked content of a costs file; ``on(placement)`` returns its figures per stage of a placement.
 
     Attributes:
-        times: by key.
-        memory: by key; None when the file gives none.
-        comm_ms: of a transfer between two ranks.
+        times: figures of the passes, by key.
+        memory: figures of memory, by key; None when the file has none.
+        comm_ms: duration of a transfer between two ranks.
         links: as in ``PassCosts``.
-        path: of the file, for messages.
+        path: path of the file, for error messages.
     """
 
     times: Mapping[str, Figure]
@@ -62,11 +62,11 @@ class CostsFile:
         """Read the text of a costs file.
 
         Raises:
-            UserError: one sentence saying which key is wrong and how it is written.
+            UserError: when a key is invalid; the message states its required form.
         """
         content = json_object(text)
         if unknown := sorted(content.keys() - _KEYS):
-            raise UserError(f"it may have the keys {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
+            raise UserError(f"allowed keys are {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
         for name in content.keys() - {"links"}:
             values = content[name] if isinstance(content[name], list) else [content[name]]
             for value in values:
@@ -78,10 +78,10 @@ class CostsFile:
         return cls(times, memory, comm_ms, links)
 
     def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
-        """The costs of the stages of ``placement``, and what they keep where the file says so.
+        """Return the costs of the stages of ``placement``, and their memory if the file has any.
 
         Raises:
-            UserError: lists of figures for another number of stages, a link that is no time, or an activation of 0.
+            UserError: for lists with another number of stages, a link that is not a time, or an activation of 0.
         """
         with nullcontext() if self.path is None else naming(_WHAT, self.path):
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
@@ -93,13 +93,13 @@ class CostsFile:
 
 
 def read_costs_file(path: str | Path) -> CostsFile:
-    """``CostsFile.parse`` of a file; its ``UserError`` names the file, as do those of ``on``."""
+    """Read a costs file with ``CostsFile.parse``; errors, including those of ``on``, name the file."""
     return replace(read_file(path, _WHAT, CostsFile.parse), path=path)
 
 
 def _figure(content: Mapping[str, Any], name: str) -> Figure:
     if name not in content:
-        raise UserError(f"it must give {name}, one number a rank or a list with one a stage; it is missing")
+        raise UserError(f"it must have the key {name}, one number or a list with one number per stage; it is missing")
     value = content[name]
     return checked_figures(name, value) if isinstance(value, list) else checked_figure(name, value)
 
@@ -112,7 +112,7 @@ def _per_stage(name: str, figure: Figure, placement: Placement) -> tuple[float, 
     if not figure or len(figure) % placement.num_ranks:
         raise UserError(
             f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(figure)}; "
-            "give a single number to mean every rank's whole share"
+            "alternatively, give a single number for the whole share of each rank"
         )
     return recut(figure, placement.num_stages)
 

@@ -1,4 +1,4 @@
-"""Users' files and folders: whatever is wrong with them is one clear sentence."""
+"""Read the user's files and check folders; every error is one sentence that names the file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def make_writable(folder: str | Path) -> None:
-    """Make ``folder``, unless it is there, and write to it, so that nobody finds out later that it cannot be done.
+    """Create ``folder`` if it is missing, and check that it is writable, so that the run does not fail later.
 
     Raises:
-        OSError: it cannot.
+        OSError: when the folder cannot be created or written to.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -26,24 +26,25 @@ def make_writable(folder: str | Path) -> None:
 
 
 def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
-    """``parse`` of the file's text.
+    """Read a file and ``parse`` its text.
 
     Raises:
-        UserError: ``what`` (for example ``"costs file"``), the path and the reason; that of ``parse`` is passed on.
+        UserError: when the file cannot be read or parsed; the message has ``what`` (for example ``"costs file"``), the
+            path and the reason.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{what} {path}: it must be JSON in UTF-8; this is not text") from None
+        raise UserError(f"{what} {path}: it must be JSON in UTF-8; the file is not UTF-8 text") from None
     with naming(what, path):
         return parse(text)
 
 
 @contextmanager
 def naming(what: str, path: str | Path) -> Iterator[None]:
-    """Whatever is wrong with the content of a file names the file."""
+    """Context in which an error about the content of a file also names the file."""
     try:
         yield
     except ValueError as error:
@@ -51,20 +52,24 @@ def naming(what: str, path: str | Path) -> Iterator[None]:
 
 
 def json_object(text: str) -> dict[str, Any]:
-    """The JSON object in ``text``; a ``UserError`` says where it stops being one."""
+    """Parse the JSON object in ``text``; a ``UserError`` gives the position of a syntax error."""
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise UserError(f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
     except RecursionError:
-        raise UserError("it must be JSON of a few levels; this nests too deeply to read") from None
+        raise UserError("it must be JSON of a few levels; it is nested too deeply to read") from None
     if isinstance(content, dict):
         return content
     raise UserError(f"it must be a JSON object; got {text.strip()[:40]!r}")
 
 
 def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:
-    """The value of ``key``; a ``UserError`` where it is missing or is not ``form``, in words, as ``fits`` tells."""
+    """Return the value of ``key``.
+
+    Raises:
+        UserError: when the key is missing or ``fits`` rejects its value; the message requires ``form``, in words.
+    """
     if key not in content:
         raise UserError(f"it must have the key {key}, {form}; it is missing")
     if not fits(content[key]):

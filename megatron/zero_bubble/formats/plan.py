@@ -1,7 +1,7 @@
-"""Plans as JSON: what ``zero-bubble plan --format json`` prints and ``--schedule-file`` reads.
+"""Plans as JSON: written by ``zero-bubble plan --format json`` and read by ``--schedule-file``.
 
-The keys are a contract with other tools (docs/plan-json.md). Reading takes the schedule and leaves the rates alone:
-they belong to the costs they were computed with.
+The keys are a contract with other tools (docs/plan-json.md). Reading uses the schedule and ignores the times and rates,
+which depend on the costs that they were computed with.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from megatron.zero_bubble.ir import Placement, Schedule
 
 @dataclass(frozen=True)
 class Certificate:
-    """How good a plan is: no schedule on its placement that keeps ``memory_limit`` is shorter than ``bound``.
+    """The quality of a plan: no schedule with its placement and within ``memory_limit`` is shorter than ``bound``.
 
-    ``memory_limit`` is in the unit of the memory it was planned with, ``microbatches`` the same in microbatches on the
-    fullest rank. ``seconds`` is the time that planning took.
+    ``memory_limit`` is in the unit of memory of the costs, and ``microbatches`` is the same limit in microbatches on
+    the fullest rank. ``seconds`` is the planning time.
     """
 
     objective: Metric
@@ -35,12 +35,14 @@ class Certificate:
     seconds: float
 
     def gap(self, timeline: Timeline) -> float:
-        """The part of the plan's cost that a better one could save at the most; below 0 when the limit is not kept."""
+        """Return the largest share of the plan's length that a better plan could save; it may be below 0 for a plan
+        that exceeds the limit.
+        """
         return self.bound.gap(timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms)
 
 
 def plan_to_json(timeline: Timeline, certificate: Certificate | None = None) -> str:
-    """The plan's JSON text, a line a key and a line a rank's order."""
+    """Write the plan as JSON text, with one line per key and one line per rank's order."""
     lines = []
     for key, value in plan_content(timeline, certificate).items():
         text = json.dumps(value)
@@ -51,7 +53,7 @@ def plan_to_json(timeline: Timeline, certificate: Certificate | None = None) -> 
 
 
 def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> dict[str, Any]:
-    """What the plan's JSON says, key by key."""
+    """Return the content of the plan's JSON, by key."""
     schedule = timeline.schedule
     content: dict[str, Any] = {
         "schedule": schedule.name,
@@ -80,30 +82,30 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
 
 
 def schedule_from_json(text: str) -> Schedule:
-    """The schedule of a plan's JSON, validated. Keys that do not describe it are not looked at.
+    """Read and validate the schedule of a plan's JSON. Keys that do not describe the schedule are ignored.
 
     Raises:
-        UserError: one sentence when the text is not a plan; a ``ScheduleError``, with the grid, for an invalid order.
+        UserError: when the text is not a plan; a ``ScheduleError``, with the grid, when the order is invalid.
     """
     content = json_object(text)
     name = read_key(content, "schedule", "a string", _is_text)
     num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
     stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
-    rows = read_key(content, "order", 'a list a rank of passes such as "0F0"', lambda v: _is_list(v, _is_row))
+    rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', lambda v: _is_list(v, _is_row))
     placement = Placement(tuple(stage_to_rank))
-    # Sliced sequences need no key of their own: every slice has an F, so the order holds their number.
+    # Sliced sequences need no separate key: every slice has an F, so the order gives the number of slices.
     flat = Schedule.from_text(name, placement, num_microbatches, rows)
     num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
     schedule = Schedule(name, placement, num_microbatches, flat.order, num_slices)
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
-            raise UserError(f"{key} must agree with stage_to_rank, which says {value}; got {content[key]!r}")
+            raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
     validate(schedule)
     return schedule
 
 
 def read_schedule_file(path: str | Path) -> Schedule:
-    """``schedule_from_json`` of a file; its ``UserError`` names the file."""
+    """Read a file with ``schedule_from_json``; errors name the file."""
     return read_file(path, "schedule file", schedule_from_json)
 
 

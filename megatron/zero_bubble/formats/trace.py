@@ -1,4 +1,4 @@
-"""Recorded iterations as JSON: what ``--zero-bubble-trace`` writes and ``zero-bubble trace`` draws.
+"""Recorded iterations as JSON: written by ``--zero-bubble-trace`` and drawn by ``zero-bubble trace``.
 
 The keys are a contract with other tools (docs/trace-json.md).
 """
@@ -33,19 +33,19 @@ _ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
     "validations": (Validated, ("start", "end")),
 }
 _LANES = "lanes"
-"""The key of ops that are no passes and take time; a rank without any has no such key."""
+"""The key of timed ops that are not passes; a rank without such ops does not have the key."""
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 _MEMORY = ("activation", "wgrad")
 
 
 @dataclass(frozen=True)
 class Recording:
-    """Some iterations of a run, all with the same stages.
+    """Recorded iterations of a run, all with the same stages.
 
     Attributes:
-        costs: of the plans that the iterations are compared with.
-        traces: by the number of the iteration; at least one.
-        memory: what a microbatch keeps on each stage, in bytes; None where nobody counted.
+        costs: costs of the plans that the iterations are compared with.
+        traces: at least one trace, by the number of the iteration.
+        memory: memory of a microbatch on each stage, in bytes; None if it was not measured.
     """
 
     costs: PassCosts
@@ -53,8 +53,8 @@ class Recording:
     memory: PassMemory | None = None
 
     def compared(self, iteration: int) -> Comparison:
-        """An iteration next to what its order would have taken. How ops that were read from a file change memory is
-        unknown, so there is no curve of it.
+        """Compare an iteration with the simulation of its order. Ops that were read from a file have an unknown effect
+        on memory, so with such ops the comparison has no memory.
         """
         trace = self.traces[iteration]
         planned = simulate(trace.timeline.schedule, self.costs, self.memory)
@@ -63,13 +63,13 @@ class Recording:
 
     @property
     def typical(self) -> int:
-        """The iteration whose makespan is the median."""
+        """The number of the iteration with the median makespan."""
         by_length = sorted(self.traces, key=lambda number: self.traces[number].timeline.makespan_ms)
         return by_length[len(by_length) // 2]
 
 
 def trace_to_json(recording: Recording) -> str:
-    """The JSON text: what holds for all iterations, a line a key, then a line for each rank of each iteration."""
+    """Write the JSON text: one line per key common to all iterations, then one line per rank of each iteration."""
     planned = recording.compared(recording.typical).planned
     schedule = planned.schedule
     costs, memory = recording.costs, recording.memory
@@ -95,13 +95,13 @@ def trace_to_json(recording: Recording) -> str:
 
 
 def trace_from_json(text: str) -> Recording:
-    """What ``trace_to_json`` wrote; figures that follow from the iterations are not looked at.
+    """Read what ``trace_to_json`` wrote; figures that follow from the iterations are ignored.
 
     Raises:
-        UserError: one sentence when the text is not such a file.
+        UserError: when the text is not a trace file.
     """
     content = json_object(text)
-    read_key(content, "format", f"{FORMAT}, the only one that this version reads", _is_format)
+    read_key(content, "format", f"{FORMAT}, the only format that this version reads", _is_format)
     name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
     iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
     traces: dict[int, Trace] = {}
@@ -110,26 +110,28 @@ def trace_from_json(text: str) -> Recording:
             raise UserError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
         number = read_key(iteration, "iteration", "a whole number", lambda value: type(value) is int)
         if number in traces:
-            raise UserError(f"every iteration must have a number of its own; got {number} twice; leave one out")
+            raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, f"iteration {number}, rank {rank}") for rank, row in enumerate(ranks))
         traces[number] = Trace.of(name, rows)
         validate(traces[number].timeline.schedule)
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
-        raise UserError(f"all iterations must have the same stages; got {sorted(num_stages)}; keep one kind")
-    f, b, w = (read_key(content, key, "a list of numbers, one a stage", _is_numbers) for key in _TIMES)
+        raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
+    f, b, w = (read_key(content, key, "a list of numbers, one per stage", _is_numbers) for key in _TIMES)
     costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number))
     memory = None
     if content.keys() & set(_MEMORY):
-        memory = PassMemory(*(read_key(content, key, "a list of numbers, one a stage", _is_numbers) for key in _MEMORY))
+        memory = PassMemory(
+            *(read_key(content, key, "a list of numbers, one per stage", _is_numbers) for key in _MEMORY)
+        )
     recording = Recording(costs, traces, memory)
-    recording.compared(recording.typical)  # costs and memory are for these stages, or this says what they are for
+    recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
     return recording
 
 
 def read_trace_file(path: str | Path) -> Recording:
-    """``trace_from_json`` of a file; its ``UserError`` names the file."""
+    """Read a file with ``trace_from_json``; errors name the file."""
     return read_file(path, "trace file", trace_from_json)
 
 
@@ -150,7 +152,7 @@ def _rank(row: RankTrace) -> dict[str, Any]:
 
 
 def _cell(value: Pass | Op | str | float) -> str | float:
-    """Times to a tenth of a microsecond: finer is noise, and twice the file."""
+    """Round times to a tenth of a microsecond; more digits are noise and would double the file size."""
     return round(value, 4) if isinstance(value, int | float) else str(value)
 
 
@@ -161,7 +163,9 @@ def _rank_from(row: object, where: str) -> RankTrace:
     spans, sends, receives, settles, validations = kinds
     times = [time for _, *both in spans for time in both]
     if not spans or times != sorted(times):
-        raise UserError(f"{where} must have passes, one after the other; got {len(spans)} that overlap or go back")
+        raise UserError(
+            f"{where} must have one or more passes in order of time, without overlap; got {len(spans)} passes"
+        )
     error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
     lanes = tuple(_events(row, _LANES, where)) if _LANES in row else ()
     return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
@@ -195,7 +199,7 @@ def _is_format(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    """Whether it is a finite float, or a whole number that can be made one."""
+    """Whether ``value`` is a finite float, or a whole number that fits in one."""
     return isinstance(value, int | float) and type(value) is not bool and abs(value) <= sys.float_info.max
 
 

@@ -1,14 +1,14 @@
-"""The schedule as a plain value: what every rank computes, in which order.
+"""Schedules and plans as plain values: what every rank computes, and in which order.
 
 A ``Pass`` is one unit of compute and prints as ``<stage><kind><microbatch>``, so ``2F0`` is the forward of
 microbatch 0 on stage 2; a slice of a sequence other than the first appends ``.<slice>`` (``2F0.1``). Kinds follow the
 Zero Bubble paper (arXiv 2401.10241, section 2): F, B (gradient of the input), W (gradient of the weights) and BW, the
 fused backward that stock 1F1B runs.
 
-A ``Flow`` says which values a pass makes and which it takes; a ``Plan`` has each rank's ops: its passes, and what moves
-their values between ranks.
+A ``Flow`` defines which values a pass produces and which it uses; a ``Plan`` has the ops of each rank: its passes, and
+the ops that move their values between ranks.
 
-Everything here is frozen and hashable. Nothing learned at run time is ever written into it.
+Everything here is frozen and hashable, and never stores anything learned at run time.
 """
 
 from megatron.zero_bubble.ir.flow import Chain, Flow, Value

@@ -1,7 +1,7 @@
-"""Who feeds whom: the values that passes make, and the passes that take them.
+"""Data flow: the values that passes produce, and the passes that use them.
 
-Dependencies, messages, the hand-over between passes, the search's tables and the chains of the bounds are all derived
-from a flow. ``Chain`` is the transformer's: forwards go down the stages, backwards come up again.
+Dependencies, messages, the hand-over between passes, the tables of the search and the chains of the bounds are all
+derived from a flow. ``Chain`` is the flow of a transformer: forwards run down the stages, and backwards run up again.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.passes import Kind, Pass
 
 OUT = "out"
-"""What the next stage takes in: an activation, or a gradient on the way back."""
+"""Input of the next stage: an activation, or a gradient in the backward."""
 SAVED = "saved"
-"""What an F saves for its backward: M_B of the Zero Bubble paper (arXiv 2401.10241, section 2)."""
+"""Activations that an F saves for its backward: M_B of the Zero Bubble paper (arXiv 2401.10241, section 2)."""
 OPERANDS = "operands"
-"""What a B leaves for its W: the paper's M_W."""
+"""Tensors that a B leaves for its W: the paper's M_W."""
 HISTORY = "history"
-"""What one slice of a sequence hands to the next, or, on the way back, to the one before."""
+"""Value that one slice of a sequence passes to the next slice, or, in the backward, to the previous one."""
 
 
 class Value(NamedTuple):
-    """What ``producer`` makes for other passes; prints as the pass, followed by its name unless that is ``out``."""
+    """A value that ``producer`` makes for other passes; prints as the pass, with ``:name`` unless that is ``out``."""
 
     producer: Pass
     name: str = OUT
@@ -37,7 +37,7 @@ class Value(NamedTuple):
         """Read what ``str`` wrote.
 
         Raises:
-            UserError: when ``text`` is not of that form.
+            UserError: when ``text`` does not have this form.
         """
         producer, colon, name = text.partition(":")
         if colon and not re.fullmatch(r"\w+", name):
@@ -46,7 +46,7 @@ class Value(NamedTuple):
 
 
 class Flow(Protocol):
-    """The passes as a graph; every method is a question about one pass or value, and none looks at the order."""
+    """The passes as a graph; every method describes one pass or value, independent of the order of passes."""
 
     @property
     def sinks(self) -> tuple[int, ...]:
@@ -54,22 +54,22 @@ class Flow(Protocol):
         ...
 
     def inputs(self, p: Pass) -> tuple[Value, ...]:
-        """What ``p`` takes."""
+        """The values that ``p`` uses."""
         ...
 
     def outputs(self, p: Pass) -> tuple[Value, ...]:
-        """What ``p`` makes, as far as some pass takes it."""
+        """The values of ``p`` that another pass uses."""
         ...
 
     def consumers(self, value: Value) -> tuple[Pass, ...]:
-        """The passes that take ``value``."""
+        """The passes that use ``value``."""
         ...
 
 
 @dataclass(frozen=True)
 class Chain:
-    """Every stage takes the output of the one before; backwards run the other way; slices run in order, and back in
-    reverse.
+    """The flow in which every stage uses the output of the previous one. Backwards run in the opposite direction;
+    slices run in order in the forward, and in reverse order in the backward.
 
     Attributes:
         fused: the (stage, microbatch, slice) whose backward is one BW instead of B and W.
@@ -87,19 +87,19 @@ class Chain:
         return (self.num_stages - 1,)
 
     def backward_of(self, stage: int, microbatch: int, slice_: int = 0) -> Pass:
-        """The pass that makes the input gradient of ``stage``: its BW where fused, else its B."""
+        """The pass that computes the input gradient of ``stage``: its BW if fused, else its B."""
         fused = self.fused and (stage, microbatch, slice_) in self.fused
         return Pass(stage, Kind.BW if fused else Kind.B, microbatch, slice_)
 
     def source(self, p: Pass) -> Pass | None:
-        """The one pass that decides when ``p`` can start, slices aside: whatever else ``p`` takes was there before.
-        None for the first F. What assumes a chain (the search, the bounds) reads dependencies from here.
+        """The pass that determines when ``p`` can start, apart from slices: all other inputs of ``p`` exist earlier.
+        None for the first F. Code that assumes a chain (the search, the bounds) reads dependencies from here.
         """
         inputs = self.inputs(p)
         return inputs[0].producer if inputs and inputs[0].name != HISTORY else None
 
     def inputs(self, p: Pass) -> tuple[Value, ...]:
-        """What ``p`` takes; ``source`` makes the first."""
+        """The values that ``p`` uses; ``source`` produces the first one."""
         stage, kind, microbatch, slice_ = p
         if kind is Kind.W:
             return (Value(Pass(stage, Kind.B, microbatch, slice_), OPERANDS),)
@@ -115,7 +115,7 @@ class Chain:
         return tuple(inputs)
 
     def outputs(self, p: Pass) -> tuple[Value, ...]:
-        """What ``p`` makes, as far as some pass takes it."""
+        """The values of ``p`` that another pass uses."""
         stage, kind, _, slice_ = p
         if kind is Kind.W:
             return ()
@@ -132,7 +132,7 @@ class Chain:
         return tuple(Value(p, name) for name in names)
 
     def consumers(self, value: Value) -> tuple[Pass, ...]:
-        """The one pass that takes ``value``."""
+        """The one pass that uses ``value``."""
         (stage, kind, microbatch, slice_), name = value
         if name == OPERANDS:
             return (Pass(stage, Kind.W, microbatch, slice_),)

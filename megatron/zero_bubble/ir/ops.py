@@ -1,15 +1,15 @@
-"""Ops: what a rank does, one after the other, and what each op declares about itself.
+"""Ops: the steps of a rank, in order, and the facts that each op declares.
 
-Every op prints in a short form that names what it belongs to, and parses what it prints:
+Every op prints in a short form with its pass or message, and parses what it prints:
 
     2F0      compute the pass
-    2F0>3    hand the output of pass 2F0 to the transport, which takes it to rank 3; never waits
-    1F0<1    post a receive for the output of pass 1F0 from rank 1; never waits, the pass that takes it does
+    2F0>3    give the output of pass 2F0 to the transport, which sends it to rank 3; never waits
+    1F0<1    post a receive for the output of pass 1F0 from rank 1; never waits, but the pass that uses it does
     2F0=3    wait until rank 3 has the output of 2F0, then release the buffer
-    valid?   learn whether the optimizer step before this iteration stands; if not, all ranks stop here and start again
+    valid?   learn whether the previous optimizer step is valid; if not, all ranks stop here and restart the iteration
 
-The prover, the simulator, the executor, the recorder and the renderers know of an op only what ``Op`` declares. A new
-kind of op is a new class, a lowering pass that places it and a handler that runs it.
+The prover, the simulator, the executor, the recorder and the renderers use only the facts that ``Op`` declares. A new
+kind of op needs a class, a lowering pass that inserts it and a handler that runs it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ COMPUTE, COPY, NET = "compute", "copy", "net"
 
 
 class Times(Protocol):
-    """What an op's duration is read from: ``costs.PassCosts``."""
+    """The source of an op's duration: ``costs.PassCosts``."""
 
     def duration(self, p: Pass, num_slices: int = 1) -> float: ...
 
 
 class Memory(Protocol):
-    """What an op's memory is read from: ``costs.PassMemory``."""
+    """The source of an op's memory: ``costs.PassMemory``."""
 
     def delta(self, p: Pass, num_slices: int = 1) -> float: ...
 
@@ -44,23 +44,23 @@ class Memory(Protocol):
 
 
 class Token(NamedTuple):
-    """Something that one rank makes true for all ranks, and that stays true."""
+    """A fact that one rank makes true for all ranks, and that stays true."""
 
     fact: str
     of: Hashable
 
 
 class Effects(NamedTuple):
-    """What an op needs and what it brings about. What is given and taken are values, which are handed to the op's
-    handler, and whatever else a rank has and must not lose: the buffer of a message under way, named by the message.
+    """The requirements and results of an op. ``gives`` and ``takes`` contain values, which the op's handler receives,
+    and other resources that a rank must not lose: the buffer of a message in transit, identified by the message.
 
     Attributes:
-        uses: what must be on its rank.
-        gives: what is on its rank when it ends.
-        takes: what must be on its rank, and is gone when it ends.
-        waits: tokens that must hold before it starts.
-        makes: tokens that hold once it has ended.
-        arrives: the token of another rank with which the given values are there; None: when the op ends.
+        uses: values that must be on the op's rank.
+        gives: resources that are on the rank when the op ends.
+        takes: resources that must be on the rank, and that the op removes.
+        waits: tokens that must hold before the op starts.
+        makes: tokens that hold once the op has ended.
+        arrives: the token of another rank with which the given values arrive; None if they exist when the op ends.
     """
 
     uses: tuple[Value, ...] = ()
@@ -75,50 +75,50 @@ _NONE = Effects()
 
 
 class Op:
-    """One step of a rank, and everything that others have to know of it.
+    """One step of a rank, with all facts that other code needs about it.
 
-    A rank runs its ops in order. A value is dropped by the last op of the row that uses it; one that no op of the row
-    uses must be taken by a later one.
+    A rank runs its ops in order. The last op of a row that uses a value drops it; if no op of the row uses a value, a
+    later op must take it.
 
     Attributes:
-        lane: the resource of the rank that the op occupies while it runs; ops of one lane run one after the other, and
-            lanes run side by side. None for an op that takes no time of its own.
+        lane: the resource of the rank that the op occupies while it runs; the ops of one lane run one after the other,
+            and lanes run concurrently. None for an op that takes no time.
     """
 
     __slots__ = ()
     lane: ClassVar[str | None] = None
 
     def effects(self, flow: Flow) -> Effects:
-        """What it needs and what it brings about."""
+        """The requirements and results of the op."""
         return _NONE
 
     def duration_ms(self, times: Times, num_slices: int) -> float:
-        """How long it occupies its lane."""
+        """How long the op occupies its lane."""
         return 0.0
 
     def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
-        """By how much it changes what its rank keeps: when it starts, and when it ends. An op that changes it has a
-        lane, even if it takes no time.
+        """The changes of its rank's memory at its start and at its end. An op that changes memory has a lane, even if
+        it takes no time.
         """
         return 0.0, 0.0
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Op | None:
-        """Read what ``str`` wrote of an op of ``rank``; None when it is of another class."""
+        """Read what ``str`` wrote for an op of ``rank``; None if it is an op of another class."""
         return None
 
     @classmethod
     def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
-        """What no single op shows: a sentence and a rank for every rule of the class that ``plan`` breaks.
+        """Check the rules of the class that involve several ops; yield a sentence and a rank for each broken rule.
 
         Args:
-            stopped: the ops are those of ranks that stop at their ``Validate``, with the drain behind them.
+            stopped: whether the ops are those of ranks that stop at their ``Validate``, followed by the drain.
         """
         return iter(())
 
 
 class Message(NamedTuple):
-    """``value`` on its way from rank ``source`` to rank ``target``."""
+    """``value``, sent from rank ``source`` to rank ``target``."""
 
     value: Value
     source: int
@@ -129,22 +129,22 @@ class Message(NamedTuple):
 
     @property
     def producer(self) -> Pass:
-        """The pass that made it."""
+        """The pass that produced the value."""
         return self.value.producer
 
     @property
     def channel(self) -> tuple[int, int]:
-        """Messages of one channel arrive in the order they were sent."""
+        """The channel; messages of one channel arrive in the order in which they are sent."""
         return (self.source, self.target)
 
     @property
     def is_activation(self) -> bool:
-        """Whether it comes from a forward; a gradient comes from a backward."""
+        """Whether the value comes from a forward; a gradient comes from a backward."""
         return self.producer.kind is Kind.F
 
 
 def memory_of(p: Pass, memory: Memory, num_slices: int) -> tuple[float, float]:
-    """F saves from its start on; a backward and a W free, or replace, at their end."""
+    """Memory changes of a pass at its start and end: F changes it at its start, other passes at their end."""
     delta = memory.delta(p, num_slices)
     return (delta, 0.0) if p.kind is Kind.F else (0.0, delta)
 
@@ -174,7 +174,7 @@ class Compute(Op):
 
     @classmethod
     def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
-        """Every pass of the schedule, on its rank, once."""
+        """Check that every pass of the schedule runs once."""
         seen: set[Pass] = set()
         for rank, row in enumerate(plan.ops):
             for op in row:
@@ -185,7 +185,7 @@ class Compute(Op):
         missing = [p for p in plan.schedule.passes() if p not in seen]
         if missing and not stopped:
             rank = plan.schedule.placement.stage_to_rank[missing[0].stage]
-            yield f"{len(missing)} passes are never computed, {min(map(str, missing))} among them", rank
+            yield f"{len(missing)} passes are never computed, including {min(map(str, missing))}", rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,9 @@ class Send(Op):
 
     @classmethod
     def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
-        """Sent from its source and received at its target, the n-th send of a channel as its n-th receive."""
+        """Check that messages are sent on their source rank and received on their target rank, and that the n-th send
+        of a channel matches its n-th receive.
+        """
         for rank, row in enumerate(plan.ops):
             for op in row:
                 at_home = (
@@ -268,12 +270,12 @@ class Settle(Op):
 
 
 STEPPED = Token("stepped", None)
-"""All ranks have taken the optimizer step before this iteration; no op makes it true."""
+"""All ranks have taken the optimizer step before this iteration; no op makes this token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Validate(Op):
-    """Learn whether the last optimizer step was right; it depends on nothing of this iteration."""
+    """Learn whether the previous optimizer step was valid; this does not depend on any pass of this iteration."""
 
     def __str__(self) -> str:
         return "valid?"
@@ -287,23 +289,23 @@ class Validate(Op):
 
     @classmethod
     def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
-        """All ranks stop together, so each has one place to do so."""
+        """Check that every rank validates once: all ranks stop together, each at its one ``Validate``."""
         for rank, row in enumerate(plan.ops):
             if (count := row.count(cls())) != 1:
-                yield f"every rank must validate once; rank {rank} does {count} times", rank
+                yield f"every rank must validate once; rank {rank} validates {count} times", rank
 
 
 OPS: tuple[type[Op], ...] = (Send, Recv, Settle, Validate, Compute)
 
 
 def parse_op(text: str, rank: int, ops: Iterable[type[Op]] = OPS) -> Op:
-    """The op of ``rank`` that prints as ``text``.
+    """Parse the op of ``rank`` that prints as ``text``.
 
     Args:
         ops: the classes to try, in this order.
 
     Raises:
-        UserError: when it is none of them.
+        UserError: when no class can parse ``text``.
     """
     for op in ops:
         if (found := op.parse(text, rank)) is not None:

@@ -17,7 +17,7 @@ class Kind(Enum):
     W = "W"
     BW = "BW"
 
-    # Members are singletons, so identity hashing is right; Enum's own hashes the name, in Python, on every look-up.
+    # Members are singletons, so identity hashing is correct; Enum's default hashes the name in Python at every look-up.
     __hash__ = object.__hash__
 
     def __str__(self) -> str:
@@ -30,7 +30,7 @@ _PASS = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
 class Pass(NamedTuple):
     """One unit of compute: ``kind`` of ``microbatch`` (and sequence ``slice``) on ``stage``.
 
-    A tuple, because plans hash and compare passes by the hundred thousand.
+    It is a tuple, because plans hash and compare hundreds of thousands of passes.
     """
 
     stage: int
@@ -47,7 +47,7 @@ class Pass(NamedTuple):
         """Read what ``str`` wrote.
 
         Raises:
-            UserError: when ``text`` is not of the form above; the message shows the grammar.
+            UserError: when ``text`` does not have this form; the message shows the grammar.
         """
         match = _PASS.fullmatch(text)
         if match is None:

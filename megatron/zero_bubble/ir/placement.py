@@ -1,4 +1,4 @@
-"""The placement: which rank holds which stages."""
+"""The placement: the assignment of stages to ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zero_bubble.errors import UserError
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank holds which stage; stages are numbered along the model, ``stage_to_rank[stage]`` is its rank."""
+    """The assignment of stages to ranks; stages are numbered in model order, ``stage_to_rank[stage]`` is the rank."""
 
     stage_to_rank: tuple[int, ...]
 
@@ -24,7 +24,7 @@ class Placement:
 
     @classmethod
     def linear(cls, num_ranks: int) -> Placement:
-        """One stage a rank, in order: 1F1B, ZB-H1, ZB-H2."""
+        """One stage per rank, in order: 1F1B, ZB-H1, ZB-H2."""
         return cls(tuple(range(num_ranks)))
 
     @classmethod
@@ -34,7 +34,7 @@ class Placement:
 
     @classmethod
     def vee(cls, num_ranks: int) -> Placement:
-        """Two stages a rank, s and 2P-1-s: the V of ZB-V (arXiv 2401.10241, section 6)."""
+        """Two stages per rank, s and 2P-1-s: the V of ZB-V (arXiv 2401.10241, section 6)."""
         return cls((*range(num_ranks), *reversed(range(num_ranks))))
 
     @cached_property

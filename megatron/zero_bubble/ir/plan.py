@@ -19,9 +19,10 @@ class Plan:
     """The ops of every rank for one run of ``schedule``.
 
     Attributes:
-        drain: of every rank, what empties the channels when it stops at its ``Validate``; none without.
-        has_messages: whether values travel between ranks by ops. Without, a value is on another rank one transfer after
-            it was made: a schedule by itself, which can be simulated and not executed.
+        drain: for every rank, the ops that empty the channels if it stops at its ``Validate``; empty for a plan without
+            ``Validate``.
+        has_messages: whether ops move values between ranks. If not, a value is on another rank one transfer after it
+            was produced; such a plan can be simulated but not executed.
     """
 
     schedule: Schedule
@@ -31,7 +32,7 @@ class Plan:
 
     @classmethod
     def bare(cls, schedule: Schedule) -> Plan:
-        """Nothing but the passes."""
+        """A plan with only the passes of ``schedule``."""
         return cls(schedule, tuple(tuple(map(Compute, row)) for row in schedule.order), has_messages=False)
 
     @cached_property
@@ -41,12 +42,12 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A fingerprint of the ops of all ranks."""
+        """A hash of the ops of all ranks."""
         text = "\n".join(" ".join(row) for row in self.to_text())
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def messages(self, kind: type[Send | Recv]) -> dict[Channel, list[Message]]:
-        """By channel, what its ``kind`` of op carries, in the order of the rank that has the op."""
+        """The messages of all ops of class ``kind`` by channel, in the order of the rank that has the op."""
         found: dict[Channel, list[Message]] = {}
         for row in self.ops:
             for op in row:
@@ -56,13 +57,13 @@ class Plan:
 
     @cached_property
     def effects(self) -> tuple[tuple[Effects, ...], ...]:
-        """What every op needs and brings about."""
+        """The requirements and results of every op."""
         flow = self.schedule.flow
         return tuple(tuple([op.effects(flow) for op in row]) for row in self.ops)
 
     @cached_property
     def allocations(self) -> tuple[Allocation, ...]:
-        """Of every rank, where its values are while it runs."""
+        """For every rank, the registers that hold its values while it runs."""
         flow = self.schedule.flow
         drains = self.drain or ((),) * len(self.ops)
         rows = zip(self.ops, self.effects, drains, strict=True)
@@ -79,10 +80,10 @@ class Plan:
     def from_text(
         cls, schedule: Schedule, rows: Iterable[Iterable[str]], ops: Iterable[type[Op]] = OPS, has_messages: bool = True
     ) -> Plan:
-        """Read what ``to_text`` wrote; ``ops`` are the classes that may stand in it.
+        """Read what ``to_text`` wrote; ``ops`` are the allowed classes of ops.
 
         Raises:
-            UserError: for an op that is none of them.
+            UserError: for an op of any other class.
         """
         classes = tuple(ops)
         parsed = (tuple(parse_op(text, rank, classes) for text in row) for rank, row in enumerate(rows))

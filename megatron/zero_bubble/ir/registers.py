@@ -1,4 +1,4 @@
-"""Where the values of a rank are while it runs a plan: worked out once, so that running needs no look-up by value."""
+"""Allocate registers for the values of a rank once per plan, so that a run needs no look-up by value."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from megatron.zero_bubble.ir.ops import COMPUTE, Effects, Op
 
 
 class Registers(NamedTuple):
-    """Of one op, the registers that it reads (what it uses, then what it takes), those of them that hold nothing
-    afterwards, and those that it writes, in the order of its ``effects``.
+    """The registers of one op, in the order of its ``effects``.
 
-    ``may_wait`` says whether something that it reads may still be on its way.
+    Attributes:
+        reads: the registers that it reads: first the values that it uses, then those that it takes.
+        may_wait: whether a value that it reads may still be in transit.
+        ends: the registers among ``reads`` that are empty afterwards.
+        writes: the registers that it writes.
     """
 
     reads: tuple[int, ...]
@@ -23,7 +26,7 @@ class Registers(NamedTuple):
 
 
 class Allocation(NamedTuple):
-    """The registers of a rank's ops and of its drain, and how many registers there are."""
+    """The registers of a rank's ops and of its drain, and the number of registers."""
 
     row: tuple[Registers, ...]
     drain: tuple[Registers, ...]
@@ -31,11 +34,11 @@ class Allocation(NamedTuple):
 
 
 def allocate(ops: Sequence[Op], effects: Sequence[Effects], end: int) -> Allocation:
-    """A register for each value; what an op is the last to use is gone behind it.
+    """Allocate one register per value; the last op that uses a value empties its register.
 
     Args:
-        ops: a rank's, and its drain behind them, from ``end`` on.
-        effects: of each of the ops.
+        ops: the ops of a rank, followed by its drain, which starts at ``end``.
+        effects: the effects of each op.
     """
     number: dict[Value, int] = {}
     arriving: set[Value] = set()  # from another rank, or from a lane that the rank does not wait for
@@ -63,5 +66,5 @@ def allocate(ops: Sequence[Op], effects: Sequence[Effects], end: int) -> Allocat
 
 
 def _values(resources: Iterable[Hashable]) -> list[Value]:
-    """What else an op gives and takes is there for the proof, and nothing is kept for it."""
+    """Return only the values; other resources matter to the proof, but need no register."""
     return [resource for resource in resources if isinstance(resource, Value)]

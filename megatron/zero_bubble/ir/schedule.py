@@ -13,7 +13,7 @@ from megatron.zero_bubble.ir.placement import Placement
 
 
 def chain_of(schedule: Schedule) -> Chain:
-    """Who feeds whom in a transformer cut into stages."""
+    """The flow of a transformer that is divided into stages."""
     return Chain(schedule.num_stages, schedule.num_slices, schedule.fused, schedule.evaluates)
 
 
@@ -22,8 +22,8 @@ class Schedule:
     """What every rank computes: ``order[rank]`` is that rank's passes, first to last.
 
     Attributes:
-        make_flow: says who feeds whom among the passes.
-        evaluates: whether it has forwards only, so that none saves anything.
+        make_flow: makes the flow of values between the passes.
+        evaluates: whether the schedule has only forwards, which then save no activations.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Schedule:
         return self.placement.num_stages
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what can be derived again: schedules travel between ranks."""
+        """Omit cached properties, because schedules are sent between ranks."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def passes(self) -> Iterator[Pass]:
@@ -58,7 +58,7 @@ class Schedule:
 
     @cached_property
     def flow(self) -> Flow:
-        """Who feeds whom."""
+        """The flow of values between the passes."""
         return self.make_flow(self)
 
     def dependencies(self, p: Pass) -> tuple[Pass, ...]:
@@ -66,7 +66,7 @@ class Schedule:
         return tuple([value.producer for value in self.flow.inputs(p)])
 
     def forward_only(self) -> Schedule:
-        """The same placement and order of forwards without any backward: what an evaluation runs."""
+        """The schedule of an evaluation: the same placement and order of forwards, without backwards."""
         order = tuple(tuple(p for p in row if p.kind is Kind.F) for row in self.order)
         return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True)
 
@@ -83,6 +83,6 @@ class Schedule:
         order: Iterable[Iterable[str]],
         num_slices: int = 1,
     ) -> Schedule:
-        """Read what ``to_text`` wrote; only the form of each pass is checked, ``analysis.validate`` checks the rest."""
+        """Read what ``to_text`` wrote. Only the form of each pass is checked; ``analysis.validate`` checks the rest."""
         rows = tuple(tuple(map(Pass.parse, row)) for row in order)
         return cls(name, placement, num_microbatches, rows, num_slices)

@@ -1,1 +1,1 @@
-"""What a user decides: configuration, flags, the rules they obey, and where layers go."""
+"""A job's configuration: options, flags, the rules that they must satisfy, and the layers of each stage."""

@@ -1,4 +1,4 @@
-"""What a user decides, as one frozen value, and whether the job around it can honour it."""
+"""The user's options as one frozen value, and the checks of options against each other."""
 
 from __future__ import annotations
 
@@ -18,22 +18,23 @@ class ZeroBubbleConfig:
     """Options of zero-bubble training.
 
     Attributes:
-        schedule: a name of ``zero-bubble list``, or ``zb-auto``, which measures the run and plans for it.
-        num_chunks: stages a rank of an interleaved schedule; None is its default.
-        placement: where ``zb-auto`` has its stages; the model is built before it plans.
-        schedule_file: a file that ``zero-bubble plan --format json`` wrote; exactly one of the two is given.
-        memory_limit: what ``zb-auto`` may keep on a rank, as ``zero-bubble plan --memory-limit``: ``1p`` is what 1F1B
-            keeps at the most.
-        post_validation: step the optimizer before the norm of all gradients is known; validate in the next iteration.
-        rollback: how a step is taken back that turns out wrong: ``exact`` keeps what it overwrites until it is
-            validated, ``inverse`` computes Adam backwards, which costs no memory and is right to rounding only.
-        fuse_wgrad: accumulate the weight gradients of a W in one call, straight into Megatron's float32 buffers; False
-            keeps upstream's arithmetic, which rounds each to the weight's dtype first: the bits of stock Megatron.
-        wgrad_stream: on a GPU, compute fused weight gradients on a stream of their own, beside the passes that follow;
-            they may then keep their inputs longer than planned.
-        measure_memory: count, once, what a microbatch keeps on each stage (``Pipeline.memory``).
-        peer_timeout_s: how long a message may take before its peer counts as dead; None leaves the default of
-            torch.distributed. A peer that dies closes its connections and is noticed at once whatever this says.
+        schedule: a name from ``zero-bubble list``, or ``zb-auto``, which measures the run and plans a schedule for it.
+            Exactly one of ``schedule`` and ``schedule_file`` must be given.
+        num_chunks: stages per rank of an interleaved schedule; None selects the schedule's default.
+        placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
+        schedule_file: a file written by ``zero-bubble plan --format json``.
+        memory_limit: activation-memory limit per rank for ``zb-auto``, in the units of ``zero-bubble plan
+            --memory-limit``; ``1p`` is the peak of 1F1B.
+        post_validation: step the optimizer before the global gradient norm is known; validate in the next iteration.
+        rollback: how to undo a rejected optimizer step. ``exact`` keeps a copy of the overwritten state until the step
+            is validated; ``inverse`` inverts the Adam update, which needs no memory and is correct only up to rounding.
+        fuse_wgrad: accumulate the weight gradients of a W pass in one call, directly into Megatron's float32 buffers.
+            False rounds each gradient to the weight's dtype first, which is bit-for-bit the result of stock Megatron.
+        wgrad_stream: on a GPU, compute fused weight gradients on a separate stream, concurrently with the following
+            passes; their inputs may then be freed later than planned.
+        measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
+        peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
+            torch.distributed. A peer that exits closes its connections and is detected at once, whatever the timeout.
     """
 
     schedule: str | None = None
@@ -52,58 +53,58 @@ class ZeroBubbleConfig:
         parse_memory_limit(self.memory_limit)
         if (self.schedule is None) == (self.schedule_file is None):
             raise UserError(
-                "exactly one of a schedule's name and a schedule file must be given; got "
-                f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; drop one"
+                "exactly one of schedule and schedule_file must be given; got "
+                f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; give one of them"
             )
         if self.placement != "linear" and self.schedule != AUTO:
             raise UserError(
-                f"the placement {self.placement!r} is for {AUTO}; other schedules have one of their own; leave it out"
+                f"placement={self.placement!r} applies only to {AUTO}, because every other schedule defines its "
+                "placement; leave it out"
             )
         if self.memory_limit != "1p" and self.schedule != AUTO:
             raise UserError(
-                f"the memory limit {self.memory_limit!r} is for {AUTO}; other schedules have a peak of their own; "
-                "leave it out"
+                f"memory_limit={self.memory_limit!r} applies only to {AUTO}, because every other schedule has a fixed "
+                "peak; leave it out"
             )
         if self.rollback != "exact" and not self.post_validation:
-            raise UserError(
-                f"the rollback {self.rollback!r} is for post_validation, which is not asked for; leave it out"
-            )
+            raise UserError(f"rollback={self.rollback!r} has no effect without post_validation; leave it out")
         if self.num_chunks is not None and not self.takes_chunks:
             raise UserError(
-                f"a number of stages a rank is for interleaved schedules by name; got {self.num_chunks} with "
+                f"num_chunks applies only to interleaved schedules selected by name; got {self.num_chunks} with "
                 f"{self.schedule or self.schedule_file}; leave it out"
             )
         if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
             raise UserError(
-                "a stream of their own is for fused weight gradients under a schedule that is fixed, since on it W's "
-                f"cannot be timed; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; leave it out"
+                f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
+                f"and cannot on a separate stream; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; "
+                "leave it out"
             )
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
-            raise UserError(f"the peer timeout must be positive; got {self.peer_timeout_s} s; give it in seconds")
+            raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether a number of stages a rank can be given: for schedules by name."""
+        """Whether ``num_chunks`` can be given: only for schedules selected by name."""
         return self.schedule not in (None, AUTO)
 
     def placement_on(self, num_ranks: int) -> Placement:
-        """Where the stages lie on a pipeline of ``num_ranks``; a schedule file has its own number of ranks.
+        """The placement of the stages on ``num_ranks`` ranks; a schedule file ignores ``num_ranks`` and has its own.
 
         Raises:
-            UserError: an unknown schedule, a number of chunks that it does not have, or a bad schedule file.
+            UserError: an unknown schedule, a number of chunks that it does not support, or a bad schedule file.
         """
         return self.sources()(num_ranks).placement
 
     def sources(self) -> SourceOnRanks:
-        """Where the schedules come from, by the number of pipeline ranks. A file is read in this call and not again.
+        """The source of schedules as a function of the number of pipeline ranks. A file is read once, in this call.
 
         Raises:
-            UserError: as ``placement_on``; the number of chunks only once the ranks are known.
+            UserError: as ``placement_on``; a bad number of chunks is reported when the returned function is called.
         """
         if self.schedule_file is not None:
             source = ScheduleSource.from_file(self.schedule_file)
             return lambda _: source
         if self.schedule == AUTO:
             return functools.partial(ScheduleSource.automatic, self.placement)
-        assert self.schedule is not None, "one of the two is given"
+        assert self.schedule is not None, "either schedule or schedule_file is given"
         return functools.partial(ScheduleSource.by_name, recipe(self.schedule).name, num_chunks=self.num_chunks)

@@ -1,7 +1,7 @@
-"""What ``--split`` leaves of Megatron's indexed data for training, validation and test, read off the index alone.
+"""The documents that ``--split`` assigns to training, validation and test, from the index of Megatron's indexed data.
 
-Upstream: ``BlendedMegatronDatasetBuilder`` divides the documents so, and ``GPTDataset`` counts epochs until it has
-tokens enough, without end where a split has none.
+Upstream: ``BlendedMegatronDatasetBuilder`` divides the documents this way. ``GPTDataset`` then adds epochs until it has
+enough tokens, which is an endless loop if a split has none.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AT_ONCE = 4096
 
 
 def divide(split: str, num_documents: int) -> tuple[range | None, ...]:
-    """The documents of each split by ``--split``; None where its share is 0."""
+    """The documents that ``--split`` assigns to each split; None for a split whose share is 0."""
     shares = [float(share) for share in re.findall(r"[.0-9]+", split)]
     shares += [0.0] * (len(NAMES) - len(shares))
     total = sum(shares) or 1.0
@@ -34,14 +34,14 @@ def divide(split: str, num_documents: int) -> tuple[range | None, ...]:
 
 
 def check_divided(prefixes: Sequence[str], weighted: bool, split: str, seq_length: int) -> None:
-    """Refuse a ``--split`` that leaves a data set without the documents that one of its splits needs.
+    """Reject a ``--split`` that gives a split fewer documents or tokens of a data set than it needs.
 
     Args:
-        prefixes: of the files, without ``.idx``; one that this machine does not have is left to those that read it.
+        prefixes: paths of the data sets, without ``.idx``; files that cannot be read on this machine are skipped.
         weighted: whether the data sets of a blend have weights.
 
     Raises:
-        UserError: the number of documents, what each split gets of them, and what to do.
+        UserError: the number of documents, the documents per split, and the remedy.
     """
     needed = _tokens_needed(prefixes, weighted, seq_length)
     for prefix in prefixes:
@@ -56,9 +56,9 @@ def check_divided(prefixes: Sequence[str], weighted: bool, split: str, seq_lengt
             counts = ", ".join(f"{n} {len(part or ())}" for n, part in zip(NAMES, parts, strict=True))
             if needed > 1:
                 raise UserError(
-                    f"a blend without weights needs at least one sample ({needed} tokens) from each data set; --split "
-                    f"{split} gives the {name} split of {prefix} {tokens} tokens; put a weight before each path, or "
-                    "leave this data set out"
+                    f"a blend without weights needs at least one sample ({needed} tokens) from each data set, but "
+                    f"--split {split} gives the {name} split of {prefix} only {tokens} tokens; put a weight before "
+                    "each path, or leave this data set out"
                 )
             raise UserError(
                 f"--split {split} leaves the {name} split of {prefix} without "
@@ -68,10 +68,10 @@ def check_divided(prefixes: Sequence[str], weighted: bool, split: str, seq_lengt
 
 
 def check_whole(name: str, prefixes: Sequence[str], weighted: bool, seq_length: int) -> None:
-    """The same for data that are those of one split, ``name``.
+    """Reject data sets that are too small, for data given to a single split ``name`` instead of divided.
 
     Raises:
-        UserError: what the data set has, and what to do.
+        UserError: the size of the data set, and the remedy.
     """
     needed = _tokens_needed(prefixes, weighted, seq_length)
     for prefix in prefixes:
@@ -83,17 +83,17 @@ def check_whole(name: str, prefixes: Sequence[str], weighted: bool, seq_length: 
             what = "one token" if needed == 1 else f"one sample ({needed} tokens), because the blend has no weights"
             raise UserError(
                 f"each data set of the {name} split needs at least {what}; {prefix} has {num_documents} documents with "
-                f"{tokens} tokens; give another one or leave it out"
+                f"{tokens} tokens; replace it or leave it out"
             )
 
 
 def _tokens_needed(prefixes: Sequence[str], weighted: bool, seq_length: int) -> int:
-    """Megatron repeats what there is, but for a blend without weights, which reads every data set once."""
+    """Minimum tokens per data set. Megatron repeats short data, except in a blend without weights, read once."""
     return 1 if weighted or len(prefixes) == 1 else seq_length + 1
 
 
 def _num_documents(prefix: str) -> int | None:
-    """None where the file cannot be read or is of another format."""
+    """The number of documents in an index, or None if the file cannot be read or has another format."""
     path = Path(f"{prefix}.idx")
     try:
         with path.open("rb") as file:
@@ -106,8 +106,9 @@ def _num_documents(prefix: str) -> int | None:
 
 
 def _tokens(prefix: str, documents: range, enough: int) -> int | None:
-    """Of these documents, counted until there are ``enough``; None where the file cannot be read, which is left to
-    Megatron.
+    """Count the tokens of ``documents`` until there are ``enough``; None if the file cannot be read.
+
+    Megatron reports unreadable files itself.
     """
     tokens = 0
     try:

@@ -1,4 +1,4 @@
-"""Our flags, the same for the training loop of this package and for a Megatron-LM job under the launcher."""
+"""The ``--zero-bubble-*`` flags, shared by this package's training loop and Megatron-LM jobs under the launcher."""
 
 from __future__ import annotations
 
@@ -15,67 +15,76 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the group ``zero bubble``. What is not given is None, but for the device: ``config_of`` has the defaults."""
+    """Add the group ``zero bubble``. Flags that are not given are None, except the device; see ``config_of``."""
     add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
     add(
         "--zero-bubble-schedule",
         metavar="NAME",
-        help="schedule to run, one of `zero-bubble list`; default: stock Megatron",
+        help="pipeline schedule to run, a name from `zero-bubble list`; default: Megatron's own schedule",
     )
     add(
         "--zero-bubble-schedule-file",
         metavar="FILE",
-        help="file with the schedule to run, as `zero-bubble plan --format json` writes it",
+        help="pipeline schedule to run, from a file written by `zero-bubble plan --format json`",
     )
     add(
         "--zero-bubble-placement",
         choices=("linear", "vee"),
-        help="placement of the stages under zb-auto: one stage per rank, or two in a V; default: linear",
+        help="stage placement for zb-auto: one stage per rank (linear) or two per rank in a V (vee); default: linear",
     )
     add(
         "--zero-bubble-memory-limit",
         metavar="LIMIT",
-        help="memory limit for zb-auto, 1p or 60GiB; default: 1p, 1F1B's peak",
+        help="activation-memory limit per rank for zb-auto, e.g. 1p (1F1B's peak) or 60GiB; default: 1p",
     )
     _add_switch(
         add,
         "--zero-bubble-post-validation",
-        "step the optimizer before the norm of all gradients is known, validate it later",
+        "step the optimizer before the global gradient norm is known; validate the step in the next iteration",
     )
     add(
         "--zero-bubble-rollback",
         choices=("exact", "inverse"),
-        help="how --zero-bubble-post-validation undoes a wrong step; default: exact",
+        help="how --zero-bubble-post-validation undoes a rejected step: restore a copy (exact), or invert the Adam "
+        "update, which needs no memory and is correct only up to rounding (inverse); default: exact",
     )
-    _add_switch(add, "--zero-bubble-exact", "compute the same bits as stock Megatron: no fused weight gradients")
+    _add_switch(
+        add,
+        "--zero-bubble-exact",
+        "match stock Megatron bit for bit: round each weight gradient to the weight's dtype, do not fuse",
+    )
     add(
         "--zero-bubble-fuse-wgrad",
         action=fuse,
-        help="accumulate the weight gradients of a W in one call, in float32 (the default)",
+        help="accumulate all weight gradients of a W pass in one call, in float32; on by default",
     )
     _add_switch(
         add,
         "--zero-bubble-wgrad-stream",
-        "compute weight gradients on a CUDA stream of their own, during the passes that follow",
+        "compute weight gradients on a separate CUDA stream, concurrently with the following passes",
     )
-    add("--zero-bubble-trace", metavar="DIR", help="folder for recorded iterations: timelines, planned above measured")
+    add(
+        "--zero-bubble-trace",
+        metavar="DIR",
+        help="write recorded iterations to DIR: planned and measured timelines as HTML, SVG, Perfetto trace and JSON",
+    )
     add(
         "--zero-bubble-trace-iterations",
         metavar="LIST",
         type=iterations,
-        help="iterations to record, such as 10-12,50; default: the last ones",
+        help="iterations to record, e.g. 10-12,50; default: the last iterations of the run",
     )
     add(
         "--zero-bubble-record-costs",
         metavar="FILE",
-        help="file for the measured pass times and memory, for `zero-bubble plan --costs`",
+        help="write measured pass times and memory to FILE, as input for `zero-bubble plan --costs`",
     )
-    _add_switch(add, "--zero-bubble-log-bubble", "log the bubble, measured and planned")
+    _add_switch(add, "--zero-bubble-log-bubble", "log the measured and the planned bubble rate")
     add(
         "--zero-bubble-device",
         default="auto",
         choices=("cpu", "cuda", "auto"),
-        help="device to train on; default: auto",
+        help="device to train on; auto selects cuda if a GPU is available; default: auto",
     )
 
 
@@ -84,7 +93,7 @@ def _add_switch(add: Callable[..., argparse.Action], flag: str, text: str) -> No
 
 
 def iterations(text: str) -> tuple[range, ...]:
-    """Numbers and ranges of iterations, both ends included: ``10-12,50``.
+    """Parse numbers and ranges of iterations, both ends included, such as ``10-12,50``.
 
     Raises:
         argparse.ArgumentTypeError: any other text.
@@ -93,22 +102,22 @@ def iterations(text: str) -> tuple[range, ...]:
     ranges = [range(int(m[1]), int(m[2] or m[1]) + 1) for m in matches if m]
     if len(ranges) < len(matches) or not all(some and some[0] for some in ranges):
         raise argparse.ArgumentTypeError(
-            f"iterations are numbers from 1 on and ranges of them, such as 10-12,50; got {text!r}"
+            f"iterations must be positive numbers or ranges of them, such as 10-12,50; got {text!r}"
         )
     if sum(len(some) for some in ranges) > _MOST_RECORDED:
         raise argparse.ArgumentTypeError(
-            f"at most {_MOST_RECORDED} iterations can be recorded, for they stay in memory until the last; got {text!r}"
+            f"at most {_MOST_RECORDED} iterations can be recorded, because all are held in memory; got {text!r}"
         )
     return tuple(ranges)
 
 
 def has_schedule(options: argparse.Namespace) -> bool:
-    """Whether a schedule is asked for, by name or by file."""
+    """Whether a zero-bubble schedule is selected, by name or by file."""
     return bool(options.zero_bubble_schedule or options.zero_bubble_schedule_file)
 
 
 def records(options: argparse.Namespace) -> bool:
-    """Whether iterations are to be recorded."""
+    """Whether the flags request recording of iterations."""
     return bool(options.zero_bubble_trace or options.zero_bubble_record_costs)
 
 
@@ -118,16 +127,15 @@ def config_of(
     measure_memory: bool = False,
     peer_timeout_s: float | None = None,
 ) -> ZeroBubbleConfig:
-    """The flags as a configuration.
+    """Convert the parsed flags to a configuration.
 
     Args:
-        num_chunks: stages a rank, where the job says so.
-        measure_memory: of each pass, once.
-        peer_timeout_s: of messages between ranks.
+        num_chunks: stages per rank, if the job defines it.
+        measure_memory: whether to measure the memory of each pass, once.
+        peer_timeout_s: timeout of messages between ranks.
 
     Raises:
-        UserError: flags that exclude each other.
-        UserError: of the configuration.
+        UserError: flags that exclude each other, or an invalid configuration.
     """
     return ZeroBubbleConfig(
         schedule=options.zero_bubble_schedule,
@@ -147,28 +155,29 @@ def config_of(
 def _fuses(options: argparse.Namespace) -> bool:
     if options.zero_bubble_exact and options.zero_bubble_fuse_wgrad:
         raise UserError(
-            "--zero-bubble-exact keeps upstream's arithmetic, --zero-bubble-fuse-wgrad another; got both; drop one"
+            "--zero-bubble-exact matches stock Megatron bit for bit and --zero-bubble-fuse-wgrad does not; got both; "
+            "drop one"
         )
     return options.zero_bubble_fuse_wgrad is not False and not options.zero_bubble_exact
 
 
 class StrictParser(argparse.ArgumentParser):
-    """argparse whose errors are exceptions."""
+    """An argument parser that raises UserError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
 def parse_ours(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our flags among those of a job, and the others, untouched.
+    """Split a job's arguments into the parsed ``--zero-bubble-*`` flags and the remaining arguments, unchanged.
 
     Raises:
-        UserError: a flag of ours with a value that it does not take, or an unknown one that begins as ours do.
+        UserError: an invalid value for one of our flags, or an unknown ``--zero-bubble-*`` flag.
     """
     parser = StrictParser(add_help=False, allow_abbrev=False)
     add_flags(parser)
     options, others = parser.parse_known_args(list(arguments))
     for argument in others:
         if argument.startswith(("--zero-bubble-", "--no-zero-bubble-")):
-            raise UserError(f"there is no flag {argument.partition('=')[0]}; --help lists those that there are")
+            raise UserError(f"unknown flag {argument.partition('=')[0]}; --help lists all flags")
     return options, others

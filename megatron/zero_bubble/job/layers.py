@@ -1,4 +1,4 @@
-"""How many layers each stage gets, also where they do not divide evenly: 46 layers on 16 ranks, for example."""
+"""The number of layers per stage, including uneven divisions such as 46 layers on 16 ranks."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.zero_bubble.ir import Placement
 
 
 def balanced_layout(placement: Placement, num_layers: int) -> str:
-    """Megatron's ``--pipeline-model-parallel-layout`` that gives every rank about the same work.
+    """A ``--pipeline-model-parallel-layout`` for Megatron that gives every rank about the same work.
 
-    The embedding and the loss count as a layer each, as with ``--account-for-embedding-in-pipeline-split`` and
-    ``--account-for-loss-in-pipeline-split``; on a V they are on one rank, which then has two layers less. What is left
-    over goes to the first ranks.
+    The embedding and the loss count as one layer each, as with ``--account-for-embedding-in-pipeline-split`` and
+    ``--account-for-loss-in-pipeline-split``. On a V both are on the same rank, which gets two layers less. A remainder
+    goes to the first ranks.
 
     Raises:
-        UserError: when there are too few layers for every stage to hold something.
+        UserError: too few layers to fill every stage.
     """
     p, last = placement.num_ranks, placement.num_stages - 1
     ends = {0: "E", last: "L"}
@@ -32,11 +32,11 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
                 for r in range(p)
             )
             raise UserError(
-                f"{num_layers} layers do not fill {placement.num_stages} pipeline stages with embedding and loss; use "
+                f"{num_layers} layers with embedding and loss do not fill {placement.num_stages} pipeline stages; use "
                 f"at least {p * least - len(ends)} layers or fewer stages"
             )
         each, rest = divmod(items, len(stages))
-        # Which of a rank's stages is larger alternates, so that neighbouring stages are of about the same size.
+        # Alternate which of a rank's stages is larger, so that neighbouring stages have about the same size.
         order = stages if rank % 2 else stages[::-1]
         for position, stage in enumerate(order):
             counts[stage] = each + (position < rest) - (stage in ends)
@@ -55,30 +55,30 @@ def stage_layers(
     embedding: bool = False,
     loss: bool = False,
 ) -> tuple[int, ...]:
-    """The transformer layers of every stage, in the order of the model, as megatron-core divides them.
+    """The number of transformer layers per stage, in model order, as megatron-core divides them.
 
     Args:
-        layout: ``--pipeline-model-parallel-layout``, which leaves nothing to divide.
-        first: layers of the first pipeline rank, where the job says how many.
-        last: likewise of the last.
+        layout: ``--pipeline-model-parallel-layout``, which defines the layers of every stage.
+        first: layers of the first pipeline rank, if the job sets them.
+        last: layers of the last pipeline rank, if the job sets them.
         embedding: whether the embedding counts as a layer.
-        loss: likewise the loss.
+        loss: whether the loss counts as a layer.
 
     Raises:
-        UserError: a layout of other stages or layers than the job's.
+        UserError: the number of stages or layers in ``layout`` differs from the job's.
     """
     num_stages, p = placement.num_stages, placement.num_ranks
     if layout is not None:
         counts = tuple(stage.count("t") for stage in _unrolled(layout).split("|"))
         if (len(counts), sum(counts)) != (num_stages, num_layers):
             raise UserError(
-                "--pipeline-model-parallel-layout must have every stage and every layer of the job, got "
-                f"{len(counts)} stages and {sum(counts)} layers for {num_stages} and {num_layers}; change either"
+                f"--pipeline-model-parallel-layout has {len(counts)} stages and {sum(counts)} layers, but the job has "
+                f"{num_stages} stages and {num_layers} layers; change the layout or the job"
             )
         return counts
     given = {rank: count for rank, count in {0: first, p - 1: last}.items() if count is not None}
     left = num_layers + embedding + loss - sum(given.values())
-    # Megatron counts a stage as of the rank where its own interleaved schedule would have it.
+    # Megatron divides layers as if stages were interleaved: stage s is on rank s % p.
     by_rank = [given[rank] if rank in given else left // (p - len(given)) for rank in range(p)]
     each = [by_rank[stage % p] // (num_stages // p) for stage in range(num_stages)]
     each[0] -= embedding
@@ -87,7 +87,7 @@ def stage_layers(
 
 
 def _unrolled(layout: str) -> str:
-    """``Et*2|(t|)*2L`` as ``Ett|t|t|L``."""
+    """Expand repetitions in a layout: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
     return layout

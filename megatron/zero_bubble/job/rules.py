@@ -1,8 +1,8 @@
-"""What a job and a schedule must agree on: the rules of the training loop of this package and of a Megatron-LM job.
+"""Compatibility rules between a job and its schedule, for this package's training loop and for Megatron-LM jobs.
 
-Two tables: where each of our flags means something, and which options of Megatron a schedule cannot honour. What
-depends on the schedule itself, on its batch sizes and on its unsplit backwards, is asked of the schedule. Everything is
-refused before anything starts.
+Two tables define when each ``--zero-bubble-*`` flag has an effect, and which Megatron options no schedule supports.
+Rules that depend on the schedule itself, such as its number of microbatches, are checked on the schedule. All rules are
+checked before training starts.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 
 @dataclass(frozen=True)
 class Job:
-    """What decides whether a flag means something.
+    """The properties of a job that decide whether a flag has an effect.
 
     Attributes:
-        options: our flags.
-        under_launcher: Megatron-LM's own training loop runs.
-        shows_stock_passes: without a schedule of ours, Megatron's 1F1B runs where its passes can be observed.
+        options: the parsed ``--zero-bubble-*`` flags.
+        under_launcher: whether Megatron-LM's own training loop runs.
+        shows_stock_passes: whether the passes of Megatron's own 1F1B can be observed if no schedule is selected.
     """
 
     options: argparse.Namespace
@@ -36,12 +36,12 @@ class Job:
 
     @property
     def schedule(self) -> str:
-        """Its name, or its file, or none."""
+        """The schedule's name or file, or ``"none"``."""
         return self.options.zero_bubble_schedule or self.options.zero_bubble_schedule_file or "none"
 
     @property
     def has_schedule(self) -> bool:
-        """Whether one of ours runs."""
+        """Whether a zero-bubble schedule is selected."""
         return has_schedule(self.options)
 
     @property
@@ -51,7 +51,7 @@ class Job:
 
 
 class _Rule(NamedTuple):
-    """Flags without ``--zero-bubble-``, where they mean something, and what follows the flag in a refusal."""
+    """Flags (without ``--zero-bubble-``), when they have an effect, and the error text after the flag otherwise."""
 
     flags: tuple[str, ...]
     applies: Callable[[Job], bool]
@@ -68,7 +68,8 @@ _RULES = (
     _Rule(
         ("post-validation",),
         lambda job: job.has_schedule,
-        "needs a zero-bubble schedule, whose passes validate a step, got none; give --zero-bubble-schedule zb-h2",
+        "needs a zero-bubble schedule, because its passes validate the optimizer step, got none; give "
+        "--zero-bubble-schedule zb-h2",
     ),
     _Rule(
         ("exact", "fuse-wgrad", "wgrad-stream"),
@@ -88,8 +89,8 @@ _RULES = (
     _Rule(
         ("trace", "record-costs", "log-bubble"),
         lambda job: job.has_schedule or not job.under_launcher,
-        "measures a zero-bubble schedule, got none; give --zero-bubble-schedule 1f1b to see the order of stock "
-        "Megatron",
+        "needs a zero-bubble schedule to measure, got none; give --zero-bubble-schedule 1f1b, which has the order of "
+        "stock Megatron",
     ),
     _Rule(
         ("record-costs",),
@@ -99,8 +100,8 @@ _RULES = (
     _Rule(
         ("trace", "log-bubble"),
         lambda job: job.has_schedule or job.shows_stock_passes,
-        "without a zero-bubble schedule needs 2 or more pipeline ranks with one stage each, whose passes Megatron "
-        "shows; change the pipeline or drop the flag",
+        "needs a zero-bubble schedule, or 2 or more pipeline ranks with one stage each, because passes of stock "
+        "Megatron can be observed only then; change the pipeline or drop the flag",
     ),
     _Rule(
         ("trace-iterations",),
@@ -110,20 +111,20 @@ _RULES = (
     _Rule(
         ("wgrad-stream",),
         lambda job: not (records(job.options) or job.options.zero_bubble_log_bubble),
-        "hides every W from --zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble, because "
-        "passes are timed on their own stream; drop one of them",
+        "hides W passes from --zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble, which time "
+        "only the main stream; drop one of the flags",
     ),
 )
 
 
 def check_flags(job: Job) -> None:
-    """Refuse a flag that is given where it means nothing.
+    """Reject flags that have no effect in this job.
 
     Raises:
-        UserError: the rule, what was given and the remedy.
+        UserError: the rule, the given value and the remedy.
     """
     if job.options.zero_bubble_schedule and job.options.zero_bubble_schedule_file:
-        raise UserError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; keep one")
+        raise UserError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; give one of them")
     for rule in _RULES:
         for flag in rule.flags:
             value = getattr(job.options, "zero_bubble_" + flag.replace("-", "_"))
@@ -132,14 +133,14 @@ def check_flags(job: Job) -> None:
 
 
 def _spelled(flag: str, value: object) -> str:
-    """A flag and its value as given, as far as it is one word."""
+    """The flag as the user gave it, with its value if that is a string."""
     if value is False:
         return f"--no-zero-bubble-{flag}"
     return f"--zero-bubble-{flag} {value}" if isinstance(value, str) else f"--zero-bubble-{flag}"
 
 
 def check_costs_file(options: argparse.Namespace) -> None:
-    """Raises UserError where costs cannot be written because a folder is in the way."""
+    """Raise UserError if ``--zero-bubble-record-costs`` names a folder."""
     file = options.zero_bubble_record_costs
     if file and Path(file).is_dir():
         raise UserError(f"--zero-bubble-record-costs needs a file, got the folder {file}; name a file")
@@ -148,16 +149,16 @@ def check_costs_file(options: argparse.Namespace) -> None:
 def check_schedule(
     options: argparse.Namespace, source: ScheduleSource, num_ranks: int, num_microbatches: Sequence[int]
 ) -> None:
-    """Refuse a schedule that does not fit the iterations and evaluations of the job, or what is measured of it.
+    """Reject a schedule that does not fit the job's batch sizes or the requested measurements.
 
     Args:
-        num_microbatches: every number of microbatches that the job has, of a data-parallel rank.
+        num_microbatches: microbatches per data-parallel rank, of every training and evaluation batch size of the job.
 
     Raises:
         UserError: the rule, the values and the remedy.
     """
     if options.zero_bubble_schedule == AUTO:
-        return  # made for each number of microbatches, with every backward split
+        return  # zb-auto makes a schedule per number of microbatches and splits every backward
     counts = sorted(set(num_microbatches))
     if options.zero_bubble_schedule_file:
         _check_file(source.make(counts[0]), num_ranks, counts)
@@ -173,19 +174,19 @@ def _check_file(schedule: Schedule, num_ranks: int, counts: list[int]) -> None:
         raise UserError(
             f"the schedule file is for {schedule.num_microbatches} microbatches, but this job runs "
             f"{', '.join(map(str, counts[:-1]))} and {counts[-1]} (batch ramp-up or evaluation); give "
-            "--zero-bubble-schedule NAME, which fits all of them, or one batch size: a run that is resumed after its "
-            "ramp-up drops --rampup-batch-size"
+            "--zero-bubble-schedule NAME, which fits all of them, or use a single batch size (when resuming after a "
+            "ramp-up, drop --rampup-batch-size)"
         )
     check_runnable(schedule, num_ranks, counts[0])
 
 
 class _Option(NamedTuple):
-    """A Megatron option that a schedule cannot honour.
+    """A Megatron option that zero-bubble schedules do not support.
 
     Attributes:
-        allowed: the one value that works, beside None.
-        remedy: what to do about another value; default: drop the flag of the option's name.
-        anywhere: also where the stages are where Megatron itself would have them.
+        allowed: the only supported value; None is supported too.
+        remedy: the remedy for another value; default: drop the flag with the option's name.
+        anywhere: whether the rule applies to every placement; False limits it to placements other than Megatron's.
     """
 
     name: str
@@ -195,43 +196,43 @@ class _Option(NamedTuple):
     anywhere: bool = True
 
 
-_GRAPHS = "Megatron captures its graphs in the order of its own 1F1B"
-_FSDP = "it does not reduce gradients through DistributedDataParallel"
+_GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
+_FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
 _OPTIONS = (
-    _Option("enable_cuda_graph", False, _GRAPHS),  # before 0.15 graphs have flags of their own
+    _Option("enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
     _Option("external_cuda_graph", False, _GRAPHS),
     _Option("cuda_graph_impl", "none", _GRAPHS, "set --cuda-graph-impl none"),
-    _Option("overlap_moe_expert_parallel_comm", False, "it schedules B and W inside a layer itself"),
-    _Option("delay_wgrad_compute", False, "it defers W a second time"),
-    _Option("overlap_dispatch_backward_with_experts_wgrad", False, "it runs the W of experts inside their B"),
+    _Option("overlap_moe_expert_parallel_comm", False, "this option itself orders B and W inside each layer"),
+    _Option("delay_wgrad_compute", False, "the schedule already defers weight gradients"),
+    _Option("overlap_dispatch_backward_with_experts_wgrad", False, "this option runs the W of experts inside their B"),
     _Option(
         "use_transformer_engine_op_fuser",
         False,
-        "fused operations compute the weight gradients of modules whose gradients wait for W",
+        "fused operations compute weight gradients that the schedule must defer to W",
     ),
-    _Option("fine_grained_activation_offloading", False, "it assumes Megatron's order of chunks"),
+    _Option("fine_grained_activation_offloading", False, "offloading assumes Megatron's order of chunks"),
     _Option(
         "cpu_offloading",
         False,
-        "it assumes Megatron's order of backwards",
+        "offloading assumes Megatron's order of backward passes",
         "drop --cpu-offloading-num-layers",
     ),
-    _Option("cpu_offloading_num_layers", 0, "it assumes Megatron's order of backwards"),
-    _Option("moe_paged_stash", False, "Megatron resets its pages at the head of its own iterations"),
+    _Option("cpu_offloading_num_layers", 0, "offloading assumes Megatron's order of backward passes"),
+    _Option("moe_paged_stash", False, "Megatron resets the pages only in its own schedules"),
     _Option(
         "overlap_p2p_comm_warmup_flush",
         False,
-        "messages overlap passes in the order of the schedule",
+        "the schedule decides which passes overlap with messages",
         "drop --overlap-p2p-communication-warmup-flush",
     ),
     _Option("variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"),
-    _Option("use_ring_exchange_p2p", False, "the transport posts its own sends and receives"),
-    _Option("use_legacy_models", False, "legacy models bypass the linears whose weight gradients wait for W"),
+    _Option("use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
+    _Option("use_legacy_models", False, "legacy models bypass the linears whose weight gradients are deferred"),
     _Option("use_custom_fsdp", False, _FSDP),
     _Option("use_megatron_fsdp", False, _FSDP),
     _Option("use_torch_fsdp2", False, _FSDP),
-    _Option("overlap_param_gather_with_optimizer_step", False, "it assumes Megatron's order of chunks"),
-    _Option("mtp_num_layers", None, "Megatron has multi-token prediction on the last rank", anywhere=False),
+    _Option("overlap_param_gather_with_optimizer_step", False, "this overlap assumes Megatron's order of chunks"),
+    _Option("mtp_num_layers", None, "Megatron puts multi-token prediction on the last rank", anywhere=False),
     _Option("init_model_with_meta_device", False, "a tied embedding is copied when the model is built", anywhere=False),
     _Option("logits_save_dir", None, "Megatron looks for the output layer on the last rank", anywhere=False),
     _Option("logits_load_dir", None, "Megatron looks for the output layer on the last rank", anywhere=False),
@@ -239,11 +240,11 @@ _OPTIONS = (
 
 
 def check_options(values: Any, in_place: bool = True) -> None:
-    """Refuse Megatron options that a schedule cannot honour.
+    """Reject Megatron options that zero-bubble schedules do not support.
 
     Args:
-        values: a ``TransformerConfig``, or the flags of a Megatron-LM job; options that it lacks are off.
-        in_place: whether the stages are on the ranks where Megatron would have them.
+        values: a ``TransformerConfig``, or the flags of a Megatron-LM job; missing options count as disabled.
+        in_place: whether every stage is on the rank where Megatron itself would put it.
 
     Raises:
         UserError: the rule, the value and the remedy.
@@ -257,10 +258,11 @@ def check_options(values: Any, in_place: bool = True) -> None:
                 + (option.remedy or f"drop --{option.name.replace('_', '-')}")
             )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
-    grouped = getattr(values, "virtual_pipeline_model_parallel_size", None) is not None  # else Megatron ignores it
-    if grouped and group not in (None, values.pipeline_model_parallel_size):  # by default Megatron makes them equal
+    # Megatron ignores the group size without virtual stages; its default is the number of pipeline ranks.
+    grouped = getattr(values, "virtual_pipeline_model_parallel_size", None) is not None
+    if grouped and group not in (None, values.pipeline_model_parallel_size):
         raise UserError(
-            "zero-bubble schedules run microbatches in groups of the pipeline's ranks or not in groups at all, got "
+            "zero-bubble schedules support only a microbatch group size equal to the number of pipeline ranks, got "
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
             "ranks; drop the flag"
         )
@@ -269,16 +271,16 @@ def check_options(values: Any, in_place: bool = True) -> None:
 def place_stages(
     options: argparse.Namespace, job: Any, num_chunks: int | None, peer_timeout_s: float
 ) -> tuple[ZeroBubbleConfig, ScheduleSource]:
-    """The configuration that our flags ask for, and its schedules, with stages where Megatron can have them.
+    """The configuration of the flags and its source of schedules, with a placement that Megatron supports.
 
     Args:
-        options: our flags.
-        job: the flags of the job, as far as its pipeline is concerned.
-        num_chunks: stages per rank, where the job says how many.
+        options: the parsed ``--zero-bubble-*`` flags.
+        job: the job's flags; only those of the pipeline are read.
+        num_chunks: stages per rank, if the job defines it.
 
     Raises:
-        UserError: no pipeline, flags that exclude each other, a bad schedule file, or stages that the schedule does
-            not have.
+        UserError: no pipeline, flags that exclude each other, a bad schedule file, or a number of stages per rank that
+            the schedule does not support.
     """
     ranks = job.pipeline_model_parallel_size
     if ranks < 2:
@@ -301,23 +303,23 @@ def place_stages(
         )
     if chunks > 1 and not getattr(job, "overlap_p2p_comm", True):  # else Megatron ignores it
         raise UserError(
-            "--no-overlap-p2p-communication is for Megatron's own interleaved schedule, got a zero-bubble schedule, "
-            "whose messages always overlap its passes; drop one of the two"
+            "--no-overlap-p2p-communication does not work with a zero-bubble schedule, whose messages always overlap "
+            "with passes; drop the flag or the schedule"
         )
     return config, source
 
 
 def check_placement(placement: Placement, num_ranks: int) -> None:
-    """Refuse stages where Megatron cannot be made to have them.
+    """Reject placements that Megatron cannot be made to support.
 
     Raises:
-        UserError: a rank without one of the first P stages, one of the next P, and so on; or a tied embedding that
-            Megatron would look for elsewhere.
+        UserError: another number of ranks than the job's; a rank that does not have exactly one of stages 0..P-1, one
+            of P..2P-1, and so on; or first and last stages on ranks where Megatron would not find a tied embedding.
     """
     if placement.num_ranks != num_ranks:
         raise UserError(
-            f"the schedule is for {placement.num_ranks} ranks, but the job runs {num_ranks} pipeline ranks; plan it "
-            "for the job's figures"
+            f"the schedule is for {placement.num_ranks} ranks, but the job runs {num_ranks} pipeline ranks; plan the "
+            f"schedule for {num_ranks} ranks"
         )
     rank_of = placement.stage_to_rank
     rounds = [rank_of[first : first + num_ranks] for first in range(0, placement.num_stages, num_ranks)]
@@ -326,15 +328,17 @@ def check_placement(placement: Placement, num_ranks: int) -> None:
         ends[0] == ends[1] or ends == (0, num_ranks - 1)
     ):
         raise UserError(
-            "training needs one of the first P stages on every rank, one of the next P, and so on, and the first and "
-            f"the last stage on one rank or on the first and the last; got stages on ranks {list(rank_of)}; choose "
-            "another placement"
+            "each rank must have one of stages 0..P-1, one of P..2P-1, and so on, and the first and last stage must "
+            f"share a rank or be on the first and last rank; got stages on ranks {list(rank_of)}; choose another "
+            "placement"
         )
 
 
 def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
-    """Refuse a schedule of another size than the job's, and what a plan could do and a Megatron model, or exact
-    accumulation, cannot.
+    """Reject a schedule that does not have the job's size, or that a Megatron model cannot run.
+
+    A plan can express schedules that training does not support: slices, forwards of a stage out of microbatch order,
+    and W passes in another order than the backwards.
 
     Raises:
         UserError: the rule, the values and the remedy.
@@ -343,12 +347,12 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
         raise UserError(
             f"schedule {schedule.name!r} is for {schedule.num_ranks} ranks and {schedule.num_microbatches} "
             f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
-            "(global batch / micro batch / data-parallel size); plan it for the job's figures"
+            "(global batch size / micro batch size / data-parallel size); plan the schedule for these numbers"
         )
     if schedule.num_slices > 1:
         raise UserError(
-            f"training needs a schedule of whole sequences; {schedule.name!r} has {schedule.num_slices} slices; plan "
-            "one without"
+            f"training does not support slices; schedule {schedule.name!r} has {schedule.num_slices} slices per "
+            "sequence; plan it without slices"
         )
     placement = schedule.placement
     check_placement(placement, schedule.num_ranks)
@@ -357,15 +361,15 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
         forward = [p.microbatch for p in row if p.kind is Kind.F]
         if forward != sorted(forward):
             raise UserError(
-                f"forwards of a stage must come in the order of the microbatches, as its data do; {schedule.name!r} "
-                f"runs stage {stage} in the order {forward}; sort them"
+                f"each stage must run its forwards in microbatch order, the order of the data; {schedule.name!r} "
+                f"runs the forwards of stage {stage} in the order {forward}; sort them"
             )
         backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
         weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
         if weight != backward:
             early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
             raise UserError(
-                f"weight gradients must be accumulated in the order of the backwards, which keeps them exact and lets "
-                f"data parallelism reduce them after the last; stage {stage} of {schedule.name!r} runs W of microbatch "
-                f"{early} before that of an earlier backward; move it behind"
+                "each stage must run its W passes in the order of its B passes, so that accumulated gradients are "
+                f"exact and can be reduced after the last W; stage {stage} of {schedule.name!r} runs W of microbatch "
+                f"{early} too early; move it behind the W passes of earlier backwards"
             )

@@ -1,4 +1,4 @@
-"""Where the schedules of a job come from: a name, a file, or a search during the run."""
+"""The source of a job's schedules: a name, a file, or a search during the run."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from megatron.zero_bubble.schedules import build, recipe
 
 AUTO = "zb-auto"
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
-"""What ``zb-auto`` runs until it has planned, by its placement."""
+"""The schedule that ``zb-auto`` runs until its plan is ready, by placement."""
 
 
 @dataclass(frozen=True)
 class ScheduleSource:
-    """The schedules of a job on a pipeline of a known number of ranks, resolved: a file has been read and validated.
+    """The schedules of a job for a known number of pipeline ranks; a schedule file is already read and validated.
 
     Attributes:
-        name: of the schedule, or its file.
-        placement: where the stages are, whatever the number of microbatches.
-        make: the schedule for a number of microbatches; that of a file, whatever the number; the first one under
-            ``zb-auto``.
+        name: name of the schedule, or path of its file.
+        placement: placement of the stages, the same for every number of microbatches.
+        make: returns the schedule for a number of microbatches. For a file, it returns the file's schedule whatever
+            the number; for ``zb-auto``, the schedule that runs before the planned one.
     """
 
     name: str
@@ -33,10 +33,10 @@ class ScheduleSource:
 
     @classmethod
     def by_name(cls, name: str, num_ranks: int, num_chunks: int | None = None) -> ScheduleSource:
-        """The schedules called ``name``, with ``num_chunks`` stages per rank where the name leaves that open.
+        """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules.
 
         Raises:
-            UserError: an unknown name, or a number of chunks that it does not have.
+            UserError: an unknown name, or a number of chunks that the schedule does not support.
         """
         known = recipe(name)
         placement = known.placement(num_ranks, known.num_chunks(num_chunks))
@@ -48,20 +48,20 @@ class ScheduleSource:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ScheduleSource:
-        """The schedule of a file, which is read here and not again.
+        """The schedule of a file, which is read once, in this call.
 
         Raises:
-            UserError: the file cannot be read, or holds no valid schedule.
+            UserError: the file cannot be read or does not contain a valid schedule.
         """
         schedule = read_schedule_file(path)
         return cls(str(path), schedule.placement, lambda _: schedule)
 
     @classmethod
     def automatic(cls, placement: Literal["linear", "vee"], num_ranks: int) -> ScheduleSource:
-        """The placement of ``zb-auto``, and the schedules that it measures under before it plans others."""
+        """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones."""
         first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks)
         return cls(AUTO, first.placement, first.make)
 
 
 SourceOnRanks = Callable[[int], ScheduleSource]
-"""From the number of pipeline ranks to the source, where that number is not known yet."""
+"""Maps a number of pipeline ranks to the source; used where that number is not known yet."""

@@ -1,4 +1,4 @@
-"""The weight gradients of deferred W's: compiled ops (csrc/) where they were built, else their reference in torch."""
+"""Kernels for the weight gradients of W passes: compiled ops (csrc/) if they were built, else a reference in torch."""
 
 from megatron.zero_bubble.kernels.implementation import Kernels, select
 

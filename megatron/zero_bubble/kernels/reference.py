@@ -1,4 +1,4 @@
-"""The slow truth: what the ops of csrc/ compute, in plain torch. Also what runs where they were not built."""
+"""Reference implementation of the ops of csrc/ in plain torch; it also runs if they were not built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def wgrad_accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
     Args:
         input: (..., in) of float32, bfloat16 or float16; the leading dimensions are flattened.
         grad_output: (..., out), of the same dtype and as many tokens.
-        main_grad: (out, in), float32 or of the same dtype; written.
+        main_grad: (out, in), float32 or of the same dtype; updated in place.
     """
     x, dy = _flattened(input), _flattened(grad_output)
     if main_grad.dtype is x.dtype:
@@ -31,11 +31,11 @@ def wgrad_accumulate(input: Tensor, grad_output: Tensor, main_grad: Tensor) -> N
 def wgrad_accumulate_many(
     inputs: Sequence[Tensor], grad_outputs: Sequence[Tensor], main_grads: Sequence[Tensor], bias_grads: Sequence[Tensor]
 ) -> None:
-    """``wgrad_accumulate`` of each, in order; a gradient may come several times.
+    """``wgrad_accumulate`` for every item, in order; the same gradient may occur several times.
 
     Args:
-        bias_grads: (out,) for each input, or of no elements where it has no bias; or none at all. Each gets the sum of
-            its ``grad_output`` over the tokens, taken in float32.
+        bias_grads: empty, or one tensor per input: (out,), or a tensor without elements if there is no bias. The sum of
+            ``grad_output`` over the tokens, computed in float32, is added to each.
     """
     for i, (x, grad_output, main_grad) in enumerate(zip(inputs, grad_outputs, main_grads, strict=True)):
         wgrad_accumulate(x, grad_output, main_grad)

@@ -1,1 +1,1 @@
-"""What is measured of a run: passes, waits, bubbles, memory."""
+"""Measurements of a run: passes, waits, bubbles, memory."""

@@ -1,4 +1,4 @@
-"""The bubble of every iteration, cheaply: two marks per pass, and one exchange between the ranks when it is read."""
+"""Low-overhead measurement of the bubble: two marks per pass, and one exchange between ranks when it is read."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _Marks = list[tuple[Pass, Any, Any]]
 class BubbleMeter(IterationObserver):
     """Measures the bubble of training iterations by their span.
 
-    Each rank measures by its own clock, so nobody has to meet before an iteration. A mark is an event of the device on
-    CUDA; it is read one iteration later, when it is long past, so that the host does not wait.
+    Each rank measures with its own clock, so ranks need not synchronize before an iteration. On CUDA a mark is a device
+    event; it is read one iteration later, so that the host does not wait for it.
 
     Args:
-        platform: whose marks to take.
+        platform: takes and reads the marks.
     """
 
     def __init__(self, platform: Platform) -> None:
         self._platform = platform
         self._running: _Marks = []
-        self._started: Any = None  # when the first pass began, also if it ran in vain
+        self._started: Any = None  # start of the first pass, including passes that are repeated later
         self._begun: Any = None
         self._unread: deque[tuple[Any, _Marks]] = deque()
         self._iterations: list[RankIteration] = []
@@ -46,8 +46,9 @@ class BubbleMeter(IterationObserver):
         self._running = []
 
     def read(self, group: dist.ProcessGroup) -> Bubble | None:
-        """The bubble since the last ``read``, or None if there was no iteration; a collective call of the pipeline's
-        ``group``. Waits for the device.
+        """The bubble since the last ``read``, or None if there was no iteration. Waits for the device.
+
+        A collective call of the pipeline's ``group``.
         """
         while self._unread:
             self._take(*self._unread.popleft())
@@ -74,7 +75,7 @@ class BubbleMeter(IterationObserver):
         self._running.clear()
 
     def _take(self, started: Any, marks: _Marks) -> None:
-        """Count an iteration; what ran in vain is bubble."""
+        """Add an iteration. The time of passes before a restart counts as bubble."""
         elapsed_ms = self._platform.elapsed_ms
         times = {work: elapsed_ms(start, end) for work, start, end in marks}
         self._iterations.append(RankIteration(elapsed_ms(started, marks[-1][2]), sum(times.values())))

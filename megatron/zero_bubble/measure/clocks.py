@@ -1,14 +1,14 @@
-"""One clock for the ranks of a group: how far each rank's host clock is ahead of the first rank's.
+"""A common clock for the ranks of a group: the offset of each rank's host clock from the first rank's.
 
-The ranks of one host read one clock (``time.perf_counter`` is the monotonic clock of the system), so their offset is 0,
-exactly. Across hosts the ranks gather each other's times a few times over. Nobody leaves a gather before everybody has
-entered it, so with ``enter`` and ``exit`` read on each rank's own clock, every gather bounds the offset both ways::
+Ranks on one host share a clock (``time.perf_counter`` is the system's monotonic clock), so their offset is exactly 0.
+Ranks on different hosts gather each other's times several times. No rank leaves a gather before all have entered it, so
+with ``enter`` and ``exit`` read on each rank's own clock, every gather bounds the offset on both sides::
 
     enter - exit of the first  <=  offset  <=  exit - enter of the first
 
-The tightest bounds of several gathers are kept, the middle of what they leave is taken, and half its width is an error
-that is proved, not estimated: it is about the time that the fastest gather took. It holds at the time of the
-measurement; the clocks of two hosts drift apart, so each recorded iteration measures anew.
+The offset is the middle of the tightest bounds of all gathers, and its error is half their distance. This is a proved
+bound, about as large as the duration of the fastest gather. It is valid at the time of the measurement; because host
+clocks drift, each recorded iteration repeats the measurement.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ROUNDS = 8
 
 Visit = tuple[float, float]
-"""When a rank entered a gather and when it left, in seconds of its own clock."""
+"""The times when a rank entered and left a gather, in seconds of its own clock."""
 
 
 class Offset(NamedTuple):
-    """Seconds by which a clock is ahead of the first rank's, give or take ``error_s``."""
+    """Seconds by which a clock is ahead of the first rank's; the absolute error is at most ``error_s``."""
 
     seconds: float = 0.0
     error_s: float = 0.0
 
 
 def offset_between(own: Sequence[Visit], first: Sequence[Visit]) -> Offset:
-    """The offset that the same gathers, seen by a rank and by the first, leave possible."""
+    """The offset between a rank and the first rank, from their times of the same gathers."""
     low = max(enter - first_exit for (enter, _), (_, first_exit) in zip(own, first, strict=True))
     high = min(own_exit - enter for (_, own_exit), (enter, _) in zip(own, first, strict=True))
     return Offset((low + high) / 2, (high - low) / 2)
 
 
 class GroupClock:
-    """Measures the offsets of a group's ranks; every rank makes one, and measures, at the same time.
+    """Measures the clock offsets of a group's ranks. The constructor is a collective call of the group.
 
     Args:
-        group: the first rank of it has the clock that counts.
-        clock: seconds on this host.
-        host: equal on two ranks exactly when they read one clock.
+        group: process group; offsets are relative to the clock of its first rank.
+        clock: returns seconds on this host.
+        host: identifier that is equal on two ranks if and only if they share a clock.
     """
 
     def __init__(
@@ -65,26 +65,26 @@ class GroupClock:
         self._is_the_first = hosts[group.rank()] == hosts[0]
 
     def measure(self) -> Offset:
-        """The ranks meet, and this one's offset; a collective call."""
+        """Synchronize the ranks and return the offset of this rank. A collective call."""
         if self._is_shared:
             dist.barrier(group=self.group)
             return Offset()
         visits: list[Visit] = []
-        told: list[list[Visit]] = []
-        for _ in range(_ROUNDS + 1):  # the last one tells when the ranks left the one before
+        gathered: list[list[Visit]] = []
+        for _ in range(_ROUNDS + 1):  # the last gather exchanges the exit times of the one before
             enter = self._clock()
-            told.append(self._exchange((enter, visits[-1][1] if visits else 0.0)))
+            gathered.append(self._exchange((enter, visits[-1][1] if visits else 0.0)))
             visits.append((enter, self._clock()))
-        first = [(now[0][0], later[0][1]) for now, later in pairwise(told)]
+        first = [(now[0][0], later[0][1]) for now, later in pairwise(gathered)]
         return Offset() if self._is_the_first else offset_between(visits[:-1], first)
 
     def _exchange(self, times: tuple[float, float]) -> list[Visit]:
-        """Every rank's pair of times, float64, shape (2,); the host waits for them."""
+        """Gather a pair of times from every rank (float64, shape (2,)); the host waits for the result."""
         rows = [torch.empty(2, dtype=torch.float64, device=self._device) for _ in range(self.group.size())]
         dist.all_gather(rows, torch.tensor(times, dtype=torch.float64, device=self._device), group=self.group)
         return [(enter, left) for enter, left in torch.stack(rows).tolist()]
 
 
 def _host() -> str:
-    """The boot of the system that runs this process: containers of one machine share it, and its monotonic clock."""
+    """The boot ID of the system; containers on one machine share it, and also share its monotonic clock."""
     return _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else str(uuid.getnode())

@@ -1,4 +1,4 @@
-"""What ran when on all ranks, and the costs that it implies."""
+"""Gathers the recorded times of all ranks, and derives pass costs from them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from megatron.zero_bubble.measure.recorder import Marks
 
 
 def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
-    """Put the ranks' parts of an iteration side by side; every rank of ``group`` calls it and gets the whole.
+    """Combine the recordings of all ranks of an iteration. A collective call; every rank of ``group`` gets the result.
 
     Args:
-        name: for the schedule that ran, whatever its passes.
+        name: name for the schedule that ran.
     """
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, marks.times(), group=group)
@@ -28,13 +28,13 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
 
 
 def median_costs(timelines: list[Timeline]) -> PassCosts:
-    """What the measured iterations say of the costs: medians of every stage's passes and of the transfers.
+    """Costs from measured iterations: the median pass times of every stage and the median transfer time.
 
-    A fused BW counts as B with W = 0. A transfer shows only where its receiver stood idle; it is the time from the end
-    of the producer to the start of the consumer.
+    A fused BW counts as B with W = 0. A transfer can be measured only if its receiver was idle; its time is from the
+    end of the producer to the start of the consumer.
 
     Args:
-        timelines: measured iterations of one placement, the first ones (cold caches, allocations) left out.
+        timelines: measured iterations of one placement, without the first ones (cold caches, allocations).
     """
     durations: dict[tuple[int, Kind], list[float]] = {}
     transfers: list[float] = []

@@ -1,8 +1,8 @@
-"""What microbatches keep, in bytes: the M_B and M_W of the Zero Bubble paper and a rank's peak, measured.
+"""Measures the memory of microbatches in bytes: M_B and M_W of the Zero Bubble paper, and a rank's peak.
 
-Counted from the tensors themselves, so that CPU and GPU give the same figures: M_B is every storage that a forward
-saves for its backward, parameters left out; M_W is what the deferred weight gradients hold between B and W; the peak is
-the most bytes of such storages that were alive after any pass.
+Sizes are counted from the tensors, so that CPU and GPU give the same figures. M_B is the total size of the storages
+that a forward saves for its backward, without parameters. M_W is the size of the operands that deferred weight
+gradients hold between B and W. The peak is the maximum total size of these storages after any pass.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from megatron.zero_bubble.runtime.observer import IterationObserver, IterationSt
 
 
 class MemoryMeter(IterationObserver):
-    """Watches the passes of one iteration, the first that ends well, then no more.
+    """Measures the first iteration that completes; inactive afterwards.
 
     Attributes:
-        activation: M_B by stage.
-        wgrad: M_W by stage.
-        peak: of the rank.
+        activation: M_B by stage, in bytes.
+        wgrad: M_W by stage, in bytes.
+        peak: peak of the rank, in bytes.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MemoryMeter(IterationObserver):
         self._deferred: dict[Pass, list[_Kept]] = {}
 
     def begin_iteration(self, start: IterationStart) -> None:
-        """The parameters of the chunks do not count: they stay anyway."""
+        """Start to measure; collects the storages of parameters, which do not count as activations."""
         self._watches = not self._done
         if self._watches:
             self._start()
@@ -55,7 +55,7 @@ class MemoryMeter(IterationObserver):
             )
 
     def end_iteration(self, completed: bool) -> None:
-        """An exception of a pass leaves nothing behind."""
+        """Stop measuring; also removes the hooks of a forward that raised."""
         self._done = self._done or (completed and self._watches)
         self._watches = False
         self._unhook()
@@ -88,7 +88,7 @@ class MemoryMeter(IterationObserver):
         self.peak = max(self.peak, self._alive.num_bytes)
 
     def gather(self, group: dist.ProcessGroup) -> PassMemory:
-        """What a microbatch keeps on each stage, in bytes; a collective call of the pipeline's ``group``."""
+        """M_B and M_W of all stages, in bytes. A collective call of the pipeline's ``group``."""
         figures: list[Any] = [None] * group.size()
         dist.all_gather_object(figures, (self.activation, self.wgrad), group=group)
         activation, wgrad = ({s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True))
@@ -109,7 +109,7 @@ class MemoryMeter(IterationObserver):
 
 
 class _Alive:
-    """Storages that something keeps, by their address: how often, and their bytes."""
+    """Number of references to each live storage and its size in bytes, by address."""
 
     def __init__(self) -> None:
         self.count: Counter[int] = Counter()
@@ -118,7 +118,7 @@ class _Alive:
 
 
 class _Kept:
-    """A tensor that autograd or the store keeps, counted for as long as it does."""
+    """Wraps a tensor held by autograd or the store, and counts its storage as long as the wrapper is alive."""
 
     def __init__(self, alive: _Alive, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -140,6 +140,6 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """The bytes of the distinct storages behind ``tensors``."""
+    """The total size in bytes of the distinct storages of ``tensors``."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())

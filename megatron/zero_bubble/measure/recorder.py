@@ -1,10 +1,10 @@
-"""What a rank did in an iteration: marks taken while it runs, made into times afterwards.
+"""Records the events of an iteration on one rank as marks, which are converted to times after the iteration.
 
-A mark is a device event on CUDA and the monotonic clock on the CPU. All marks are relative to an origin, taken when the
-device is idle between two readings of the host's clock; that clock is aligned with the other ranks' (``clocks``). Half
-the time between the two readings adds to the alignment's error.
+A mark is a device event on CUDA and a reading of the monotonic clock on the CPU. All marks are relative to an origin,
+which is taken while the device is idle, between two readings of the host's clock. That clock is aligned with the other
+ranks (``clocks``). Half the time between the two readings is added to the error of the alignment.
 
-While nothing is recorded, an op costs one check.
+When nothing is recorded, the overhead per op is one check.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megatron.zero_bubble.runtime.observer import IterationObserver
 
 
 class _Origin(NamedTuple):
-    """A mark, and when it was taken: ms of the first rank's host clock, and how far that may be off."""
+    """A mark and its time in ms of the first rank's host clock, with the maximum error."""
 
     mark: Any
     at_ms: float
@@ -36,7 +36,7 @@ class Recorder(IterationObserver):
     """Records this rank's part of an iteration, from ``start`` to ``stop``.
 
     Args:
-        platform: whose marks to take.
+        platform: takes and reads the marks.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -51,7 +51,7 @@ class Recorder(IterationObserver):
         return self._origin is not None
 
     def start(self, group: dist.ProcessGroup) -> None:
-        """Begin to record an iteration; the ranks of ``group`` meet here, and align their clocks."""
+        """Begin to record an iteration. A collective call of ``group``, which aligns the clocks of its ranks."""
         self._clear()
         if self._clock is None or self._clock.group is not group:
             self._clock = GroupClock(group)
@@ -67,9 +67,9 @@ class Recorder(IterationObserver):
         return _Origin(mark, at_s * 1e3, error_s * 1e3)
 
     def stop(self) -> Marks:
-        """End the recording; the marks are read, and waited for, by ``Marks.times``."""
+        """End the recording and return its marks; only ``Marks.times`` waits for them and reads them."""
         origin, self._origin = self._origin, None
-        assert origin is not None, "stop() belongs to a start()"
+        assert origin is not None, "stop() was called without start()"
         taken = self._events(origin, self._platform.elapsed_ms)
         self._clear()
         return taken
@@ -144,7 +144,7 @@ class Recorder(IterationObserver):
 
 
 class Marks(NamedTuple):
-    """A recorded iteration of one rank, its marks not read yet."""
+    """A recorded iteration of one rank with unread marks."""
 
     origin: _Origin
     elapsed_ms: Callable[[Any, Any], float]
@@ -156,7 +156,7 @@ class Marks(NamedTuple):
     lanes: list[tuple[Op, Any, Any]]
 
     def times(self) -> RankTrace:
-        """Everything in ms of the first rank's clock, whose zero means nothing; waits for the device."""
+        """The recording in ms of the first rank's clock, which has an arbitrary zero. Waits for the device."""
         origin, elapsed = self.origin, self.elapsed_ms
 
         def ms(*marks: Any) -> Iterable[float]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
 from megatron.zero_bubble.job.flags import has_schedule, parse_ours
+from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
@@ -73,6 +74,7 @@ def _join(ending: _Ending) -> None:
         raise UserError(
             "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
         )
+    check_installed("torch")  # megatron.core is the checkout's own
     check_flags(Job(options, under_launcher=True))
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):

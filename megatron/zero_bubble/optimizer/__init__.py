@@ -1,1 +1,1 @@
-"""The optimizer that steps first and validates later."""
+"""Post-validation: the optimizer steps before the global gradient norm is known, and validates the step later."""

@@ -1,9 +1,10 @@
-"""What an optimizer step needs to know of all gradients: whether one is infinite, and their norm.
+"""Exchange of the global state that an optimizer step needs: the gradient norm and whether a gradient is infinite.
 
-It travels on groups of its own, beside the passes. The whole of it is reduced by the collective that megatron-core
-uses, over the same ranks, so that it has the same bits; only nobody waits for it until it is needed. Ahead of it a part
-goes from rank to rank, the figures of all ranks before: it leaves when a rank has ended its passes, so it is there
-before the first activation of the next iteration, which the rank has to wait for anyway.
+It uses separate process groups, concurrently with the passes. The full state is reduced by the collective that
+megatron-core uses, over the same ranks, so the result is the same bit for bit; ranks wait for it only when they need
+it. Before that, a partial state with the figures of all previous ranks is passed from rank to rank. A rank sends it
+after its passes, so it arrives before the first activation of the next iteration, for which the next rank must wait
+anyway.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ Group = dist.ProcessGroup
 
 
 class Chain:
-    """Figures that go from each rank of a pipeline to the next; made by all ranks of the job at the same time.
+    """Passes figures from each pipeline rank to the next. The constructor is a collective call of the whole job.
 
     Args:
-        pipeline: its ranks are in the order of the first stages.
+        pipeline: the pipeline-parallel group; its ranks are in the order of the first stages.
     """
 
     def __init__(self, pipeline: Group, timeout: timedelta | None = None) -> None:
@@ -37,7 +38,7 @@ class Chain:
         self._sent: tuple[dist.Work, torch.Tensor] | None = None
 
     def receive(self, count: int) -> torch.Tensor | None:
-        """``count`` float64 of the rank before, once they are here; None on the first rank."""
+        """Wait for ``count`` float64 figures from the previous rank; None on the first rank."""
         if self._rank == 0:
             return None
         figures = torch.empty(count, dtype=torch.float64)
@@ -45,39 +46,39 @@ class Chain:
         return figures
 
     def send(self, figures: torch.Tensor) -> None:
-        """Start giving float64 to the next rank, which expects as many; the last rank has none."""
+        """Start to send float64 figures to the next rank, which expects the same number; no-op on the last rank."""
         self.settle()
         if self._rank + 1 < self._size:
             self._sent = self._group.send([figures], self._peers[self._rank + 1], 0), figures
 
     @property
     def num_in_flight(self) -> int:
-        """Figures sent and not settled."""
+        """Number of sends not yet settled: 0 or 1."""
         return int(self._sent is not None)
 
     def settle(self) -> None:
-        """Wait until what was sent has arrived."""
+        """Wait until the last send has arrived."""
         if self._sent is not None:
             self._sent[0].wait()
             self._sent = None
 
 
 class Reduction:
-    """A figure of all ranks, on its way."""
+    """An all-reduce of one figure, in flight."""
 
     def __init__(self, figure: torch.Tensor, op: Any, group: Group) -> None:
         self._figure = figure
         self._work = dist.all_reduce(figure, op, group, async_op=True)
 
     def wait(self) -> float:
-        """The figure."""
+        """Wait for the reduced figure and return it."""
         self._work.wait()
         return self._figure.item()
 
 
 @contextlib.contextmanager
 def refused_together() -> Iterator[None]:
-    """Within, a UserError of one rank is raised on all of them; a collective call of all ranks of the job."""
+    """Context that raises a UserError of one rank on all ranks. A collective call of all ranks of the job."""
     problem = None
     try:
         yield
@@ -91,15 +92,15 @@ def refused_together() -> Iterator[None]:
 
 
 class GlobalState:
-    """Reductions over the ranks of megatron-core's own groups; made by all ranks of the job at the same time.
+    """Reductions over the ranks of megatron-core's groups. The constructor is a collective call of the whole job.
 
     Args:
         pipeline: the pipeline-parallel group.
-        groups: those that the optimizer reduces its statistics over; None is all ranks.
-        device: of the figures.
+        groups: the groups over which the optimizer reduces its statistics; None means all ranks.
+        device: device of the reduced figures.
 
     Raises:
-        UserError: ranks with other numbers of groups.
+        UserError: ranks have different numbers of groups.
     """
 
     def __init__(
@@ -113,8 +114,8 @@ class GlobalState:
         dist.all_gather_object(pipeline_ranks, (pipeline.rank(), len(groups)))
         if len({count for _, count in pipeline_ranks}) > 1:
             raise UserError(
-                "all ranks must have the same kinds of parameters (dense, experts) to validate a step together; got "
-                f"{[count for _, count in pipeline_ranks]} kinds; leave out --zero-bubble-post-validation"
+                "post-validation needs the same number of parameter kinds (dense, experts) on all ranks; got "
+                f"{[count for _, count in pipeline_ranks]}; leave out --zero-bubble-post-validation"
             )
         for group in groups:
             group = dist.group.WORLD if group is None else group
@@ -122,20 +123,21 @@ class GlobalState:
             members = dist.get_process_group_ranks(group)
             of_stage = [rank for rank in members if pipeline_ranks[rank][0] == pipeline.rank()]
             self._whole.append(new_group(members, dist.get_backend(group), timeout))
-            # One NCCL communicator works off its reductions one after the other, and a flag has no bits to keep.
+            # Separate from the norm's group, because one NCCL communicator runs its reductions one after the other.
+            # A flag may use gloo, since its result does not depend on the order of the reduction.
             self._flags.append(new_group(members, "gloo", timeout))
             self._stage.append(new_group(of_stage, "gloo", timeout))
 
     def reduce(self, index: int, figure: float, op: Any) -> Reduction:
-        """Start reducing an fp32 figure over the ranks of the group ``index``."""
+        """Start to reduce an fp32 figure over the ranks of group ``index``."""
         return Reduction(torch.tensor([figure], dtype=torch.float32, device=self._device), op, self._whole[index])
 
     def reduce_flag(self, index: int, flag: bool) -> Reduction:
-        """Start finding out whether a rank of the group ``index`` has it set: more than 0."""
+        """Start to reduce a flag over the ranks of group ``index``; the result is positive if any rank has it set."""
         return Reduction(torch.tensor([float(flag)]), dist.ReduceOp.MAX, self._flags[index])
 
     def of_stage(self, index: int, figures: Sequence[float]) -> list[float]:
-        """The sums over the ranks of the group ``index`` that hold the same stages, equal on all of them."""
+        """The sums of ``figures`` over the ranks of group ``index`` that have the same stages as this rank."""
         total = torch.tensor(figures, dtype=torch.float64)
         dist.all_reduce(total, group=self._stage[index])
         return total.tolist()

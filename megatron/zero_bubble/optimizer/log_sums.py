@@ -1,4 +1,4 @@
-"""What forwards add to outside their results, for the log."""
+"""Access to the running sums that forwards update for the log, such as auxiliary losses."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ _SUMS = (
     ("megatron.core.transformer.multi_token_prediction", "MTPLossLoggingHelper"),
     ("megatron.core.transformer.experimental_attention_variant.dsa", "DSAIndexerLossLoggingHelper"),
 )
-"""Classes that sum up losses of a forward for the log, and their modules; without the module nothing is summed up."""
+"""Modules and classes that sum up losses for the log; skipped if the module is not imported."""
 
 
 def sums_for_the_log() -> dict[tuple[str, str], torch.Tensor]:
-    """What forwards add to beside their results, by owner and name: auxiliary losses of experts, losses and hits of
-    multi-token prediction, losses of sparse attention. The tensors themselves.
+    """The tensors that forwards add to for the log, by owner and name; not copies.
+
+    They are auxiliary losses of experts, losses and hits of multi-token prediction, and losses of sparse attention.
     """
     sums = {("experts", name): values for name, values in _sums_of_experts().items()}
     for module, owner in _SUMS:
         helper = getattr(sys.modules.get(module), owner, None)
-        tracker = {} if helper is None else helper.tracker  # holds process groups, too
+        tracker = {} if helper is None else helper.tracker  # has process groups as values, too
         sums |= {(owner, name): value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
     return sums
 
 
 def _sums_of_experts() -> dict[str, torch.Tensor]:
-    """From 0.18 on in a module of their own; what ``moe_utils`` then returns is a copy."""
+    """The sums of experts. Since 0.18 they are in the module ``moe_logging``, and ``moe_utils`` returns a copy."""
     logging: Any = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     if logging is not None:
         return {name: entry.values for name, entry in logging.get_moe_metrics_tracker().metrics.items()}

@@ -1,13 +1,13 @@
-"""Step first, validate later: the optimizer without the barrier of a synchronous pipeline.
+"""Post-validation: an optimizer that steps first and validates later, without a synchronization of the pipeline.
 
-Megatron's optimizer reduces the gradients' norm over the whole pipeline before it clips and steps, so every rank waits
-for the slowest. Here (arXiv 2401.10241, section 4) a rank steps on what it knows: its own figures and those of the
-ranks before it, which for nearly every step say that it is neither skipped nor clipped. In the next iteration, before
-its first backward, the figures of all ranks are there. A step that they do not confirm is undone and repeated as a
-synchronous optimizer would have done it, and the forwards that ran on the wrong weights are run again.
+Megatron's optimizer reduces the gradient norm over the whole pipeline before it clips and steps, so every rank waits
+for the slowest. Here (arXiv 2401.10241, section 4) a rank steps on the partial state of its own stage and the previous
+ranks, which for nearly every step shows that the step is neither skipped nor clipped. The global state arrives in the
+next iteration, before the rank's first backward. A step that it rejects is undone and repeated as in a synchronous
+optimizer, and the forwards that ran on the wrong weights run again.
 
-What makes the repetition exact: gradients are zeroed after the validation only, a step that would clip is never taken
-ahead (clipping changes gradients in place), and what the step overwrites is kept until then.
+The repetition is exact, because gradients are zeroed only after the validation, a step that would clip is never taken
+ahead (clipping changes gradients in place), and the overwritten state is kept until the validation.
 """
 
 from __future__ import annotations
@@ -35,36 +35,37 @@ from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.transport import new_group
 
 _NEAR = 0.8
-"""The part of the clip from which on a recent norm makes the next step synchronous."""
+"""The next step is synchronous if a recent norm reaches this fraction of the clipping threshold."""
 
 _RECENT = 4
-"""So many norms count as recent."""
+"""Number of recent norms."""
 
 
 class PostValidatedOptimizer(OptimizerSurface):
-    """Any megatron-core optimizer, with steps that can be taken ahead.
+    """Wraps a megatron-core optimizer so that steps can be taken before they are validated.
 
-    ``step`` is the optimizer's own, so it can stand where the optimizer stood. ``step_ahead`` leaves a step pending:
-    the next iteration's passes or ``settle`` make it final, and ``take_outcomes`` has what came of it. Until then the
-    parameters and states are not to be seen: what a job calls on all ranks to read or change them settles first,
-    everything else that may do so raises UserError (``OptimizerSurface``).
+    ``step`` is the optimizer's own synchronous step, so this object can replace the optimizer. ``step_ahead`` leaves a
+    step pending: the passes of the next iteration, or ``settle``, make it final, and ``take_outcomes`` then returns its
+    outcome. While a step is pending, parameters and states must not be accessed: methods that a job calls on all ranks
+    settle the step first, and every other access raises UserError (``OptimizerSurface``).
 
-    All ranks of the job make theirs at the same time.
+    The constructor is a collective call of all ranks of the job.
 
     Args:
-        optimizer: what ``get_megatron_optimizer`` returns.
+        optimizer: the result of ``get_megatron_optimizer``.
         chunks: the model chunks of this rank.
         pipeline: the pipeline-parallel group.
-        rollback: how a step is undone.
-        replicas: the ranks of the same stage that exchange tokens in their forwards, which must run again together.
-        timeout: how long a figure of another rank may take.
+        rollback: makes the object that undoes steps.
+        replicas: ranks of the same stage that exchange tokens in their forwards, so that these must be repeated
+            together.
+        timeout: maximum time to wait for figures of another rank.
 
     Raises:
-        UserError: an optimizer whose step cannot be undone or validated later.
+        UserError: the optimizer's steps cannot be undone or validated later.
 
     Attributes:
-        counts: how this rank took its steps.
-        on_settle: called when the last step is made final, to settle what the pipeline still has under way.
+        counts: number of steps of this rank by mode.
+        on_settle: called by ``settle``, to settle messages that the pipeline still has in flight.
     """
 
     def __init__(
@@ -99,10 +100,10 @@ class PostValidatedOptimizer(OptimizerSurface):
         self.on_settle: Callable[[], None] = lambda: None
         self.counts: Counter[str] = Counter()
 
-    # What a training loop calls.
+    # Called by a training loop.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of optimizer and model, once no step may need them any more."""
+        """Zero the gradients of optimizer and model; delayed while a pending step may still need them."""
         if self._pending is not None and self._pending.can_be_wrong:
             self._zero_later = functools.partial(self.zero_grad, set_to_none)
             return
@@ -111,8 +112,9 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._optimizer.zero_grad(set_to_none)
 
     def step(self) -> tuple[bool, float | None, float | None]:
-        """The optimizer's own step, with its answer: updated, gradient norm, number of zeros; final, without an outcome
-        to take.
+        """Run the optimizer's own step; returns (updated, gradient norm, number of zeros).
+
+        The step is final and adds nothing to ``take_outcomes``.
         """
         self._settle_step()
         updated, norm, zeros = self._optimizer.step()
@@ -123,7 +125,7 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     @torch.no_grad()
     def step_ahead(self) -> None:
-        """Step on what is known; ``take_outcomes`` has what comes of it."""
+        """Take a step on the partial state if possible; ``take_outcomes`` returns its outcome once it is final."""
         self._settle_step()
         step, known = self._begin()
         self._options.keep()
@@ -134,18 +136,18 @@ class PostValidatedOptimizer(OptimizerSurface):
             self._pending = step
 
     def take_outcomes(self) -> list[Outcome]:
-        """The outcomes that have become final since the last call, in order."""
+        """The outcomes of steps that became final since the last call, in order."""
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
     def settle(self) -> None:
-        """Make the last step final: before weights or states are saved, evaluated or left. All ranks call it."""
+        """Make the last step final. All ranks must call it before weights or states are saved, evaluated or dropped."""
         self._settle_step()
         self._chain.settle()
         self.on_settle()
 
     def tally(self) -> Tally:
-        """The final steps so far, of all ranks; a collective call of theirs."""
+        """Count the final steps so far by mode. A collective call of all ranks."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, self.counts)
         waited, repeated = (
@@ -154,7 +156,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         return Tally(counts[0], waited, repeated, len(counts))
 
     def summary(self) -> str:
-        """How often each kind of step happened; a collective call of all ranks."""
+        """A log message with the number of steps by mode. A collective call of all ranks."""
         tally = self.tally()
         words = [f"{number} {how}" for how, number in tally.first.most_common()]
         return (
@@ -162,7 +164,7 @@ class PostValidatedOptimizer(OptimizerSurface):
             f"and {tally.waited} waited for on all {tally.num_ranks} ranks"
         )
 
-    # What the pipeline calls.
+    # Called by the pipeline.
 
     @property
     def is_pending(self) -> bool:
@@ -171,29 +173,29 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     @property
     def may_run_again(self) -> bool:
-        """Whether the forwards before the validation may turn out to have run on wrong weights."""
+        """Whether validation may find that the forwards before it ran on wrong weights."""
         return self._pending is not None and self._pending.can_be_wrong and self._pending.someone_ahead
 
     @property
     def num_in_flight(self) -> int:
-        """Steps and figures that ``settle`` would wait for."""
+        """Number of steps and figures that ``settle`` would wait for."""
         return int(self.is_pending) + self._chain.num_in_flight
 
     def before_forwards(self) -> None:
-        """Step now where this rank has waited: its forwards need the weights."""
+        """Take a delayed step now, because the forwards need its weights; waits for the global state."""
         if self._pending is not None and self._pending.how is StepMode.WAITED:
             self._complete(self._pending)
 
     def validate(self) -> bool:
-        """Wait for the global state and make the last step final; False when forwards ran on wrong weights."""
+        """Wait for the global state and make the last step final. Returns False if forwards ran on wrong weights."""
         self._complete_pending()
         wrong, self._wrong = self._wrong, False
         return not wrong
 
-    # The step itself.
+    # Implementation of the step.
 
     def _settle_step(self) -> None:
-        """Make the last step final outside the passes, where no forward has run on wrong weights."""
+        """Make the last step final outside the passes, when no forward has run since the step."""
         self._complete_pending()
         self._wrong = False
 
@@ -202,7 +204,7 @@ class PostValidatedOptimizer(OptimizerSurface):
             self._complete(self._pending)
 
     def _begin(self) -> tuple[Step, PartialState]:
-        """Bring the gradients into the optimizer's form and send their figures off; the second is of this stage."""
+        """Prepare the gradients and start to reduce their figures; the second result is the state of this stage."""
         with self._reducing_alone():
             found = [_prepare(part) for part in self._parts]
             norms = self._own_norms()
@@ -225,7 +227,7 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     @contextlib.contextmanager
     def _reducing_alone(self) -> Iterator[None]:
-        """Within, the optimizer's own reductions are over this rank only."""
+        """Context in which the optimizer's own reductions include only this rank."""
         missing = object()
         before = [part.__dict__.get("grad_stats_parallel_group", missing) for part in self._parts]
         for part in self._parts:
@@ -240,7 +242,7 @@ class PostValidatedOptimizer(OptimizerSurface):
                     part.grad_stats_parallel_group = group
 
     def _own_norms(self) -> list[float]:
-        """One norm, or one of each part where megatron-core reduces them over different ranks."""
+        """The norm of this rank's gradients; one norm per part if megatron-core reduces parts over different ranks."""
         if self._one_norm:
             return [self._optimizer.get_grad_norm()]
         return [part.get_grad_norm() or 0.0 for part in self._parts]
@@ -251,7 +253,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         return [self._optimizer.count_zeros()] if self._one_norm else [part.count_zeros() for part in self._parts]
 
     def _decide(self, step: Step, known: PartialState) -> None:
-        """Step now, or find that this would be blind."""
+        """Decide on the mode from the partial state, pass the state on, and step if the mode is ``AHEAD``."""
         before = self._chain.receive(4)
         if before is not None:
             known.add(float(before[0]), found_inf=bool(before[1]), waits=bool(before[2]))
@@ -261,7 +263,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         for how, holds in (*reasons, (StepMode.WAITED, known.waits or exceeds)):
             if step.how is StepMode.AHEAD and self._any_replica(holds):
                 step.how = how
-        # Who is behind a rank that waits, waits: the first rank tells for all whether one is ahead.
+        # Ranks after a waiting rank wait too, so the first rank determines whether any rank is ahead.
         known.waits = step.how is StepMode.WAITED
         step.someone_ahead = step.how is StepMode.AHEAD if before is None else bool(before[3])
         figures = [known.square, known.found_inf, known.waits, step.someone_ahead]
@@ -273,7 +275,7 @@ class PostValidatedOptimizer(OptimizerSurface):
             self._options.stepped()
 
     def _any_replica(self, holds: bool) -> bool:
-        """Whether it holds on a rank that must decide as this one does: norms of replicas may differ by a bit."""
+        """Whether ``holds`` is true on any replica; replicas must decide alike, but their norms may differ in a bit."""
         if self._replicas.size() == 1:
             return holds
         flag = torch.tensor([float(holds)])
@@ -281,19 +283,19 @@ class PostValidatedOptimizer(OptimizerSurface):
         return flag.item() > 0
 
     def _near_the_clip(self) -> bool:
-        """Whether the recent norms, the same on all ranks, make it likely that this step is clipped."""
+        """Whether this step is likely to be clipped, judged by the recent norms, which are the same on all ranks."""
         clip = self._optimizer.config.clip_grad
         return clip > 0 and not (self._norms and all(norm < _NEAR * clip for norm in self._norms))
 
     @torch.no_grad()
     def _complete(self, step: Step) -> None:
-        """Make a step final, when the state of all ranks is there."""
+        """Wait for the global state and make a step final: keep, repeat, take or skip it."""
         found = [reduction.wait() > 0 for reduction in step.found_inf]
         norm = self._norm([reduction.wait() for reduction in step.squares])
         zeros = sum(reduction.wait() for reduction in step.zeros) if step.zeros else None
         clip = self._optimizer.config.clip_grad
         updated = not any(found)
-        assert step.how is not StepMode.SKIPPED or not updated, "who skips has heard of an infinite gradient"
+        assert step.how is not StepMode.SKIPPED or not updated, "a rank skips only if a gradient is infinite"
         wrong = self._any_replica(not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0))
         if step.how is StepMode.AHEAD and wrong:
             step.how = StepMode.REPEATED
@@ -317,11 +319,11 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._outcomes.append(Outcome(updated, *reported, self.get_loss_scale().item()))
 
     def _scaled(self) -> list[Any]:
-        """The parts with a loss scale."""
+        """The optimizers in ``_parts`` with a loss scale."""
         return [part for part in self._parts if getattr(part, "grad_scaler", None)]
 
     def _norm(self, squares: list[float]) -> float:
-        """The norm of all gradients, as megatron-core rounds it."""
+        """The norm of all gradients, rounded as in megatron-core."""
         norms = [square ** (1.0 / 2.0) for square in squares]
         return norms[0] if self._one_norm else math.sqrt(sum([norm**2 for norm in norms]))
 
@@ -339,12 +341,12 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._optimizer.step_with_ready_grads()
 
     def _undo(self, norm: float, repeat: bool) -> None:
-        """Bring the optimizer to where it was, and the weights to where a synchronous step would have them."""
+        """Undo the step; then repeat it with clipping, or restore the previous weights if ``repeat`` is False."""
         clip = self._optimizer.config.clip_grad
         gathered = [chunk for chunk in self._chunks if chunk.ddp_config.use_distributed_optimizer]
         for chunk in gathered:
             if chunk.ddp_config.overlap_param_gather:
-                chunk.start_param_sync(force_sync=True)  # waits for those under way
+                chunk.start_param_sync(force_sync=True)  # waits for gathers in flight
         self._rollback.undo()
         if repeat:
             self._clip_and_step(norm, clip)
@@ -358,7 +360,7 @@ class PostValidatedOptimizer(OptimizerSurface):
 
 
 def _prepare(part: MegatronOptimizer) -> bool:
-    """``prepare_grads`` of one optimizer, its loss scale as it was; True when it found an infinite gradient."""
+    """Run ``prepare_grads`` of one optimizer without changing its loss scale; True if a gradient is infinite."""
     scaler = getattr(part, "grad_scaler", None)
     before = scaler.state_dict() if scaler else None
     found_inf = part.prepare_grads()

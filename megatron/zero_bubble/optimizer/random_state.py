@@ -1,4 +1,4 @@
-"""Every random state of a rank, as one value."""
+"""Captures and restores all random states of a rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.core import tensor_parallel
 
 
 def capture() -> dict[str, Any]:
-    """Python's, numpy's and torch's states, Megatron's tracker and the device's; nothing changes them later."""
+    """The states of Python, numpy, torch, Megatron's tracker and the device; later draws do not change the value."""
     return {
         "random_rng_state": random.getstate(),
         "np_rng_state": numpy.random.get_state(),
@@ -22,7 +22,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Go on from where ``capture`` was called."""
+    """Restore the states that ``capture`` returned."""
     random.setstate(states["random_rng_state"])
     numpy.random.set_state(states["np_rng_state"])
     torch.set_rng_state(states["torch_rng_state"])

@@ -1,4 +1,4 @@
-"""An iteration's first forwards, done again: the same samples, the same random numbers, the same counters."""
+"""Repeats the first forwards of an iteration with the same samples, random numbers and counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
 
 
 class Rewindable(Iterator[Any]):
-    """A data iterator that gives again, after ``rewind``, what it gave since it was made."""
+    """A data iterator that, after ``rewind``, returns all items again that it has returned so far."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -27,12 +27,12 @@ class Rewindable(Iterator[Any]):
         return item
 
     def rewind(self) -> None:
-        """Start again, for the last time."""
-        assert self._given is not None, "one iteration is done again once"
+        """Start again from the first item; possible once."""
+        assert self._given is not None, "an iteration is repeated at most once"
         self._again, self._given = deque(self._given), None
 
     def keep_nothing(self) -> None:
-        """It will not be rewound."""
+        """Drop the returned items; ``rewind`` is not possible afterwards."""
         self._given = None
 
     def __getattr__(self, name: str) -> Any:
@@ -40,11 +40,11 @@ class Rewindable(Iterator[Any]):
 
 
 class Replay:
-    """What the forwards of an iteration change outside their own results.
+    """A copy of all state that the forwards of an iteration change outside their results.
 
     Args:
-        chunks: the model, whose buffers a forward may count in.
-        iterators: the data iterator of each chunk; the same one may serve several.
+        chunks: the model chunks; forwards may update their buffers.
+        iterators: the data iterator of each chunk; chunks may share one.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module], iterators: Sequence[Any]) -> None:
@@ -52,12 +52,12 @@ class Replay:
         self.iterators = [own[id(source)] for source in iterators]
         self._rewindable = [iterator for iterator in own.values() if iterator is not None]
         self._random = random_state.capture()
-        modules = (module for chunk in chunks for module in chunk.modules())  # DDP's own ``buffers`` are others
+        modules = (module for chunk in chunks for module in chunk.modules())  # DDP.buffers is something else
         self._buffers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
         self._sums = {key: value.clone() for key, value in sums_for_the_log().items()}
 
     def rewind(self) -> None:
-        """Set everything back to where it was."""
+        """Restore all state to the beginning of the iteration."""
         for iterator in self._rewindable:
             iterator.rewind()
         random_state.restore(self._random)
@@ -67,10 +67,10 @@ class Replay:
             if key in self._sums:
                 value.copy_(self._sums[key])
             else:
-                value.zero_()  # the first forwards made it
+                value.zero_()  # created by the first forwards
 
     def confirm(self) -> None:
-        """Nothing will be done again."""
+        """Drop the copies, because the forwards need not be repeated."""
         for iterator in self._rewindable:
             iterator.keep_nothing()
         self._buffers.clear()

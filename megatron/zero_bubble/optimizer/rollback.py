@@ -1,4 +1,4 @@
-"""Undoing an optimizer step."""
+"""Undo an optimizer step."""
 
 from __future__ import annotations
 
@@ -15,38 +15,39 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 class Rollback(Protocol):
-    """How the torch optimizers of a rank come back to before their last step."""
+    """Undoes the last step of the torch optimizers of a rank."""
 
     def is_safe(self) -> bool:
-        """Whether the step that comes can be undone."""
+        """Whether the next step can be undone."""
         ...
 
     def keep(self) -> None:
-        """Right before a step: keep what ``undo`` needs."""
+        """Save the state that ``undo`` needs; called right before a step."""
         ...
 
     def forget(self) -> None:
-        """The step was right: keep nothing any more."""
+        """Drop the saved state; called when the step is validated."""
         ...
 
     def undo(self) -> None:
-        """Parameters and states as they were. The options of the groups must be those of the step (``StepOptions``);
-        gradients are not touched.
+        """Restore parameters and states to before the step.
+
+        The options of the parameter groups must be those of the step (``StepOptions``). Gradients are not changed.
         """
         ...
 
     @property
     def num_bytes(self) -> int:
-        """What is kept now."""
+        """Size of the saved state in bytes."""
         ...
 
 
 class SnapshotRollback:
-    """Keeps everything that a step overwrites, on its device, until the step is validated.
+    """Keeps a copy of everything that a step overwrites, on the same device, until the step is validated.
 
-    Exact for every optimizer whose state is in ``state`` and ``param_groups``, whatever its arithmetic: 12 bytes per
-    element for Adam with fp32 states, of those that this rank steps (a distributed optimizer has its part only), beside
-    the activations of the next iteration's first forwards.
+    It is exact for every optimizer with its state in ``state`` and ``param_groups``. Adam with fp32 states needs 12
+    bytes for each element that this rank steps (with a distributed optimizer, only its shard), at the same time as the
+    activations of the next iteration's first forwards.
     """
 
     def __init__(self, optimizers: Optimizers) -> None:
@@ -54,7 +55,7 @@ class SnapshotRollback:
         self._kept: list[tuple[torch.optim.Optimizer, torch.Tensor, torch.Tensor, dict[str, Any] | None]] = []
 
     def is_safe(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def keep(self) -> None:
@@ -95,22 +96,22 @@ class SnapshotRollback:
 
 
 class InverseAdamRollback:
-    """Computes AdamW backwards from the gradients, which are kept anyway: no memory, right to rounding only.
+    """Inverts the AdamW update from the gradients; needs no extra memory and is correct only up to rounding.
 
-    With m' = b1 m + (1 - b1) g and v' = b2 v + (1 - b2) g^2, an old moment comes out as a difference, so it loses the
-    bits by which the new gradient exceeds the history. What is left of a moment below the rounding of that difference
-    is taken for zero: a second moment would come out negative (and a NaN of it). A step whose gradient exceeds the
-    history so far that the rest has few bits is not safe (arXiv 2401.10241, appendix, has the formulas without this).
+    With m' = b1 m + (1 - b1) g and v' = b2 v + (1 - b2) g^2, an old moment is a difference, so it loses the bits by
+    which the new gradient exceeds the history. A result below the rounding error of that difference is set to zero,
+    because a second moment could otherwise become negative (and then NaN). A step is not safe if its gradient exceeds
+    the history so much that few bits remain. (arXiv 2401.10241, appendix, has the formulas without these precautions.)
 
     Raises:
-        UserError: an optimizer that is not torch's AdamW as Megatron makes it.
+        UserError: an optimizer is not torch's AdamW as configured by Megatron.
     """
 
     _LEFT = 2.0**-20
-    """A moment smaller than this part of what is subtracted from is taken for zero (fp32 rounds at 2^-24)."""
+    """A moment below this fraction of the minuend is set to zero (fp32 rounds at 2^-24)."""
 
     _MOST = 2.0**12
-    """How many times a safe step's g^2 may exceed the history: 12 of 24 bits of v are left."""
+    """Maximum ratio of g^2 to the history in a safe step; 12 of 24 bits of v remain."""
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = list(optimizers)
@@ -120,13 +121,13 @@ class InverseAdamRollback:
             ]
             if not isinstance(optimizer, torch.optim.AdamW) or odd:
                 raise UserError(
-                    "--zero-bubble-rollback inverse computes torch's AdamW backwards; this run has "
-                    f"{' '.join([type(optimizer).__name__, *odd])}; use --zero-bubble-rollback exact"
+                    "--zero-bubble-rollback inverse supports only torch's AdamW without amsgrad, maximize and "
+                    f"capturable; got {' '.join([type(optimizer).__name__, *odd])}; use --zero-bubble-rollback exact"
                 )
 
     @torch.no_grad()
     def is_safe(self) -> bool:
-        """Whether enough is left of every second moment that has a history."""
+        """Whether enough bits of every second moment with a history can be recovered after the next step."""
         exceeding = []
         for optimizer, group, parameter in _parameters(self._optimizers):
             state = optimizer.state.get(parameter)
@@ -137,14 +138,14 @@ class InverseAdamRollback:
         return not exceeding or not bool(torch.stack(exceeding).any())
 
     def keep(self) -> None:
-        """Nothing: gradients are zeroed after the validation."""
+        """Do nothing: ``undo`` uses the gradients, which are zeroed only after the validation."""
 
     def forget(self) -> None:
-        """Nothing was kept."""
+        """Do nothing: no state is saved."""
 
     @property
     def num_bytes(self) -> int:
-        """None."""
+        """Always 0: no state is saved."""
         return 0
 
     @torch.no_grad()
@@ -170,7 +171,7 @@ ROLLBACKS: dict[str, type[SnapshotRollback | InverseAdamRollback]] = {
     "exact": SnapshotRollback,
     "inverse": InverseAdamRollback,
 }
-"""By the names of ``--zero-bubble-rollback``."""
+"""The values of ``--zero-bubble-rollback``."""
 
 
 def _parameters(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], torch.Tensor]]:

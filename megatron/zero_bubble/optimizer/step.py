@@ -1,4 +1,4 @@
-"""One step of a post-validated optimizer: what is known of it, how it is taken, what comes of it."""
+"""One step of a post-validated optimizer: its partial and global state, mode and outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.zero_bubble.optimizer.global_state import Reduction
 
 
 class StepMode(enum.Enum):
-    """How a rank did one step; the values are the words of the log."""
+    """How a rank took a step; the values appear in the log."""
 
     AHEAD = "ahead"
     SYNCHRONOUS = "synchronous"
@@ -21,11 +21,11 @@ class StepMode(enum.Enum):
 
 
 class Tally(NamedTuple):
-    """How steps were taken so far.
+    """The number of steps so far by mode.
 
     Attributes:
-        first: by the first rank, in the words of ``StepMode``.
-        waited, repeated: by all ranks together.
+        first: steps of the first rank, by value of ``StepMode``.
+        waited, repeated: steps summed over all ranks.
     """
 
     first: Counter[str]
@@ -35,13 +35,13 @@ class Tally(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """The same on every rank."""
+        """Number of steps, the same on every rank."""
         return self.first.total()
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What ``MegatronOptimizer.step`` returns, and the loss scale after it; final."""
+    """The final results of a step: those of ``MegatronOptimizer.step``, and the loss scale after the step."""
 
     updated: bool
     grad_norm: float | None
@@ -51,12 +51,12 @@ class Outcome:
 
 @dataclass
 class Step:
-    """A step whose global state is on its way.
+    """A step whose global state is still being reduced.
 
     Attributes:
-        how: as decided so far.
-        can_be_wrong: whether it clips or has a loss scale at all.
-        someone_ahead: whether any rank of the pipeline stepped ahead; then the first one did.
+        how: the mode decided so far.
+        can_be_wrong: whether the step can be rejected, because the job clips gradients or has a loss scale.
+        someone_ahead: whether any rank of the pipeline stepped ahead; if so, the first rank did.
     """
 
     found_inf: list[Reduction]
@@ -69,11 +69,12 @@ class Step:
 
 @dataclass
 class PartialState:
-    """What is known when a rank must decide: of its stage and of those before it.
+    """The state on which a rank decides how to step: that of its own stage and of all previous ranks.
 
     Attributes:
-        square: the sum of the squares of all gradients.
-        waits: whether one of these ranks does not step ahead because it could not take the step back.
+        square: sum of the squares of all gradients.
+        found_inf: whether a gradient is infinite.
+        waits: whether one of these ranks waits for the global state, for example because it could not undo the step.
     """
 
     square: float = 0.0
@@ -81,7 +82,7 @@ class PartialState:
     waits: bool = False
 
     def add(self, square: float, found_inf: bool, waits: bool) -> None:
-        """Those of other ranks."""
+        """Add the state of other ranks."""
         self.square += square
         self.found_inf |= found_inf
         self.waits |= waits

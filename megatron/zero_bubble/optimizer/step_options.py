@@ -1,4 +1,4 @@
-"""The options of an optimizer's parameter groups (learning rate, weight decay, ...) around one step."""
+"""The options of an optimizer's parameter groups (learning rate, weight decay, ...) before and after a step."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ _ABSENT = object()
 
 
 class StepOptions:
-    """What a step finds in its parameter groups beside the parameters, and what it leaves there.
+    """Copies of the options in the parameter groups before and after a step.
 
-    A step that is repeated or taken late needs the options of its own time. Those that the job has set since, for
-    example by a learning-rate scheduler that does not wait for the validation, are for the next step and stay.
+    A step that is undone, repeated or delayed needs the options from its original time. Options that the job has set
+    since then, for example with a learning-rate scheduler that does not wait for the validation, apply to the next step
+    and are preserved.
 
     Args:
         optimizers: the torch optimizers of a rank.
@@ -30,16 +31,16 @@ class StepOptions:
         self._after: list[Options] = []
 
     def keep(self) -> None:
-        """The step comes now, or later with the options of now."""
+        """Copy the options for a step that is taken now, or later with these options."""
         self._before = self._after = self._copies()
 
     def stepped(self) -> None:
-        """The step has been taken; some optimizers count it in their groups."""
+        """Copy the options after the step, because some optimizers count steps in their groups."""
         self._after = self._copies()
 
     @contextlib.contextmanager
     def of_step(self) -> Iterator[None]:
-        """Within, the options are those before the step; afterwards, those that the job has changed are back."""
+        """Context with the options from before the step; afterwards, the job's later changes are applied again."""
         changes = [_changes(after, group) for after, group in zip(self._after, self._groups, strict=True)]
         for group, before in zip(self._groups, self._before, strict=True):
             _apply(group, _changes(group, before))
@@ -56,7 +57,7 @@ class StepOptions:
 
 
 def _changes(old: Options, new: Options) -> Options:
-    """What makes ``new`` of ``old``; copies, so that nothing changes them later."""
+    """The options that differ from ``old`` to ``new``, as copies; ``_ABSENT`` marks removed ones."""
     keys = (old.keys() | new.keys()) - {"params"}
     pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in keys}
     return {key: _copy(value) for key, (before, value) in pairs.items() if not _same(before, value)}
@@ -67,7 +68,7 @@ def _apply(group: Options, changes: Options) -> None:
         if value is _ABSENT:
             del group[key]
         elif isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-            group[key].copy_(value)  # optimizers may hold the tensor itself
+            group[key].copy_(value)  # optimizers may have a reference to the tensor
         else:
             group[key] = value
 

@@ -1,6 +1,6 @@
-"""What a job may see of an optimizer whose last step is not validated yet.
+"""Controls access to an optimizer whose last step is not validated yet.
 
-Read for megatron-core 0.13 to 0.20. A name that stands in neither list is refused while a step is pending.
+The lists were checked for megatron-core 0.13 to 0.20. While a step is pending, names that are in neither list raise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANY_TIME = frozenset(
         "grads_states_parallel_group_is_shared",
     }
 )
-"""Neither shows nor changes parameters or states. The loss scale is that after the last validated step."""
+"""Attributes that neither expose nor change parameters or states. The loss scale is that of the last validated step."""
 
 SETTLES_FIRST = frozenset(
     {
@@ -41,16 +41,16 @@ SETTLES_FIRST = frozenset(
         "prepare_model_params_for_param_sync",
     }
 )
-"""What Megatron-LM calls on every rank that has parameters, so that it can make the step final there. ``state_dict`` is
-not among them: for its older formats of checkpoints one rank of several calls it.
+"""Methods that Megatron-LM calls on every rank that has parameters, so that they can make the step final first.
+``state_dict`` is not in the list, because for older checkpoint formats only some ranks call it.
 """
 
 
 class GroupOptions(MutableMapping[str, Any]):
-    """A parameter group for a learning-rate scheduler: all but its parameters, which ``check`` guards.
+    """The options of a parameter group, for a learning-rate scheduler; access to the parameters calls ``check``.
 
     Args:
-        check: raises while the parameters may not be seen.
+        check: raises if the parameters must not be accessed now.
     """
 
     def __init__(self, group: dict[str, Any], check: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ class GroupOptions(MutableMapping[str, Any]):
 
 
 class OptimizerSurface(ABC):
-    """Forwards to an optimizer what is safe; see the lists above."""
+    """Forwards attributes to an optimizer if that is safe; see the lists above."""
 
     def __init__(self, optimizer: MegatronOptimizer) -> None:
         self._optimizer = optimizer
@@ -98,7 +98,7 @@ class OptimizerSurface(ABC):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._optimizer, name)
         if name == "is_stub_optimizer" and value and self.is_pending:
-            self.settle()  # the ranks with parameters settle in what Megatron does not call on a stub
+            self.settle()  # ranks with parameters settle in methods that Megatron does not call on a stub
         if name in ANY_TIME:
             return value
         if not callable(value):
@@ -121,7 +121,7 @@ class OptimizerSurface(ABC):
 
     @property
     def param_groups(self) -> Any:
-        """The optimizer's parameter groups; while a step is pending, their options, for the steps that follow."""
+        """The optimizer's parameter groups; while a step is pending, only their options, for the next steps."""
         groups = self._optimizer.param_groups
         check = functools.partial(self._refuse_while_pending, "param_groups[...]['params']")
         return [GroupOptions(group, check) for group in groups] if self.is_pending else groups
@@ -129,28 +129,28 @@ class OptimizerSurface(ABC):
     def _refuse_while_pending(self, name: str) -> None:
         if self.is_pending:
             raise UserError(
-                f"optimizer.{name} may not be used while a step is pending, because the step may still be undone; "
-                "call settle() of PostValidatedOptimizer on all ranks first"
+                f"optimizer.{name} cannot be used while a step is pending, because the step may still be undone; "
+                "call PostValidatedOptimizer.settle() on all ranks first"
             )
 
 
 def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
-    """Raises UserError for options whose steps cannot be validated later."""
+    """Raise UserError for options that post-validation does not support."""
     for part in parts:
         config = part.config
         if getattr(config, "overlap_param_gather_with_optimizer_step", False):
             raise UserError(
                 "--overlap-param-gather-with-optimizer-step gathers weights that post-validation may undo; "
-                "drop one of the two"
+                "drop one of the two flags"
             )
         threshold = getattr(config, "grad_norm_skip_threshold", math.inf)
         if math.isfinite(threshold):
             raise UserError(
-                f"post-validation does not skip steps by their norm, and grad_norm_skip_threshold is {threshold}; "
-                "drop one of the two"
+                "post-validation does not support steps skipped by their norm; got grad_norm_skip_threshold="
+                f"{threshold}; drop one of the two options"
             )
         if any(getattr(parameter, "grad_norm_group", None) for parameter in part.get_parameters()):
             raise UserError(
-                "post-validation clips all gradients by one norm, and --mtp-detach-heads clips those of multi-token "
-                "prediction by their own; drop one of the two"
+                "post-validation clips all gradients by one norm, but --mtp-detach-heads clips those of multi-token "
+                "prediction by a separate norm; drop one of the two flags"
             )

@@ -1,4 +1,4 @@
-"""From a schedule to what each rank executes: ops with their sends and receives, proved free of deadlock."""
+"""Lower a schedule to the ops of each rank, with sends and receives, and prove them free of deadlock."""
 
 from megatron.zero_bubble.plan.communicate import communicate
 from megatron.zero_bubble.plan.lower import LoweringPass, lower, lower_forward_only

@@ -1,14 +1,14 @@
-"""Values that travel between ranks: where to send, when to post a receive, when a send buffer is free again.
+"""Insert communication: where to send a value, when to post its receive, and when to release its send buffer.
 
 Three rules, each linear in the number of passes:
 
-* A pass that makes a value for another rank is followed by its ``Send``.
-* A ``Recv`` is posted one pass ahead of the pass that needs it, so that the transfer runs under that pass. Messages of
-  a channel arrive in the order they were sent, so what was sent earlier on the channel is posted first, whatever the
+* A pass that produces a value for another rank is followed by a ``Send``.
+* A ``Recv`` is posted one pass ahead of the pass that needs it, so that the transfer overlaps the previous pass.
+  Messages of a channel arrive in the order in which they are sent, so receives are posted in that order, whatever the
   order of use.
-* A send buffer is released where its arrival is already implied by a message that came back (its sender had consumed
-  ours before), so that ``Settle`` does not wait; what never comes back settles at the end, or earlier when
-  ``max_in_flight`` bounds the buffers of a channel (an evaluation sends one way only).
+* A send buffer is released after a message from the other direction that implies its arrival (the sender of that
+  message had already consumed ours), so that ``Settle`` does not wait. Without such a message, a buffer is released at
+  the end, or earlier if ``max_in_flight`` limits the buffers of a channel (an evaluation sends in one direction only).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from megatron.zero_bubble.ir import Effects, Message, Op, Plan, Recv, Send, Sett
 
 
 def communicate(plan: Plan, max_in_flight: int | None = None) -> Plan:
-    """A lowering pass: ``plan`` with the ops that move its values between ranks, where no other op does so already.
+    """A lowering pass: add the ops that move values between ranks, for values that no other op moves.
 
     Args:
-        max_in_flight: at most this many unsettled sends per channel; None where returning messages bound them.
+        max_in_flight: the largest number of unsettled sends per channel; None if returning messages limit it.
     """
     routes = _Routes(plan)
     ops = tuple(tuple(_RankOps(routes, rank, max_in_flight).write()) for rank in range(len(plan.ops)))
@@ -33,7 +33,7 @@ def communicate(plan: Plan, max_in_flight: int | None = None) -> Plan:
 
 @dataclass(slots=True)
 class _Leg:
-    """A message's place in its channel, and how many of the opposite channel's its sender had consumed by then."""
+    """A message, its place in its channel, and how many messages of the opposite channel its sender had consumed."""
 
     message: Message
     place: int
@@ -49,7 +49,7 @@ class _Step(NamedTuple):
 
 
 class _Routes:
-    """Who sends what to whom: every rank's steps, and every channel in the order of its sender."""
+    """The steps of every rank with their messages, and the messages of every channel in the order of its sender."""
 
     def __init__(self, plan: Plan) -> None:
         self.channels: dict[tuple[int, int], list[Message]] = {}
@@ -80,7 +80,7 @@ class _Routes:
 
 
 def _targets(plan: Plan) -> dict[Value, list[int]]:
-    """The ranks that use a value which no op of theirs gives them."""
+    """For every value, the ranks that use it without an op that gives it."""
     targets: dict[Value, list[int]] = {}
     for rank, row in enumerate(plan.effects):
         own = {value for effects in row for value in effects.gives}
@@ -91,14 +91,14 @@ def _targets(plan: Plan) -> dict[Value, list[int]]:
 
 
 def _messages(effects: Effects, source: int, targets: dict[Value, list[int]]) -> Iterator[Message]:
-    """What an op makes for other ranks, once."""
+    """Yield the messages for values that an op gives to other ranks; every value is sent once per target."""
     for value in effects.gives:
         if isinstance(value, Value):
             yield from (Message(value, source, target) for target in targets.pop(value, ()))
 
 
 def _acknowledge(row: list[_Step]) -> None:
-    """Note with every message that a rank sends what it has consumed of the other direction."""
+    """Set ``acknowledged`` of every message that a rank sends: the number of messages consumed from its target."""
     arrived: dict[int, int] = {}
     for step in row:
         for leg in step.inputs:
@@ -109,7 +109,7 @@ def _acknowledge(row: list[_Step]) -> None:
 
 
 class _RankOps:
-    """Writes the ops of one rank; the three rules of this module are its three methods."""
+    """Write the ops of one rank; ``_post``, ``_send`` and the ``_settle`` methods implement the three rules."""
 
     def __init__(self, routes: _Routes, rank: int, max_in_flight: int | None) -> None:
         self._routes = routes
@@ -128,7 +128,9 @@ class _RankOps:
                 yield from self._post(following)
             yield step.op
             for leg in step.outputs:
-                yield from self._send(leg.message)  # another rank waits for it; no rank waits for what settles
+                yield from self._send(
+                    leg.message
+                )  # sent before settling: other ranks wait for a send, but not for a settle
             if step.inputs:
                 yield from self._settle_acknowledged(step)
         for channel, count in self._sent.items():

@@ -1,4 +1,4 @@
-"""From a schedule to a plan, by a list of passes over plans."""
+"""Lower a schedule to a plan by a list of lowering passes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -
 
     Args:
         schedule: any schedule that ``analysis.validate`` accepts.
-        passes: each adds its ops to the plan of the one before.
+        passes: lowering passes; each adds ops to the plan of the previous one.
 
     Raises:
-        PlanError: when an op lacks what it needs, leaves something behind, or the ranks would wait for each other; with
-            each rank's position.
+        PlanError: when an op lacks an input, a resource is never released, or the ranks would wait for each other; the
+            message shows the position of each rank.
     """
     plan = Plan.bare(schedule)
     for lowering_pass in passes:
@@ -32,8 +32,8 @@ def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -
 
 
 def lower_forward_only(schedule: Schedule) -> Plan:
-    """The plan of an evaluation, which may send one way only: nothing comes back to tell when a buffer is free, so a
-    channel gets as few of them as the proof allows.
+    """Lower the schedule of an evaluation. It may send in one direction only, so no returning message shows that a
+    buffer is free; each channel gets as few buffers as the proof allows.
     """
     forwards = schedule.forward_only()
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):

@@ -1,10 +1,10 @@
-"""Where an iteration learns whether the optimizer step before it was right, and how it stops when it was not.
+"""Insert the point at which an iteration validates the previous optimizer step, and the ops to stop there.
 
 With post-validation (arXiv 2401.10241, section 4) the first forwards of an iteration run on weights that may have to be
-taken back. ``Validate`` stands before the first pass that could not be done again: no gradient may be accumulated over
-those that a repeated step needs. When the step was wrong, every rank stops at its ``Validate``. So these positions must
-be a consistent cut: no pass before one needs a pass behind another. Messages that cross the cut, sent and not expected
-or expected and not sent, are exchanged for nothing by the ``drain``.
+rolled back. ``Validate`` precedes the first pass that cannot be repeated, because gradients must not be accumulated
+over those that a repeated step needs. If validation rejects the step, every rank stops at its ``Validate``. These
+positions must therefore be a consistent cut: no pass before one of them needs a pass after another. The ``drain``
+completes and discards the messages that cross the cut, whether sent and not expected or expected and not sent.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Settle, Valid
 
 
 def with_validation(plan: Plan) -> Plan:
-    """A lowering pass: ``plan`` with a ``Validate`` on every rank, as late as it may be, and with its ``drain``."""
+    """A lowering pass: add a ``Validate`` on every rank, at the latest valid position, and the ``drain``."""
     positions = validation_positions(plan)
     drain = _drain([ops[:position] for ops, position in zip(plan.ops, positions, strict=True)])
     rows = zip(plan.ops, positions, strict=True)
@@ -24,7 +24,7 @@ def with_validation(plan: Plan) -> Plan:
 
 
 def _drain(begun: list[tuple[Op, ...]]) -> tuple[tuple[Op, ...], ...]:
-    """What each rank has to post, then to wait for, when all have stopped after ``begun``."""
+    """The ops by which each rank posts, then settles, the remaining messages after all ranks stop after ``begun``."""
     sent, expected, settled = ([_messages(ops, kind) for ops in begun] for kind in (Send, Recv, Settle))
     missing_sends = [[m for row in expected for m in row if m.source == r and m not in sent[r]] for r in _ranks(begun)]
     missing_recvs = [[m for row in sent for m in row if m.target == r and m not in expected[r]] for r in _ranks(begun)]
@@ -43,5 +43,5 @@ def _ranks(begun: list[tuple[Op, ...]]) -> range:
 
 
 def _messages(ops: tuple[Op, ...], kind: type[Send | Recv | Settle]) -> dict[Message, None]:
-    """In their order; a dict to look up in."""
+    """The messages of all ops of class ``kind``, in order, as a dict for fast look-up."""
     return {op.message: None for op in ops if isinstance(op, kind)}

@@ -1,13 +1,13 @@
-"""The proof that a plan cannot deadlock, and that every op finds what it needs and leaves nothing behind.
+"""Prove that a plan cannot deadlock, that every op has its inputs, and that every resource is released.
 
-Every op either never waits, or waits for tokens that other ranks make true and that stay true. Such a system is
-deterministic: if one order of execution reaches the end, every order does, at any speed. So one run of the ranks
-against each other, each going as far as it can, is a proof; a run that stops short shows the deadlock. Which values are
-on a rank depends on the order of its own ops alone, and is checked without running anything.
+An op either never waits, or waits for tokens that other ranks make true and that stay true. A system of such ops is
+deterministic: if one order of execution reaches the end, every order does, at any speed. One run in which each rank
+advances as far as it can is therefore a proof, and a run that stops early shows the deadlock. The values on a rank
+depend only on the order of its own ops, and are checked without a run.
 
-``prove_single_queue`` proves it under the stricter rule of one hardware queue per device, which Megatron asks for
-(CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one of its channel holds back all that the rank
-issues after.
+``prove_single_queue`` proves a plan under the stricter rule of one hardware queue per device, which Megatron requires
+(CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one on its channel blocks everything that the
+rank issues afterwards.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from megatron.zero_bubble.ir.ops import STEPPED
 
 
 def prove(plan: Plan, single_queue: bool = False) -> None:
-    """Run ``plan`` without time until every rank is through; then, if it validates, from the start until every rank has
-    stopped and drained.
+    """Run ``plan`` without time to its end. If it validates, also run it until every rank has stopped and drained.
 
     Raises:
-        PlanError: a pass without its inputs, a send and a receive that do not match, a buffer never released, with the
-            place on the rank; or ranks that wait for each other, with the op of each rank marked.
+        PlanError: for a pass without its inputs, a send without a matching receive, or a buffer that is never released;
+            the message shows the position on the rank. Also for ranks that wait for each other; the message marks the
+            op of each rank.
     """
     _prove_run(plan, single_queue)
     if plan.drain:
@@ -37,16 +37,16 @@ def prove(plan: Plan, single_queue: bool = False) -> None:
 
 
 def prove_single_queue(plan: Plan) -> None:
-    """The proof for a GPU with the one hardware queue that Megatron asks for.
+    """Prove a plan for GPUs with the single hardware queue that Megatron requires.
 
     Raises:
-        PlanError: the ranks would block each other; with what to do about it.
+        PlanError: when the ranks would block each other; the message states the remedy.
     """
     try:
         prove(plan, single_queue=True)
     except PlanError as error:
         raise PlanError(
-            f"schedule {plan.schedule.name!r} needs several hardware queues a GPU, CUDA_DEVICE_MAX_CONNECTIONS is 1; "
+            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; CUDA_DEVICE_MAX_CONNECTIONS is 1; "
             f"set it to 8, or choose another schedule. {error}"
         ) from error
 
@@ -65,14 +65,14 @@ def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> None:
     if single_queue:
         rows = _in_one_queue(plan, rows)
     try:
-        for _ in advance(rows, (STEPPED,)):  # the iteration before has ended by itself
+        for _ in advance(rows, (STEPPED,)):  # the previous iteration has ended
             pass
     except Blocked as blocked:
         raise _error(plan, "the ranks wait for each other", dict(enumerate(blocked.positions))) from None
 
 
 def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
-    """Every transfer also waits until the other rank has come to the transfer before it on the same channel."""
+    """Make every transfer also wait until the other rank has issued the previous transfer on the same channel."""
     last: dict[tuple[type[Op], tuple[int, int]], Message] = {}
 
     def held_back(step: Step) -> Step:
@@ -89,7 +89,7 @@ def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
 
 
 def _error(plan: Plan, what: str, positions: Mapping[int, int], bad: int | None = None) -> PlanError:
-    """``positions`` are how far the ranks came, those that matter."""
+    """Make the error; ``positions`` are the positions that the relevant ranks reached, ``bad`` is the rank to mark."""
     lines = [f"plan for {plan.schedule.name!r} refused: {what}."]
     for rank, position in positions.items():
         ops = plan.ops[rank]

@@ -1,1 +1,1 @@
-"""From costs and limits to plans: the library of the command line and of the playground."""
+"""Planning from costs and limits: the library behind the command line and the playground."""

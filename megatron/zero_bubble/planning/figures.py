@@ -1,4 +1,4 @@
-"""What a pipeline costs, and what a memory limit means with it."""
+"""Costs of a pipeline, and the conversion of memory limits to their unit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 @dataclass(frozen=True)
 class Figures:
-    """What a pipeline costs: ``on(placement)`` are its figures cut into the stages of any placement on its ranks.
+    """Costs of a pipeline; ``on(placement)`` returns them per stage for any placement on its ranks.
 
-    ``memory_given`` says that its memory is somebody's figure, not just counted in microbatches. ``message_bytes`` goes
-    between two stages, ``most_layers`` are on one rank, and ``weight_bytes`` are every rank's weights, gradients and
-    optimizer state on a placement; None where nobody knows. ``notes`` tell what was assumed.
+    Attributes:
+        on: the pass costs and pass memory for the stages of a placement.
+        memory_given: whether the user gave memory figures; otherwise memory is counted in microbatches.
+        message_bytes: size of a message between two stages; None if unknown.
+        most_layers: the largest number of layers on one rank; None if unknown.
+        weight_bytes: bytes of weights, gradients and optimizer state per rank on a placement; None if unknown.
+        notes: the assumptions made, as sentences.
     """
 
     num_ranks: int
@@ -34,32 +38,32 @@ class Figures:
 
     @property
     def microbatch(self) -> float:
-        """What one microbatch keeps on the fullest rank at one stage a rank: M_B, in the unit of memory."""
+        """Activation of one microbatch on the fullest rank with one stage per rank: M_B, in the unit of memory."""
         return max(self.on(Placement.linear(self.num_ranks))[1].activation)
 
     @property
     def in_bytes(self) -> bool:
-        """Whether memory is in bytes: given, and not in some small unit such as microbatches."""
+        """Whether memory is in bytes: figures are given, and not in a coarse unit such as microbatches."""
         return self.memory_given and self.microbatch >= 2**10
 
     def limit(self, text: str) -> float:
-        """``1p``, ``0.5p`` or ``60GiB`` in the unit of memory; p stands for the number of ranks times M_B.
+        """Convert ``1p``, ``0.5p`` or ``60GiB`` to the unit of memory; p means the number of ranks times M_B.
 
         Raises:
-            UserError: for another form, or bytes where memory is not in bytes.
+            UserError: for any other form, or for bytes when memory is not in bytes.
         """
         amount, unit = parse_memory_limit(text)
         if unit == "p":
             return amount * self.num_ranks * self.microbatch
         if not self.in_bytes:
             raise UserError(
-                f"a memory limit of {text} needs memory in bytes: give --activation-memory, a costs file with "
-                "activation and wgrad, or --config; or write the limit in microbatches, 1p"
+                f"a memory limit of {text} needs activation memory in bytes; give --activation-memory, a costs file "
+                "with activation and wgrad, or --config; or give the limit in microbatches, such as 1p"
             )
         return amount * _BYTES[unit]
 
     def show(self, amount: float) -> str:
-        """An amount of memory for people."""
+        """Format an amount of memory."""
         microbatches = f"{amount / self.microbatch:.4g} microbatches"
         return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
 
@@ -70,17 +74,17 @@ def measured(
     num_microbatches: int,
     memory: Callable[[Placement], PassMemory] | None = None,
 ) -> Figures:
-    """The figures of a costs file.
+    """Make the figures of a costs file.
 
     Args:
-        memory: of a microbatch, in place of the file's; without either it is counted in microbatches.
+        memory: memory of a microbatch, which overrides the file's; without either, memory is counted in microbatches.
 
     Raises:
-        UserError: figures for another number of ranks.
+        UserError: when the figures are for another number of ranks.
     """
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        # A file's halves of ranks cannot be cut into thirds; its whole ranks can be cut into anything.
+        # Figures for half ranks cannot be divided into thirds; figures for whole ranks can be divided into any number.
         read_as = placement if placement.num_stages <= 2 * num_ranks else Placement.linear(num_ranks)
         costs, kept = file.on(read_as)
         if memory is not None:
@@ -94,5 +98,5 @@ def measured(
 
 
 def beyond_floats(error: OverflowError) -> str:
-    """What to tell about figures whose products or quotients are no numbers any more."""
-    return f"some number is too large or small to plan with: {error}; choose ones nearer to 1"
+    """Return the error message for figures whose products or quotients overflow."""
+    return f"some figures are too large or too small to plan with: {error}; give figures nearer to 1"

@@ -1,4 +1,4 @@
-"""Plans: schedules on the clock, with the figures and the limit that they were made for."""
+"""Make plans: simulated schedules, with the figures and the memory limit that they were made for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A schedule on the clock, the figures that it was planned with, and how good it is where a limit was given."""
+    """A simulated schedule, the figures that it was planned with, and its certificate if there was a memory limit."""
 
     timeline: Timeline
     costs: Figures
@@ -26,38 +26,38 @@ class PlannedSchedule:
 
 
 def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Metric) -> Schedule:
-    """What ``zb_auto`` finds; for a V, or for the better of both placements, from the figures of every half rank."""
+    """Search with ``zb_auto``; for a V, or for the better of both placements, it gets one figure per half rank."""
     finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
     sizes = costs.num_ranks, costs.num_microbatches
     return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
 
 
 def bound(costs: Figures, placement: Placement, limit: float, objective: Metric) -> Bound:
-    """The lower bound on one placement."""
+    """Return the lower bound for one placement."""
     return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective)
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:
-    """A schedule that was made for equal passes, made anew for these costs (``fit``). Other schedules as they are."""
+    """Refit a schedule for equal passes to these costs (``fit``). Other schedules are returned unchanged."""
     if schedule.name not in ADAPTING:
         return schedule
     return fit(schedule, *costs.on(schedule.placement), objective=objective)
 
 
 def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:
-    """Whether the limit is kept, and the sentence that says so."""
+    """Return whether the schedule is within the memory limit, and a sentence that states it."""
     peak = peak_memory(timeline, costs)
     kept = peak <= certificate.memory_limit * (1 + 1e-9)
-    verdict = "kept" if kept else f"EXCEEDED by {timeline.schedule.name}"
+    verdict = "met" if kept else f"EXCEEDED by {timeline.schedule.name}"
     limit = costs.show(certificate.memory_limit)
-    return kept, f"memory limit {limit}: {verdict}, at most {costs.show(peak)} on a rank"
+    return kept, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
 
 
 def peak_memory(timeline: Timeline, costs: Figures) -> float:
-    """The most that any rank keeps, in the unit of memory."""
+    """Return the peak activation memory over all ranks, in the unit of memory."""
     return max(rank_memory(timeline, costs))
 
 
 def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
-    """The most that every rank keeps, in the unit of memory."""
+    """Return the peak activation memory of each rank, in the unit of memory."""
     return most_kept(timeline, costs.on(timeline.schedule.placement)[1])

@@ -1,7 +1,8 @@
-"""Planning in a process of its own: ``python -m megatron.zero_bubble.planning.worker`` reads a request as JSON from its
-standard input and writes the plan, as ``zero-bubble plan --format json`` does, to its standard output.
+"""Planning in a separate process.
 
-The process runs at the lowest priority. What is wrong with a request is one sentence on stderr, with exit code 2.
+``python -m megatron.zero_bubble.planning.worker`` reads a request as JSON from its standard input and writes the plan,
+in the form of ``zero-bubble plan --format json``, to its standard output. The process runs at the lowest priority. For
+an invalid request it prints one sentence on stderr and exits with code 2.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _KEYS: dict[str, tuple[str, Callable[[object], bool]]] = {
 
 @dataclass(frozen=True)
 class Request:
-    """What to plan for, as ``zero-bubble plan --schedule zb-auto`` takes it.
+    """A request for a plan; the fields correspond to the flags of ``zero-bubble plan --schedule zb-auto``.
 
     Attributes:
         costs: the text of a costs file.
@@ -59,7 +60,7 @@ class Request:
     objective: Metric
 
     def to_json(self) -> str:
-        """``from_json`` reads it back unchanged."""
+        """Write the request as JSON; ``from_json`` reads it back unchanged."""
         return json.dumps({key: getattr(self, key) for key in _KEYS})
 
     @classmethod
@@ -67,17 +68,17 @@ class Request:
         """Read a request.
 
         Raises:
-            UserError: a key is missing, or its value is none of those it takes.
+            UserError: when a key is missing or has an invalid value.
         """
         content = json_object(text)
         return cls(**{key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()})
 
 
 def plan(request: Request) -> Timeline:
-    """The shortest schedule found, on the clock.
+    """Search for the shortest schedule and simulate it.
 
     Raises:
-        UserError: wrong costs, or a memory limit that admits no schedule.
+        UserError: for invalid costs, or a memory limit that admits no schedule.
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
     limit = figures.limit(request.memory_limit)
@@ -86,7 +87,7 @@ def plan(request: Request) -> Timeline:
 
 
 def main() -> int:
-    """Answer the request on standard input; returns the exit code."""
+    """Answer the request on standard input and return the exit code."""
     os.nice(_LOWEST_PRIORITY)
     try:
         answer = plan_to_json(plan(Request.from_json(sys.stdin.read())))

@@ -1,7 +1,7 @@
-"""Where the passes run: ``cuda`` (NCCL) or ``cpu`` (gloo ranks with no GPU).
+"""Platforms on which passes run: ``cuda`` (NCCL) or ``cpu`` (gloo ranks without a GPU).
 
-Everything above this layer talks to a :class:`Platform`; the name ``torch.cuda`` appears only below it. The CPU
-platform also makes megatron-core itself run without a GPU (:mod:`megatron.zero_bubble.platforms.cpu`).
+All higher layers use a :class:`Platform`; only this layer uses ``torch.cuda``. The CPU platform also makes
+megatron-core itself run without a GPU (:mod:`megatron.zero_bubble.platforms.cpu`).
 """
 
 from __future__ import annotations
@@ -17,60 +17,60 @@ NAMES = ("cpu", "cuda", "auto")
 
 
 class Platform(Protocol):
-    """What training, the runtime and the measurements need of a device.
+    """The device functions that training, the runtime and the measurements need.
 
     Attributes:
         name: ``"cpu"`` or ``"cuda"``.
-        backend: the ``torch.distributed`` backend that moves this platform's tensors, ``"gloo"`` or ``"nccl"``.
+        backend: the ``torch.distributed`` backend for this platform's tensors, ``"gloo"`` or ``"nccl"``.
     """
 
     name: str
     backend: str
 
     def setup(self, local_rank: int) -> torch.device:
-        """Make the process ready for this platform, before megatron.core is imported, and return its device."""
+        """Prepare the process for this platform and return its device; call this before importing megatron.core."""
 
     def device(self, local_rank: int) -> torch.device:
-        """The device of the ``local_rank``-th process of this machine."""
+        """The device of the process with this local rank."""
 
     def current_device(self) -> torch.device:
-        """The device that this process computes on by default."""
+        """The default device of this process."""
 
     def device_count(self) -> int:
-        """How many devices this machine offers; 1 on the CPU platform, which all ranks share."""
+        """Number of devices of this machine; 1 on the CPU platform, where all ranks share the CPU."""
 
     def describe(self) -> str:
-        """One phrase for the line printed at start-up."""
+        """A phrase for the line printed at start-up."""
 
     def synchronize(self) -> None:
-        """Wait until the device has finished everything given to it."""
+        """Wait until the device has finished all queued work."""
 
     def mark(self) -> Any:
-        """A point in the device's time, recorded now; two of them go to :meth:`elapsed_ms`."""
+        """Record a point in device time, for :meth:`elapsed_ms`."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
-        """Milliseconds of device time from one mark to a later one. Waits for ``end`` if it is not reached yet."""
+        """Milliseconds of device time between two marks. Waits for ``end`` if it is not reached yet."""
 
     def reset_peak_memory(self) -> None:
-        """Start a new measurement of :meth:`peak_memory_bytes`, where the platform can."""
+        """Reset :meth:`peak_memory_bytes`, if the platform supports it."""
 
     def peak_memory_bytes(self) -> int:
-        """The most memory in use at once: allocated by torch on a GPU, resident in the process on the CPU."""
+        """Peak memory: allocated by torch on a GPU, resident size of the process on the CPU."""
 
     def side_stream(self) -> SideStream:
-        """For work of the current device that the passes need not wait for."""
+        """A stream on the current device for work that runs concurrently with the passes."""
 
 
 def select(name: str) -> Platform:
-    """The platform called ``name``; nothing is set up yet.
+    """The platform named ``name``, not set up yet.
 
-    ``"auto"`` is ``cuda`` where this process sees a GPU and ``cpu`` elsewhere, and where the CPU platform is in force.
+    ``"auto"`` selects ``cuda`` if torch can use a GPU and the CPU platform is not installed, otherwise ``cpu``.
 
     Raises:
-        UserError: for an unknown name, or ``"cuda"`` on a machine where torch sees no GPU.
+        UserError: an unknown name, or ``"cuda"`` if torch can use no GPU.
     """
     if name not in NAMES:
-        raise UserError(f"the device must be one of {', '.join(NAMES)}, got {name!r}; choose one of them")
+        raise UserError(f"the device must be one of {', '.join(NAMES)}; got {name!r}; choose one of them")
     from megatron.zero_bubble.platforms.cpu import CpuPlatform, installed
     from megatron.zero_bubble.platforms.cuda import CudaPlatform
 
@@ -80,6 +80,6 @@ def select(name: str) -> Platform:
     if not cuda.available():
         raise UserError(
             "the cuda device needs a GPU that torch can use, and this process sees none; "
-            "use cpu or auto, or check the driver, CUDA_VISIBLE_DEVICES and that torch is a CUDA build"
+            "use cpu or auto, or check the driver, CUDA_VISIBLE_DEVICES and whether torch is a CUDA build"
         )
     return cuda

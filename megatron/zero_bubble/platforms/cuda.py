@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
+import torch.distributed as dist
 
 
 class CudaSideStream:
-    """A ``SideStream`` on a stream of the lowest priority, which is also that of the passes."""
+    """A ``SideStream`` on a CUDA stream with the lowest priority, which the passes have too."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=0)
@@ -29,7 +30,7 @@ class CudaSideStream:
 
 
 class CudaPlatform:
-    """GPUs. Marks are CUDA events on the current stream, so timing costs no synchronisation."""
+    """The CUDA platform. Marks are CUDA events on the current stream, so timing needs no synchronization."""
 
     name = "cuda"
     backend = "nccl"
@@ -44,7 +45,7 @@ class CudaPlatform:
         return device
 
     def device(self, local_rank: int) -> torch.device:
-        # More ranks than GPUs share them in turn; who wants NCCL is refused earlier (training.checks).
+        # If there are more ranks than GPUs, ranks share them; training.checks has rejected NCCL in this case.
         return torch.device("cuda", local_rank % self.device_count())
 
     def current_device(self) -> torch.device:
@@ -55,6 +56,16 @@ class CudaPlatform:
 
     def describe(self) -> str:
         return f"cuda ({self.device_count()} x {torch.cuda.get_device_name()})"
+
+    def versions(self) -> Iterator[tuple[str, str]]:
+        """What a bug report says of CUDA: pairs of name and text, also on a machine without a GPU."""
+        yield "CUDA", torch.version.cuda or "torch was built without CUDA"
+        if self.available():
+            nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not available"
+            yield "NCCL", nccl
+            for index in range(self.device_count()):
+                gpu = torch.cuda.get_device_properties(index)
+                yield f"GPU {index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Where the stages of a rank compute."""
+"""The device on which the stages of a rank run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.zero_bubble.platforms import select
 
 
 def device_of(chunks: Sequence[torch.nn.Module]) -> torch.device:
-    """The device of the rank's parameters; without any (a stage may have none), the platform's current device."""
+    """The device of the rank's parameters, or the platform's current device if the chunks have no parameters."""
     parameters = (parameter for chunk in chunks for parameter in chunk.parameters())
     first = next(parameters, None)
     return select("auto").current_device() if first is None else first.device

@@ -1,4 +1,4 @@
-"""Run work concurrently with the passes on a side stream, or inline where there are no streams."""
+"""Runs work concurrently with the passes on a side stream, or inline on devices without streams."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch
 
 
 class SideStream(Protocol):
-    """Runs work in the order it is given, concurrently with what the caller does next."""
+    """Runs work items in order, concurrently with the caller's later work."""
 
     def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
-        """Begin once all that was queued before is done; ``uses`` are the tensors that nothing else keeps for it."""
+        """Run ``work`` after everything queued so far; the stream keeps the memory of ``uses`` until it is done."""
 
     def join(self) -> None:
-        """Order what the caller queues after this behind all work; the host does not wait."""
+        """Make the caller's later work wait for all work items; the host does not wait."""
 
 
 class Inline:
-    """Runs work when it is given."""
+    """Runs work at once, in the caller."""
 
     def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
         work()

@@ -1,1 +1,1 @@
-"""Timelines as pictures: text for terminals and docstrings, SVG for files."""
+"""Draw timelines as text, SVG, an HTML page or Perfetto events."""

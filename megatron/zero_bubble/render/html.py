@@ -1,6 +1,6 @@
-"""A recorded iteration as one self-contained page: planned above measured, why they differ, what every rank keeps.
+"""Draw a recorded iteration as a self-contained page: plan, measured timeline, causes of the difference, and memory.
 
-Nothing is fetched: style and script (``page/``) are in the page, and so are the times, as JSON.
+The page loads nothing: it contains style and script (``page/``), and the times as JSON.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _PAGE = """<!doctype html>
 <div class="legend">{legend}</div>
 <canvas id="timeline"></canvas>
 <div id="tip" hidden></div>
-<p class="soft">The wheel zooms, dragging moves, a double click shows everything. Point at a pass to see what it waited
-for.</p>
-<h2>Where the difference comes from, along the critical chain</h2>
+<p class="soft">Use the wheel to zoom, drag to move, and double-click to show everything. Point at a pass to see what it
+waited for.</p>
+<h2>Causes of the difference, along the critical chain</h2>
 {chain}
 <h2>By rank, in ms</h2>
 {ranks}
@@ -43,11 +43,11 @@ for.</p>
 """
 _SHADE = "rgb(0 0 0 / 38%)"
 _LARGEST = 10
-"""So many passes of the critical chain are listed, those that differ most."""
+"""Number of passes of the critical chain to list, those with the largest differences."""
 
 
 def render_html(compared: Comparison) -> str:
-    """The page."""
+    """Build the page."""
     schedule, difference = compared.measured.timeline.schedule, compared.difference
     title = f"{schedule.name}, iteration {compared.iteration}"
     files = resources.files("megatron.zero_bubble.render") / "page"
@@ -81,7 +81,7 @@ def _legend(compared: Comparison) -> str:
     entries += [
         ("var(--idle)", "idle as planned"),
         ("var(--late)", "input late"),
-        ("var(--host)", "host gap: input there, nothing runs"),
+        ("var(--host)", "host gap: input present, nothing runs"),
         (f"linear-gradient({_SHADE}, {_SHADE}), {COLOURS[Kind.F]}", "slow: longer than planned"),
     ]
     return "".join(f'<span><i style="background:{colour}"></i>{escape(words)}</span>' for colour, words in entries)
@@ -112,7 +112,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         }
         most = max(amount for curve in curves["planned"] for _, amount in curve)
         data["kept"] = {**curves, "most": most}
-        data["titles"]["kept"] = f"kept by microbatches, each rank up to {in_bytes(most)}; dashed: as planned"
+        data["titles"]["kept"] = f"memory of microbatches, each rank up to {in_bytes(most)}; dashed: as planned"
     return data
 
 
@@ -154,8 +154,8 @@ def _chain(difference: Difference) -> str:
     parts = (
         ("slow passes", difference.slow_ms, "passes of the chain that took longer than planned"),
         ("transfers", difference.transfer_ms, "outputs that took longer to arrive than planned"),
-        ("host gaps", difference.host_ms, "input there, nothing running"),
-        ("slack used", difference.slack_ms, "idle time in the plan of this chain, in which delays were hidden"),
+        ("host gaps", difference.host_ms, "time in which the input was present but nothing ran"),
+        ("slack used", difference.slack_ms, "idle time in the plan of this chain that absorbed delays"),
     )
     rows = [
         f"<tr><td>{name}</td><td>{_signed(value)}</td><td class=words>{why}</td></tr>" for name, value, why in parts
@@ -180,7 +180,7 @@ def _largest(difference: Difference) -> str:
     )
     head = "<tr><th>pass</th><th>rank</th><th class=words>after</th><th>slow</th><th>transfer</th><th>host</th>"
     return (
-        f"<p class=soft>The {_LARGEST} passes of the chain that differ most, in ms:</p>"
+        f"<p class=soft>The {_LARGEST} passes of the chain with the largest differences, in ms:</p>"
         f"<div class=scroll><table>{head}<th>slack</th></tr>{rows}</table></div>"
     )
 
@@ -197,8 +197,8 @@ def _ranks(compared: Comparison) -> str:
         cells = [str(rank), *(f"{value:,.2f}" for value in idle), *map(_signed, differences)]
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
     return (
-        "<p class=soft>Idle time is counted from the first start to the last end of all ranks. Its difference is what "
-        "late inputs and host gaps add, and the end, when only others run.</p>"
+        "<p class=soft>Idle time is counted from the first start to the last end over all ranks. Its difference is the "
+        "sum of late inputs, host gaps and the end, in which only other ranks run.</p>"
         f"<div class=scroll><table>{head}{''.join(rows)}</table></div>"
     )
 

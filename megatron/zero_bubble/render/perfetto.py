@@ -1,9 +1,9 @@
-"""A recorded iteration for https://ui.perfetto.dev and chrome://tracing: the JSON of the Trace Event Format.
+"""Write a recorded iteration for https://ui.perfetto.dev and chrome://tracing, as JSON in the Trace Event Format.
 
-A rank is a process with a thread for its passes, one for its sends, one for when it was ready to receive, one for what
-it waited to receive, one for its other waits and one per lane of other ops; the plan of a rank is a process above it.
-An arrow leads from every send to the end of its receive, and a counter has what the rank keeps. The format is
-documented by its authors ("Trace Event Format", 2016); Perfetto reads the event kinds X, i, C, M and the flows s and f.
+Each rank is a process with threads for its passes, its sends, its posted receives, its waits to receive, its other
+waits, and every lane of other ops; the plan of a rank is a process above it. An arrow leads from every send to the end
+of its receive, and a counter shows the memory of the rank. The format is documented by its authors ("Trace Event
+Format", 2016); Perfetto reads the event kinds X, i, C, M and the flows s and f.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ Event = dict[str, Any]
 
 
 def render_perfetto(compared: Comparison) -> str:
-    """The JSON text, an event a line; times are in us, and the first passes of plan and iteration start together."""
+    """Write the JSON text, one event per line. Times are in us; plan and iteration start at the same time."""
     schedule = compared.measured.timeline.schedule
     sides = {True: compared.planned, False: compared.measured.timeline}
     lanes = sorted({span.lane for timeline in sides.values() for row in timeline.lanes for span in row})
     events = [*_names(schedule.num_ranks, lanes), *_measured(compared), *_planned(compared), *_memory(compared)]
     for planned, timeline in sides.items():
         events += _on_lanes(timeline, planned, lanes)
-    # A rank expects its first input before the first pass of all starts, and no time may be below 0.
+    # A rank posts its first receive before the first pass of any rank starts, and times must not be negative.
     first = min(event.get("ts", 0.0) for event in events)
     for event in events:
         if "ts" in event:
             event["ts"] = round(event["ts"] - first, 3)
     events.sort(key=lambda event: (event["ph"] != "M", event.get("ts", 0.0)))
     lines = ",\n".join(json.dumps(event) for event in events)
-    # No displayTimeUnit: some versions of Perfetto take it for the unit of the times.
+    # displayTimeUnit is left out: some versions of Perfetto interpret it as the unit of the times.
     return f'{{"traceEvents": [\n{lines}\n]}}\n'
 
 
 def _pid(rank: int, planned: bool = False) -> int:
-    """Apart enough for thread numbers of their own: to Perfetto they are the system's, whatever the process."""
+    """Return a process number; numbers are spaced for thread numbers, which Perfetto requires to be globally unique."""
     return 100 * (2 * rank + (1 if planned else 2))
 
 
@@ -64,7 +64,7 @@ def _names(num_ranks: int, lanes: Sequence[str]) -> Iterator[Event]:
 
 
 def _thread(lanes: Sequence[str], lane: str) -> int:
-    """Lanes come after the threads that every rank has."""
+    """Return the thread number of a lane, after the threads that every rank has."""
     return WAITS + 1 + lanes.index(lane)
 
 
@@ -99,11 +99,11 @@ def _measured(compared: Comparison) -> Iterator[Event]:
                 yield _flow("s", ids[producer, target], pid, SENDS, _us(start_ms))
         for producer, source, posted_ms, awaited_ms, arrived_ms in row.receives:
             yield _slice(pid, RECEIVES, f"{producer} from rank {source}", awaited_ms, arrived_ms)
-            # On a thread of their own: Perfetto would hang the arrow on the instant.
+            # Instants are on a separate thread, because Perfetto would attach the arrow to the instant.
             expects = {"ph": "i", "s": "t", "pid": pid, "tid": pid + POSTS, "name": f"expects {producer}"}
             yield expects | {"ts": _us(posted_ms)}
             if (producer, rank) in ids:
-                # On a slice of 1 ns: Perfetto has arrows lead from the slice that starts first to the other.
+                # The arrow ends on a 1 ns slice, because Perfetto draws arrows from the slice that starts first.
                 last = max(_us(awaited_ms), round(_us(arrived_ms) - 0.001, 3))
                 yield _slice_us(pid, RECEIVES, f"{producer} arrives", last, last)
                 yield _flow("f", ids[producer, rank], pid, RECEIVES, last)
@@ -136,7 +136,7 @@ def _memory(compared: Comparison) -> Iterator[Event]:
                 yield {
                     "ph": "C",
                     "pid": _pid(rank, planned),
-                    "name": "kept by microbatches",
+                    "name": "memory of microbatches",
                     "ts": _us(at_ms),
                     "args": {"bytes": round(amount)},
                 }
@@ -151,17 +151,17 @@ def _slice(pid: int, tid: int, name: str, start_ms: float, end_ms: float, args: 
 
 
 def _slice_us(pid: int, tid: int, name: str, start: float, end: float) -> Event:
-    """At least 1 ns long: a flow needs a slice that is open at its time."""
+    """Make a slice of at least 1 ns: a flow needs a slice that is open at its time."""
     event: Event = {"ph": "X", "pid": pid, "tid": pid + tid, "name": name, "ts": start}
     return event | {"dur": max(0.001, round(end - start, 3))}
 
 
 def _flow(phase: str, number: int, pid: int, tid: int, ts: float) -> Event:
-    """One end of an arrow; it hangs on the slice that is open at ``ts``."""
+    """Make one end of an arrow, attached to the slice that is open at ``ts``."""
     event = {"ph": phase, "id": number, "pid": pid, "tid": pid + tid, "name": "message", "cat": "message", "ts": ts}
     return event | ({"bp": "e"} if phase == "f" else {})
 
 
 def _us(ms: float) -> float:
-    """To the nanosecond, which is as fine as Perfetto counts."""
+    """Convert to us, rounded to a nanosecond, which is Perfetto's resolution."""
     return round(ms * 1e3, 3)

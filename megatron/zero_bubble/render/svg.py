@@ -1,7 +1,7 @@
-"""A timeline as a self-contained SVG: a row a rank, time in ms to the right, grey is idle.
+"""Draw timelines as a self-contained SVG: one row per rank, time in ms to the right, idle time in grey.
 
 Several timelines are drawn above each other on one time scale, for example the planned above the measured one. All
-passes of one kind on a rank are one path, which keeps a plan of 32 ranks and 256 microbatches below a megabyte.
+passes of one kind on a rank are one path, so that a plan of 32 ranks and 256 microbatches takes less than a megabyte.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ _STYLE = (
 )
 _LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
 _CURVE = 34
-"""Height of a rank's memory, in pixels."""
+"""Height of a rank's memory curve, in pixels."""
 _LANE = 10
-"""Height of a lane below its rank's passes, in pixels."""
+"""Height of a lane below the passes of its rank, in pixels."""
 _DIGIT = 6.5
-"""Width of a digit of a microbatch number, in pixels."""
+"""Width of a digit in a microbatch number, in pixels."""
 
 
 def render_svg(
     *timelines: Timeline, titles: Sequence[str] = (), memory: PassMemory | None = None, width: int = 1200
 ) -> str:
-    """The drawing of one or more timelines, each from its own start, ``width`` pixels wide.
+    """Draw one or more timelines, each starting at 0 ms, ``width`` pixels wide.
 
-    ``titles`` are put before each timeline's name, for example ``("planned", "measured")``. With ``memory``, in bytes,
-    what every rank keeps is drawn below: filled for the last timeline, dashed for the first.
+    ``titles`` precede the names of the timelines, for example ``("planned", "measured")``. With ``memory``, in bytes,
+    the memory of every rank is drawn below: filled for the last timeline, dashed for the first.
 
     Raises:
-        UserError: without timelines, or when titles are given but not one a timeline.
+        UserError: without timelines, or when the number of titles is neither 0 nor that of the timelines.
     """
     if not timelines or len(titles) not in (0, len(timelines)):
         raise UserError(
-            f"a drawing needs at least one timeline and no title or one for each; "
+            f"a drawing needs at least one timeline, and either no titles or one per timeline; "
             f"got {len(timelines)} timelines and {len(titles)} titles"
         )
     longest_ms = max(timeline.makespan_ms for timeline in timelines) or 1.0
@@ -78,13 +78,13 @@ def render_svg(
 
 
 def draw_comparison(compared: Comparison) -> str:
-    """A recorded iteration: planned above measured, and what every rank keeps."""
+    """Draw a recorded iteration: the plan above the measured timeline, and the memory of every rank below."""
     measured = compared.measured.timeline
     return render_svg(compared.planned, measured, titles=("planned", "measured"), memory=compared.memory)
 
 
 def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[str, float]:
-    """One timeline's title and rows, and the height they take."""
+    """Draw the title and rows of one timeline; return them and their height."""
     pitch = 26 if len(timeline.spans) <= 16 else 18
     text = f"{title}: {headline(timeline)}" if title else headline(timeline)
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{escape(text)}</text>\n']
@@ -105,7 +105,7 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
     labels = []
     for p, start_ms, end_ms in timeline.spans[rank]:
         x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
-        # A hair of background between neighbours, but never so much that a thin pass disappears.
+        # Leave a thin gap between neighbours, but never so wide that a short pass disappears.
         drawn = w - min(1.0, 0.15 * w)
         paths[p.kind, placement.chunk_of(p.stage)].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
         label = f"{p.microbatch}.{p.slice}" if p.slice else str(p.microbatch)
@@ -121,7 +121,7 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
 
 
 def _lane(timeline: Timeline, rank: int, lane: str, scale: float, y: float) -> Iterator[str]:
-    """The ops of one lane, below the passes."""
+    """Draw the ops of one lane, below the passes."""
     yield f'<text class="of" x="{_LEFT - 8}" y="{y + _LANE - 3:g}">{escape(lane)}</text>'
     for on, op, start_ms, end_ms in timeline.lanes[rank]:
         if on == lane:
@@ -135,10 +135,10 @@ def _lane(timeline: Timeline, rank: int, lane: str, scale: float, y: float) -> I
 
 
 def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: float, top: float) -> tuple[str, float]:
-    """A curve a rank, and the height they take."""
+    """Draw one memory curve per rank; return the curves and their height."""
     curves, dashed = memory_curve(last, memory), memory_curve(first, memory)
     most = max(step.amount for curve in curves for step in curve)
-    title = f"kept by microbatches, each rank up to {in_bytes(most)}"
+    title = f"memory of microbatches, each rank up to {in_bytes(most)}"
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{title}</text>\n']
     for rank in range(len(curves)):
         y = top + _HEADER - 8 + rank * _CURVE
@@ -152,7 +152,7 @@ def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: floa
 
 
 def _steps(curve: Sequence[Kept], timeline: Timeline, scale: float, bottom: float, height: float) -> str:
-    """The path of a curve, from nothing at the start to what is kept at the end of everything."""
+    """Draw the path of a curve, from 0 at the start of the timeline to the amount at its end."""
     steps = "".join(
         f"H{_LEFT + (at - timeline.start_ms) * scale:.2f}V{bottom - amount * height:.2f}" for at, amount in curve
     )
@@ -160,7 +160,7 @@ def _steps(curve: Sequence[Kept], timeline: Timeline, scale: float, bottom: floa
 
 
 def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:
-    """Vertical lines at round times, behind the rows, with their ms below."""
+    """Draw vertical lines at round times behind the rows, with the times in ms below."""
     magnitude = 10.0 ** math.floor(math.log10(longest_ms / 8))
     step = next(magnitude * factor for factor in (1, 2, 5, 10) if longest_ms / (magnitude * factor) <= 10)
     for k in range(int(longest_ms / step * (1 + 1e-9)) + 1):

@@ -1,4 +1,4 @@
-"""A timeline as characters: one row a rank, time runs to the right, dots are idle.
+"""Draw a timeline as text: one row per rank, time to the right, dots for idle time.
 
 At unit costs this is the picture in the schedules' docstrings::
 
@@ -12,15 +12,15 @@ from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.ir import Kind, Pass
 
 _LONGEST = 12
-"""A pass is drawn no wider than this, even if the shortest ones then lose their numbers."""
+"""Largest width of a pass in characters, even if short passes then lose their numbers."""
 _CUT = " ~~ "
 
 
 def render_text(timeline: Timeline, max_width: int | None = None) -> str:
-    """The picture, one line a rank; a row wider than ``max_width`` characters loses its middle.
+    """Draw the picture, one line per rank; a row wider than ``max_width`` characters is cut in the middle.
 
-    A pass prints as kind and microbatch, ``F12``, with its stage in front where ranks hold several, and as its kind
-    alone where that does not fit. Fused backwards and other long passes are drawn out with dashes.
+    A pass is drawn as kind and microbatch, ``F12``, preceded by its stage if ranks have several stages. If that does
+    not fit, only the kind is drawn. Fused backwards and other long passes are extended with dashes.
     """
     ms_per_character = _scale(timeline)
     width = round(timeline.makespan_ms / ms_per_character) if ms_per_character else 0
@@ -34,7 +34,7 @@ def render_text(timeline: Timeline, max_width: int | None = None) -> str:
 
 
 def headline(timeline: Timeline) -> str:
-    """Name, size and both bubble rates in one line."""
+    """Format name, size, makespan and both bubble rates in one line."""
     schedule = timeline.schedule
     return (
         f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
@@ -44,7 +44,7 @@ def headline(timeline: Timeline) -> str:
 
 
 def in_bytes(amount: float) -> str:
-    """Three digits and a unit."""
+    """Format an amount in bytes with three digits and a unit."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if amount >= size:
             return f"{amount / size:.3g} {unit}"
@@ -52,16 +52,16 @@ def in_bytes(amount: float) -> str:
 
 
 def _label(timeline: Timeline, p: Pass) -> str:
-    one_stage_a_rank = timeline.schedule.num_stages == timeline.schedule.num_ranks
-    return str(p).removeprefix(str(p.stage)) if one_stage_a_rank else str(p)
+    one_stage_per_rank = timeline.schedule.num_stages == timeline.schedule.num_ranks
+    return str(p).removeprefix(str(p.stage)) if one_stage_per_rank else str(p)
 
 
 def _scale(timeline: Timeline) -> float:
-    """Milliseconds a character, so that the shortest pass holds the longest label and a blank."""
+    """Return the milliseconds per character, such that the shortest pass has room for the longest label and a blank."""
     spans = [span for row in timeline.spans for span in row if span.end_ms > span.start_ms]
     if not spans:
         return 0.0
-    # BW is left out: it lasts as long as B and W together, so its longer label fits where theirs do.
+    # BW is not considered: it lasts as long as B and W together, so its longer label fits if theirs do.
     label = max((len(_label(timeline, span.pass_)) for span in spans if span.pass_.kind is not Kind.BW), default=1)
     shortest = min(span.end_ms - span.start_ms for span in spans)
     longest = max(span.end_ms - span.start_ms for span in spans)
@@ -69,11 +69,11 @@ def _scale(timeline: Timeline) -> float:
 
 
 def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float) -> list[str]:
-    """The pieces of a row: dots up to each pass, then the pass."""
+    """Return the pieces of a row: dots up to each pass, then the pass."""
     cells = []
     column = 0
     for p, start_ms, end_ms in spans:
-        # Nothing takes any time where the scale is 0: every pass is as wide as its label.
+        # If the scale is 0, all passes take no time; each is drawn as wide as its label.
         start, end = (
             round((ms - timeline.start_ms) / ms_per_character) if ms_per_character else column
             for ms in (start_ms, end_ms)
@@ -90,7 +90,7 @@ def _cell(label: str, kind: str, width: int) -> str:
 
 
 def _shorten(row: str, width: int | None) -> str:
-    """Cut the middle out: warm-up and cool-down are at the ends, and what lies between repeats."""
+    """Cut out the middle of a row, which repeats; warm-up and cool-down are at the ends."""
     if width is None or len(row) <= width:
         return row
     half = (width - len(_CUT)) // 2

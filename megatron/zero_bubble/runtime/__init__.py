@@ -1,1 +1,1 @@
-"""Execute a plan: the loop, the transport between ranks, and the watch for lost ranks. Nothing here knows Megatron."""
+"""Plan execution, point-to-point transport between ranks, and detection of lost ranks. Independent of Megatron."""

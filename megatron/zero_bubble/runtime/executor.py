@@ -1,7 +1,7 @@
-"""The executor: a loop over one rank's ops and a table of what the rank has.
+"""The executor: a loop over one rank's ops, and a table of the values that the rank holds.
 
-It knows what an op declares, and nothing else: what an op does is the business of the handler of its class. The same
-loop trains a GPT, and runs stages that only keep a clock (``emulate``).
+The executor reads only the declared effects of an op; the handler of the op's class does the work. The same loop trains
+a GPT model and runs emulated stages that only advance a clock (``emulate``).
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from megatron.zero_bubble.ir.registers import Registers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 
 STOP = object()
-"""What a handler returns when the plan must stop here, with all other ranks."""
+"""Returned by a handler if the plan must stop at this op; all other ranks stop too."""
 
 FORGOTTEN = object()
-"""What stands for a value that the ranks gave up, or never made, when they stopped."""
+"""Placeholder for a value that was discarded or not computed because the ranks stopped."""
 
 Handler = Callable[[Any, Sequence[Any]], Any]
 """Runs the ops of one class.
 
-It gets the op, and the values that the op uses and then takes, as its ``effects`` list them. It returns the values that
-the op gives, in that order, or ``STOP``.
+Arguments are the op and its input values: first those that the op uses, then those that it takes, in the order of its
+``effects``. Returns the values that the op gives, in the order of its ``effects``, or ``STOP``.
 """
 
 
 class Awaited:
-    """Something that is still on its way."""
+    """A value that has not arrived yet."""
 
     def wait(self, needed_by: object) -> Any:
-        """The thing itself, once it is here."""
+        """Wait for the value and return it; ``needed_by`` is named in errors."""
         raise NotImplementedError
 
 
@@ -40,9 +40,9 @@ class Executor:
 
     Args:
         plan: a proved plan.
-        rank: which row of the plan is ours.
-        handlers: by class of op.
-        observer: sees every op that occupies a lane; None costs nothing.
+        rank: the pipeline rank, which selects the row of the plan.
+        handlers: handlers by class of op.
+        observer: is notified of every op that occupies a lane; None adds no overhead.
     """
 
     def __init__(
@@ -59,16 +59,16 @@ class Executor:
         """Execute every op, in order.
 
         Returns:
-            False when the last optimizer step was wrong: nothing of this iteration counts, no message is left behind,
-            and it is to be run again.
+            False if the last optimizer step was rejected. All messages are then drained, the results of this iteration
+            are invalid, and the caller must run it again.
 
         Raises:
-            PeerError: another rank died or hangs; the text names it, the pass and the channel.
+            PeerError: another rank died or hangs; the message names the rank, the pass and the channel.
         """
         if self._execute(self._ops, self._registers.row):
-            assert self._table.count(None) == len(self._table), "a proved plan leaves nothing behind"
+            assert self._table.count(None) == len(self._table), "a proved plan must leave no values in the table"
             return True
-        # Stop here, with all other ranks: take and give what is under way, for nothing.
+        # All ranks stop here. Drain the messages in flight; their contents are discarded.
         self._table = [FORGOTTEN if held is None else held for held in self._table]
         self._execute(self._drain, self._registers.drain)
         for held in self._table:
@@ -80,7 +80,7 @@ class Executor:
         return False
 
     def _execute(self, ops: Sequence[Op], registers: Sequence[Registers]) -> bool:
-        """Run ``ops``; False where a handler says stop."""
+        """Run ``ops``; returns False as soon as a handler returns ``STOP``."""
         handlers, observer, table = self._handlers, self._observer, self._table
         for op, (reads, may_wait, ends, writes) in zip(ops, registers, strict=True):
             inputs = []
@@ -103,7 +103,7 @@ class Executor:
         return True
 
     def _await(self, op: Op, reads: Sequence[int], inputs: list[Any]) -> None:
-        """Wait until all that ``op`` reads is there."""
+        """Wait for all inputs of ``op``."""
         for place, held in enumerate(inputs):
             if isinstance(held, Awaited):
                 inputs[place] = self._table[reads[place]] = held.wait(op)  # another op may read it too

@@ -1,4 +1,4 @@
-"""Handlers of the ops that every plan has: passes run on stages, messages go through channels."""
+"""Handlers for the basic ops of a plan: passes run on stages, messages go through channels."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from megatron.zero_bubble.runtime.observer import IterationObserver
 
 
 class Stage(Protocol):
-    """One stage of the model, held by this rank."""
+    """One stage of the model on this rank."""
 
     def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run one pass.
 
         Args:
-            inputs: what ``work`` takes, in the order of ``flow.inputs(work)``. ``out`` of another stage is a tensor of
-                the shape that crosses their boundary; what this stage made for itself is whatever it returned.
+            inputs: values in the order of ``flow.inputs(work)``. The ``out`` of another stage is a tensor with the
+                shape of the boundary between the two stages; values from this stage are returned unchanged.
 
         Returns:
-            what ``work`` makes, in the order of ``flow.outputs(work)``.
+            values in the order of ``flow.outputs(work)``.
         """
         ...
 
 
 class Channels(Protocol):
-    """What moves tensors between ranks: ``transport.Transport``."""
+    """Moves tensors between ranks; implemented by ``transport.Transport``."""
 
     def send(self, message: Message, tensor: torch.Tensor) -> None: ...
 
@@ -48,10 +48,10 @@ def handlers(
     """The handlers of one iteration.
 
     Args:
-        stages: our stages by number.
-        new_buffer: an empty tensor, on the compute device, of the shape and dtype of a message.
-        observer: sees messages and waits.
-        validate: whether the last optimizer step was right; where it was not, it is when this returns.
+        stages: stages of this rank, by stage number.
+        new_buffer: returns an uninitialized tensor on the compute device with the shape and dtype of a message.
+        observer: is notified of messages and waits.
+        validate: returns whether the last optimizer step was correct; a rejected step is corrected before it returns.
     """
     messages = _Messages(channels, new_buffer) if observer is None else _Observed(channels, new_buffer, observer)
 
@@ -84,7 +84,7 @@ class _Messages:
     def send(self, op: Send, inputs: Sequence[Any]) -> None:
         message, (tensor,) = op.message, inputs
         assert tensor is not None, f"{message.producer} has a consumer on rank {message.target} but no output"
-        # Where the ranks stop, what was not computed is sent for nothing.
+        # When the ranks stop, the receiver still expects a message, so send an uninitialized buffer.
         self._channels.send(message, self._new_buffer(message) if tensor is FORGOTTEN else tensor)
 
     def post(self, op: Recv, _inputs: Sequence[Any]) -> tuple[Awaited]:
@@ -96,7 +96,7 @@ class _Messages:
 
 
 class _Observed(_Messages):
-    """The same, and ``observer`` sees it."""
+    """Message handlers that notify ``observer``."""
 
     def __init__(
         self, channels: Channels, new_buffer: Callable[[Message], torch.Tensor], observer: IterationObserver

@@ -1,8 +1,9 @@
-"""A connection from every rank to rank 0, over which ranks learn which of them was lost first.
+"""Connections from every rank to rank 0, used to find out which rank was lost first.
 
-The operating system closes the connections of a process that ends, however it ends. What ranks say are lines of text:
-``hello TOKEN RANK`` opens a connection, ``left`` is a normal end, and ``lost RANKS HOW`` an end with an error, or what
-rank 0 announces. A connection that closes without one of the last two is a rank that died.
+The operating system closes the connections of a process when it ends, for whatever reason. The protocol is lines of
+text: ``hello TOKEN RANK`` opens a connection, ``left`` announces a normal exit, and ``lost RANKS HOW`` announces an
+exit with an error, or, from rank 0, the loss of other ranks. If a connection closes without ``left`` or ``lost``, its
+rank has died.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ DIED = "died"
 _KEY = "zero-bubble/peers"
 _CONNECT_TIMEOUT_S = 10.0
 _SEND_TIMEOUT_S = 5.0
-# Firewalls forget a connection that is silent for some minutes, and reset it later.
+# Firewalls drop the state of connections that are idle for some minutes, and reset them later.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30}
-# What rank 0's job may open, besides one connection to each rank.
+# Open files reserved for the rest of rank 0's process, in addition to one connection per rank.
 _OTHER_FILES = 1024
 _LONGEST_HELLO = 4096
 
 
 @dataclass(frozen=True)
 class Loss:
-    """The ranks that were lost, and how: the predicate of a sentence."""
+    """Lost ranks and the reason, a verb phrase such as ``died``."""
 
     ranks: tuple[int, ...]
     how: str = DIED
 
     def sentence(self) -> str:
-        """What a survivor says of it."""
+        """The message that a surviving rank prints."""
         several = len(self.ranks) > 1
         names = ", ".join(map(str, self.ranks[:-1])) + " and " * several + str(self.ranks[-1])
         who = f"{'ranks' if several else 'rank'} {names}"
@@ -47,12 +48,12 @@ class Loss:
         )
 
     def announcement(self) -> str:
-        """What rank 0 says of it, and a rank that ends with an error."""
+        """The protocol line sent by rank 0, or by a rank that exits with an error."""
         return f"lost {','.join(map(str, self.ranks))} {self.how}"
 
 
 class Store(Protocol):
-    """What is used of the store of torch.distributed."""
+    """The methods of torch.distributed's store that are used here."""
 
     def set(self, key: str, value: str) -> Any: ...
 
@@ -63,24 +64,24 @@ class Store(Protocol):
 
 @dataclass
 class _Line:
-    """A connection that carries words; ``rank`` is at its other end, once known."""
+    """A connection that carries lines of text; ``rank`` is the rank at the other end, once it is known."""
 
     socket: socket.socket
     rank: int | None = None
     _rest: bytes = b""
 
     def say(self, text: str) -> None:
-        with suppress(OSError):  # the end of this connection is noticed where it is read
+        with suppress(OSError):  # a closed connection is detected when it is read
             self.socket.sendall(f"{text}\n".encode())
 
     def hear(self) -> list[str] | None:
-        """The lines that arrived; None when the process at the other end is gone."""
+        """The received lines; None if the process at the other end has ended."""
         try:
             received = self.socket.recv(4096)
         except ConnectionError:
             received = b""
         except OSError:
-            return ["left"]  # the network is at fault, which says nothing about the other process
+            return ["left"]  # a network error does not mean that the other process has ended
         if not received:
             return None
         *lines, self._rest = (self._rest + received).split(b"\n")
@@ -91,10 +92,10 @@ class _Line:
 
 @dataclass
 class Links:
-    """The connections of one rank: rank 0 has one to every other, the others have one to rank 0.
+    """The connections of one rank: rank 0 is connected to all others, every other rank to rank 0.
 
     Attributes:
-        selector: ready when :meth:`losses` has something to read.
+        selector: becomes ready when there is something to read for :meth:`hear`.
     """
 
     rank: int
@@ -108,12 +109,12 @@ class Links:
 
     @classmethod
     def open(cls, store: Store, rank: int, num_ranks: int) -> Links:
-        """Rank 0 listens and leaves its address in ``store``, where the other ranks find it.
+        """Connect the ranks: rank 0 listens and publishes its address in ``store`` for the others.
 
-        Every rank calls this equally often; each time they find one another again.
+        Every rank must call this the same number of times; each round of calls makes new connections.
 
         Raises:
-            OSError, RuntimeError: there is no way to connect, or the store does not answer.
+            OSError, RuntimeError: the connection fails, or the store does not answer.
         """
         key = f"{_KEY}/{store.add(f'{_KEY}/opened by {rank}', 1)}"
         if rank > 0:
@@ -149,12 +150,12 @@ class Links:
 
     @property
     def port(self) -> int:
-        assert self._listener is not None, "of rank 0, until all ranks are connected"
+        assert self._listener is not None, "only rank 0 listens, until all ranks are connected"
         return int(self._listener.getsockname()[1])
 
     def _accept(self) -> None:
         if self._listener is not None:
-            with suppress(OSError):  # it may have closed again
+            with suppress(OSError):  # the peer may have closed the connection already
                 self._add(self._listener.accept()[0])
 
     def _stop_listening(self) -> None:
@@ -182,23 +183,23 @@ class Links:
         line.socket.close()
 
     def say(self, text: str) -> None:
-        """To rank 0, or from rank 0 to all; from any thread."""
+        """Send a line to rank 0, or from rank 0 to all ranks; can be called from any thread."""
         with self._lock:
             for line in self._lines:
                 if line.rank is not None:
                     line.say(text)
 
     def leave(self) -> None:
-        """Say that this rank ends normally."""
+        """Announce that this rank exits normally."""
         self.say("left")
 
     def announce(self, loss: Loss) -> None:
-        """Say that these ranks are lost, this one perhaps."""
+        """Announce the loss of ranks, which may include this one."""
         self._announced = loss
         self.say(loss.announcement())
 
     def hear(self, ready: Sequence[_Line | None]) -> Loss | None:
-        """Read what is ready, and return the loss in it. Ranks that died come before ranks that said how they end."""
+        """Read the ready connections and return a loss, if any. Ranks that died take precedence over announcements."""
         died: set[int] = set()
         announced: list[Loss] = []
         for line in ready:
@@ -219,12 +220,12 @@ class Links:
         return Loss(tuple(sorted(died))) if died else next(iter(announced), None)
 
     def _welcome(self, line: _Line, text: str) -> bool:
-        """Whether this is a rank that says hello. One that has left has no more to say."""
+        """Whether ``text`` is a valid hello, which identifies the rank. A rank that has left must send nothing more."""
         kind, token, rank = (*text.split(" "), "", "")[:3]
         if kind != "hello" or not secrets.compare_digest(token.encode(), self.token.encode()):
             return False
         line.rank = int(rank)
-        if self._announced is not None:  # it comes late
+        if self._announced is not None:  # the rank connected after the announcement
             line.say(self._announced.announcement())
         self._num_awaited -= 1
         if self._num_awaited == 0:
@@ -236,11 +237,11 @@ class Links:
         ranks, _, how = rest.partition(" ")
         loss = Loss(tuple(map(int, ranks.split(","))), how) if kind == "lost" else None
         if kind == "left" or (loss is not None and line.rank in loss.ranks):
-            line.rank = None  # its connection may close
+            line.rank = None  # the closing of this connection is expected from now on
         return loss
 
     def close(self) -> None:
-        """Close this process's side, without a word."""
+        """Close the connections of this process without announcing anything."""
         for line in self._lines:
             line.socket.close()
         if self._listener is not None:
@@ -249,7 +250,7 @@ class Links:
 
 
 def _connect(hosts: Sequence[str], port: int) -> socket.socket:
-    """A connection to the first of them that takes it; OSError of the last if none does."""
+    """Connect to the first host that accepts; raises the OSError of the last host if none does."""
     *first, last = dict.fromkeys(hosts)
     for host in first:
         with suppress(OSError):
@@ -260,6 +261,6 @@ def _connect(hosts: Sequence[str], port: int) -> socket.socket:
 def _allow_open_files(number: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and hard < number:
-        raise OSError(f"rank 0 needs {number} open files and may have {hard} at most, see ulimit -Hn")
+        raise OSError(f"rank 0 needs {number} open files, but the hard limit is {hard}; raise it with ulimit -Hn")
     if soft != resource.RLIM_INFINITY and soft < number:
         resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))

@@ -1,4 +1,4 @@
-"""What happens in an iteration, for those who measure it."""
+"""The interface to observe the events of an iteration, used by all measurements."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megatron.zero_bubble.ir import Message, Op, Pass
 
 
 class IterationStart(NamedTuple):
-    """The iteration that begins.
+    """Facts about an iteration, passed to observers when it begins.
 
     Attributes:
-        group: of the pipeline.
-        chunks: the rank's model chunks.
-        operands: the tensors that a B has left for the given W.
+        group: the process group of the pipeline.
+        chunks: model chunks of this rank.
+        operands: returns the tensors that B has stored for a given W pass.
     """
 
     group: dist.ProcessGroup
@@ -28,53 +28,54 @@ class IterationStart(NamedTuple):
 
 
 class IterationObserver:
-    """Watches training iterations; every method does nothing until a subclass gives it something to do.
+    """Observes training iterations; all methods do nothing by default.
 
-    ``begin_iteration`` and ``end_iteration`` come once per iteration, on every rank of the pipeline; collective calls
-    are fine in them. What lies between may come twice: ``restarted`` says that all of it since ``begin_iteration`` does
-    not count and is run again.
+    ``begin_iteration`` and ``end_iteration`` are called once per iteration on every rank of the pipeline, and may make
+    collective calls. The events between them may occur twice: ``restarted`` invalidates all events since
+    ``begin_iteration``, and the passes run again.
     """
 
     def begin_iteration(self, start: IterationStart) -> None:
-        """Before the first op, and before the plan is made."""
+        """Called before the plan is made and before the first op."""
 
     def begin(self, op: Op) -> None:
-        """An op that occupies a lane begins, with what it needs there; on other lanes than ``compute`` it is issued."""
+        """An op that occupies a lane begins and its inputs are ready; on lanes other than ``compute``, it is issued."""
 
     def end(self, op: Op) -> None:
-        """It has ended, or, on another lane than ``compute``, was issued."""
+        """The op has ended; on lanes other than ``compute``, it has been issued."""
 
     def sent(self, message: Message) -> None:
-        """A message was handed to the transport."""
+        """A message was passed to the transport."""
 
     def posted(self, message: Message) -> None:
-        """From now on a message can arrive."""
+        """A receive is posted, so the message can arrive from now on."""
 
     def waiting(self) -> None:
-        """The rank begins to wait; the next ``received``, ``settled`` or ``validated`` says for what."""
+        """The rank begins to wait; the next ``received``, ``settled`` or ``validated`` ends the wait."""
 
     def received(self, message: Message) -> None:
-        """The message that the rank waited for is there."""
+        """The awaited message has arrived."""
 
     def settled(self, message: Message) -> None:
-        """The other rank has the message; its buffer is free."""
+        """The send of the message is complete and its buffer is free."""
 
     def validated(self, right: bool) -> None:
-        """The rank knows whether the last optimizer step was right."""
+        """The validation of the last optimizer step is known; ``right`` is False if the step is rejected."""
 
     def restarted(self) -> None:
-        """It was not: the iteration starts again."""
+        """The last optimizer step was rejected, and the passes of the iteration start again."""
 
     def end_iteration(self, completed: bool) -> None:
-        """After the last op, and all that follows the passes; not ``completed``: an exception is on its way."""
+        """Called after the passes and all steps after them; ``completed`` is False if an exception was raised."""
 
     def close(self) -> None:
-        """No more iterations come."""
+        """Called after the last iteration."""
 
 
 class Observers(IterationObserver):
-    """Several observers as one. They nest: the last sees a ``begin`` last and an ``end`` first, so it measures the
-    least of the others' work.
+    """Combines several observers.
+
+    They nest: the last gets ``begin`` last and ``end`` first, so it sees the least overhead of the others.
     """
 
     def __init__(self, observers: Sequence[IterationObserver]) -> None:
@@ -125,7 +126,7 @@ class Observers(IterationObserver):
             observer.restarted()
 
     def end_iteration(self, completed: bool) -> None:
-        with contextlib.ExitStack() as ending:  # all end, whatever happens in one of them
+        with contextlib.ExitStack() as ending:  # call every observer, even if one of them raises
             for observer in self._observers:
                 ending.callback(observer.end_iteration, completed)
 
@@ -136,7 +137,7 @@ class Observers(IterationObserver):
 
 @contextlib.contextmanager
 def observed(observer: IterationObserver, start: IterationStart) -> Iterator[None]:
-    """Around an iteration, which may end in an exception."""
+    """Context around an iteration that calls ``begin_iteration`` and, also after an exception, ``end_iteration``."""
     completed = False
     try:
         observer.begin_iteration(start)

@@ -1,11 +1,11 @@
-"""How a rank ends when another one is lost: with a sentence that names it, and within seconds.
+"""Ends this rank within seconds when another rank is lost, with a message that names the lost rank.
 
-A collective that fails says "connection closed by peer" at best, and that peer may be a survivor that gave up first.
-One that waits on a GPU may not fail at all. So a thread listens to the links of ``runtime/links.py``. It hears which
-rank was lost, the first that rank 0 heard of, prints the sentence, gives the main thread a few seconds to end by
-itself, and then ends the process.
+A failed collective reports at best "connection closed by peer", and that peer may be a surviving rank that gave up
+first. A collective that waits on a GPU may not fail at all. Therefore a thread listens to the connections of
+``runtime/links.py``. It receives the first loss that rank 0 has detected, prints the message, gives the main thread a
+few seconds to exit by itself, and then ends the process.
 
-A machine that loses power or network closes no connection: only the timeouts of the collectives notice that.
+A machine that loses power or its network closes no connection; only the timeouts of the collectives detect this.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ import torch.distributed as dist
 from megatron.zero_bubble.runtime.links import DIED, Links, Loss, Store
 from megatron.zero_bubble.runtime.transport import lost_connection
 
-# How long the main thread has to end by itself, and how long its error waits to hear which rank was lost.
+# The time for the main thread to exit by itself, and the time that its error waits for news about a lost rank.
 _GRACE_S = 5.0
 _NEWS_S = 10.0
-# An agent that sees a rank die sends SIGTERM to the others at once, perhaps before they have heard of it.
+# torchrun's agent sends SIGTERM to all ranks as soon as one dies, possibly before they have detected the loss.
 _SIGTERM_S = 2.0
 _ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 _BY_SIGTERM = "was ended by SIGTERM"
 
 
 class Peers:
-    """The other ranks of the job, as one rank sees them.
+    """Watches the other ranks of the job on behalf of one rank.
 
     Args:
-        end: ends the process with an exit code.
+        end: ends the process with the given exit code.
     """
 
     def __init__(self, end: Callable[[int], None] | None = None) -> None:
@@ -59,14 +59,14 @@ class Peers:
         self._deadline: float | None = None
 
     def watch_world(self) -> None:
-        """:meth:`watch` the ranks of the default process group, and outlast SIGTERM; called in the main thread."""
+        """:meth:`watch` the ranks of the default process group, and delay SIGTERM; call this in the main thread."""
         self.watch(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size())
         self._outlast_sigterm()
 
     def watch(self, store: Store, rank: int, num_ranks: int) -> None:
-        """Connect to the other ranks, and from now on end when one is lost; every rank calls this at the same time.
+        """Connect to the other ranks and end this process when one of them is lost. A collective call.
 
-        Without a connection the job goes on, and one line per machine says what is missing.
+        If the connection fails, the job continues and one line per machine reports it.
         """
         if self._links is not None or num_ranks == 1:
             return
@@ -75,7 +75,7 @@ class Peers:
             links = Links.open(store, rank, num_ranks)
         except (OSError, RuntimeError) as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                _print(f"rank {rank}: no connection to rank 0 ({error}); a rank that is lost will not be named here")
+                _print(f"rank {rank}: no connection to rank 0 ({error}); lost ranks will not be reported here")
             return
         self._links = links
         self._wake = socket.socketpair()
@@ -87,15 +87,15 @@ class Peers:
         self._thread.start()
 
     def _outlast_sigterm(self) -> None:
-        """Let SIGTERM wait until it is known whether a rank was lost, unless the job handles the signal itself."""
+        """Delay SIGTERM until it is known whether a rank was lost, unless the job handles the signal itself."""
         if self._wake is not None and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._on_sigterm)
             signal.set_wakeup_fd(self._wake[1].fileno(), warn_on_full_buffer=False)
 
     def explain(self, error: BaseException) -> bool:
-        """Whether ``error`` is the consequence of a rank that was lost, and print the sentence if it is.
+        """Whether ``error`` was caused by the loss of another rank; if so, print the message about the loss.
 
-        If it is not, the caller prints the error and calls :meth:`fail`.
+        If not, the caller must print the error and call :meth:`fail`.
         """
         with self._news:
             if self._links is not None and _cause_at_a_peer(error) is not None:
@@ -107,7 +107,7 @@ class Peers:
             return False
 
     def fail(self, error: BaseException) -> None:
-        """Say to the other ranks that this one ends with ``error``; SystemExit with a code of 0 is a normal end."""
+        """Announce to the other ranks that this one exits with ``error``; SystemExit with code 0 is a normal exit."""
         if isinstance(error, SystemExit):
             if not error.code:
                 return
@@ -123,21 +123,22 @@ class Peers:
             self._links.announce(Loss((self._rank,), how))
 
     def leave(self) -> None:
-        """Say to the other ranks that this one ends normally, and :meth:`close`; done at exit where the caller does
-        not. Of a rank that is lost later this one hears no more.
+        """Announce to the other ranks that this one exits normally, and :meth:`close`.
+
+        It is called at process exit if the caller does not call it. Later losses of other ranks are not detected.
         """
         if self._links is not None and self._loss is None and not self._failed:
             self._links.leave()
             self.close()
 
     def close(self) -> None:
-        """Stop listening, without a word; the connections close and SIGTERM is as it was. In the main thread."""
+        """Close the connections without an announcement and restore SIGTERM; call this in the main thread."""
         links, self._links = self._links, None
         if links is None or self._wake is None:
             return
         atexit.unregister(self._at_exit)
         self._hand_sigterm_back()
-        with suppress(BlockingIOError):  # there is enough to wake the thread
+        with suppress(BlockingIOError):  # the buffer is full, so the thread wakes anyway
             self._wake[1].send(b"\0")
         self._thread.join(_GRACE_S)
         self._let_go(links)
@@ -145,10 +146,10 @@ class Peers:
     def _run(self, links: Links, wake: socket.socket) -> None:
         try:
             self._listen(links, wake)
-        except Exception as error:  # noqa: BLE001 (whatever it is, SIGTERM must still end the process)
+        except Exception as error:  # noqa: BLE001 (after any error, SIGTERM must still end the process)
             if self._links is None:
                 return
-            _print(f"rank {self._rank}: the watch ended with {error!r}; a rank that is lost will not be named here")
+            _print(f"rank {self._rank}: the watch ended with {error!r}; lost ranks will not be reported here")
             while self._links is not None and self._loss is None and not self._terminated:
                 if signal.SIGTERM in wake.recv(64):
                     self._hear_sigterm()
@@ -173,8 +174,10 @@ class Peers:
         self._end(self._exit_code if self._loss else _ENDED_BY_SIGTERM)
 
     def _on_sigterm(self, number: int, _frame: FrameType | None) -> None:
-        """Leave it to the thread. Python has woken the thread before, which runs while the main thread waits in a
-        collective, unless other code has taken Python's wake-up descriptor.
+        """Pass the signal to the thread.
+
+        Python writes to the wake-up descriptor at once, so the thread gets the signal even while the main thread waits
+        in a collective. This handler repeats it in case other code has replaced the descriptor.
         """
         if self._wake is not None and self._thread.is_alive():
             with suppress(BlockingIOError):
@@ -187,12 +190,12 @@ class Peers:
         return signal.getsignal(signal.SIGTERM) == self._on_sigterm
 
     def _hand_sigterm_back(self) -> None:
-        assert self._wake is not None, "it watches"
+        assert self._wake is not None, "watch was called"
         if self._handles_sigterm():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         descriptor = signal.set_wakeup_fd(-1)
         if descriptor != self._wake[1].fileno():
-            with suppress(OSError, ValueError):  # of other code, which may have closed it
+            with suppress(OSError, ValueError):  # the descriptor is other code's, which may have closed it
                 signal.set_wakeup_fd(descriptor)
 
     def _hear_sigterm(self) -> None:
@@ -204,7 +207,7 @@ class Peers:
         if self._rank == 0:
             links.announce(loss)
         if self._terminated and loss.how == _BY_SIGTERM:
-            return  # all ranks are asked to end: this is no loss
+            return  # SIGTERM was sent to all ranks, so this is not a loss
         with self._news:
             self._loss = loss
             self._news.notify_all()
@@ -213,7 +216,7 @@ class Peers:
         self._deadline = time.monotonic() + (0.0 if self._terminated else _GRACE_S)
 
     def _tell(self) -> None:
-        """Print the sentence, once, unless this rank reports an error of its own."""
+        """Print the message about the loss, once, unless this rank reports its own error."""
         if self._loss is not None and not self._printed and not self._failed:
             self._printed = True
             _print(f"rank {self._rank}: {self._loss.sentence()}")
@@ -223,11 +226,11 @@ class Peers:
         if self._links is not None and self._loss is not None and not self._failed:
             with self._news:
                 self._tell()
-            self._end(1)  # what is left, the groups' connections first of all, may wait for the rank that was lost
+            self._end(1)  # a normal exit could wait for the lost rank, for example to close process groups
         self.close()
 
     def _forget(self) -> None:
-        """In a forked process, which is none of the ranks: it must not hold their connections open."""
+        """Close the connections in a forked process, which must not keep those of its parent's rank open."""
         links, self._links = self._links, None
         if links is not None:
             self._hand_sigterm_back()
@@ -241,7 +244,7 @@ class Peers:
 
 
 def _cause_at_a_peer(error: BaseException) -> BaseException | None:
-    """The first error in the chain of ``error`` that a rank that is lost may have caused."""
+    """The first error in the chain of ``error`` that a lost rank may have caused."""
     of_a_peer = (
         part for part in _chain(error) if isinstance(part, (ConnectionError, EOFError)) or lost_connection(part)
     )
@@ -249,7 +252,7 @@ def _cause_at_a_peer(error: BaseException) -> BaseException | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, what it was raised from, and so on."""
+    """``error``, its cause or context, and so on."""
     seen: list[BaseException] = []
     following: BaseException | None = error
     while following is not None and following not in seen:
@@ -259,15 +262,15 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _print(line: str) -> None:
-    # In one piece, since other ranks print too; and not to sys.stderr, which torch.distributed holds back in an error.
+    # One write, because other ranks print too; not to sys.stderr, which torch.distributed buffers after an error.
     print(f"zero-bubble: {line}\n", end="", file=sys.__stderr__, flush=True)
 
 
 def _end_process(code: int) -> None:
-    """End without the interpreter's farewells, but with the main thread's output and without its children."""
+    """Exit without the interpreter's clean-up, after killing child processes and flushing stdout."""
     for child in multiprocessing.active_children():
         child.kill()
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # which waits where the main thread is in a print
+    flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # flush blocks while the main thread prints
     flush.start()
     flush.join(1.0)
     os._exit(code)

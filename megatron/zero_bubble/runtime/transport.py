@@ -1,12 +1,13 @@
 """Point-to-point transport between the ranks of one pipeline: NCCL, gloo, or gloo with tensors staged in host memory.
 
-What the backends demand, and how it is met:
+Constraints of the backends:
 
-* gloo is rendezvous at every size: a send ends only when the peer has posted its receive, and a send whose handle is
-  dropped loses its message. So nothing here waits when sending, and handle and buffer are kept until ``settle``.
-* NCCL runs the operations of a communicator in the order they were issued. So each direction has its own group: a
-  communicator between two ranks then carries one channel only, whose order the plan has proved equal on both ends.
-* The first operation of a NCCL communicator blocks until its peer joins. So every channel is opened once, in one
+* A gloo send of any size completes only after the peer has posted its receive, and the message is lost if the send's
+  handle is released. Therefore sends do not wait, and handle and buffer are kept until ``settle``.
+* NCCL runs the operations of a communicator in the order in which they were issued. Therefore each direction has a
+  separate group: a communicator between two ranks then carries a single channel, whose order is proved to be the same
+  on both ends.
+* The first operation of a NCCL communicator blocks until its peer joins. Therefore every channel is opened once, in a
   global order, before the first pass.
 """
 
@@ -24,16 +25,14 @@ from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message
 from megatron.zero_bubble.runtime.executor import Awaited
 
-# How gloo, NCCL and the store behind them say that the other end is gone or silent.
+# Phrases in errors of gloo, NCCL and their store that mean a lost or silent peer.
 _LOST = re.compile("closed by peer|reset by peer|broken pipe|refused|remote process|timed? ?out", re.IGNORECASE)
-# gloo begins with a place in its source and ends with advice.
+# gloo's messages start with a location in its source and end with advice.
 _ONLY_THE_REASON = re.compile(r"^(?:\[[^]]*\.cc:\d+\] )?(.*?)(?:\. This is typically|\.?$)")
 
 
 def lost_connection(error: BaseException) -> str | None:
-    """The reason, in one phrase, if ``error`` of torch.distributed says that another rank is gone or does not answer;
-    None for any other error.
-    """
+    """The reason, as one phrase, if torch.distributed's ``error`` means a lost or silent rank; None otherwise."""
     text = str(error)
     return _reason(error) if isinstance(error, RuntimeError) and _LOST.search(text) else None
 
@@ -48,7 +47,7 @@ class Receive(Awaited):
         self._message = message
 
     def wait(self, needed_by: object) -> torch.Tensor:
-        """Block the compute stream (CUDA) or the caller (CPU) until the message is here.
+        """Block the compute stream (CUDA) or the caller (CPU) until the message has arrived.
 
         Raises:
             PeerError: the sender died or did not send within the group's timeout.
@@ -63,12 +62,12 @@ class Receive(Awaited):
 
 
 class Transport:
-    """The channels of one pipeline group; all ranks of all pipelines of the job make theirs at the same time.
+    """The channels of one pipeline. The constructor is a collective call of all ranks of all pipelines of the job.
 
     Args:
-        group: the pipeline-parallel process group; its ranks are the plan's ranks.
-        channels: the (source, target) pairs a plan uses.
-        timeout: how long an operation may wait for its peer; None takes the default of torch.distributed.
+        group: the pipeline-parallel process group; its ranks are the ranks of the plan.
+        channels: the (source, target) pairs that the plan uses.
+        timeout: maximum time that an operation waits for its peer; None is the default of torch.distributed.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Transport:
         self.open(channels)
 
     def open(self, channels: Iterable[tuple[int, int]]) -> None:
-        """Connect the channels not yet connected; every rank of the pipeline calls this with the same channels."""
+        """Connect new channels; every rank of the pipeline must call this with the same channels."""
         device = "cpu" if self._backend == "gloo" else "cuda"
         for source, target in sorted(set(channels) - self._opened):
             token = torch.zeros(1, device=device)
@@ -108,14 +107,14 @@ class Transport:
         if self._stages(tensor):
             tensor = tensor.cpu()
         try:
-            # What dist.isend calls in the end; the layers before cost more than the rest of a send (and of a receive).
+            # dist.isend ends in this call; its Python layers take longer than the rest of a send. Same for receives.
             work = self._group(*message.channel).send([tensor], self._peers[message.target], 0)
         except RuntimeError as error:
             raise _not_sent(message, error) from error
         self._in_flight[message] = (work, tensor)
 
     def post(self, message: Message, buffer: torch.Tensor) -> Receive:
-        """Post a receive into ``buffer``, which has the shape and dtype the sender sends.
+        """Post a receive into ``buffer``, which must have the shape and dtype of the sent tensor.
 
         Raises:
             PeerError: the sender is known to be gone.
@@ -125,14 +124,14 @@ class Transport:
         try:
             work = self._group(*message.channel).recv([target], self._peers[message.source], 0)
         except RuntimeError as error:
-            raise _not_received(message, "go on", error) from error
+            raise _not_received(message, "continue", error) from error
         return Receive(work, buffer, staged, message)
 
     def settle(self, message: Message) -> None:
-        """Wait until ``message`` has left, then release its buffer.
+        """Wait until the send of ``message`` is complete, then release its buffer.
 
         Raises:
-            PeerError: the receiver died or did not take the message within the group's timeout.
+            PeerError: the receiver died or did not receive the message within the group's timeout.
         """
         work, _ = self._in_flight.pop(message)
         try:
@@ -141,11 +140,11 @@ class Transport:
             raise _not_sent(message, error) from error
 
     def _stages(self, tensor: torch.Tensor) -> bool:
-        """gloo moves host memory only: several ranks that share one GPU pass their tensors through the host."""
+        """Whether ``tensor`` is staged in host memory: gloo, used when ranks share a GPU, sends only host memory."""
         return self._backend == "gloo" and tensor.device.type != "cpu"
 
     def close(self) -> None:
-        """Give the groups back; nothing may be under way."""
+        """Destroy the process groups; no message may be in flight."""
         if dist.is_initialized():
             for group in self._groups.values():
                 dist.destroy_process_group(group)
@@ -153,20 +152,20 @@ class Transport:
 
     @property
     def num_in_flight(self) -> int:
-        """Sends not yet settled: 0 between iterations."""
+        """Number of sends not yet settled; 0 between iterations."""
         return len(self._in_flight)
 
 
 def _directions(ranks: list[int], backend: str, timeout: timedelta | None) -> dict[bool, dist.ProcessGroup]:
-    """A new group over ``ranks`` for what travels to higher ranks (True) and one for the rest."""
+    """Two new groups over ``ranks``: one for messages to higher ranks (True), one for messages to lower ranks."""
     return {ascending: new_group(ranks, backend, timeout) for ascending in (True, False)}
 
 
 def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new group over ``ranks``, in which every rank of the job takes part at the same time with its own ranks.
+    """A new group over ``ranks``. A collective call: every rank of the job passes the ranks of its own new group.
 
-    torch.distributed makes groups collectively, so every rank makes all of them, in one order. (Its
-    ``use_local_synchronization`` names a group by a count that may differ between ranks, and then hangs.)
+    torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
+    ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
     """
     own = tuple(ranks)
     wanted: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Schedules by name, one file each; ``build(name, ...)`` makes one."""
+"""The named schedules, one module per schedule; ``build(name, ...)`` builds one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in 
 
 
 def recipe(name: str) -> Recipe:
-    """What is known of the schedule called ``name``.
+    """Return the recipe of the schedule called ``name``.
 
     Raises:
         UserError: for an unknown name; the message lists the known ones.
@@ -33,10 +33,10 @@ def recipe(name: str) -> Recipe:
 
 
 def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
-    """The schedule called ``name``; ``num_chunks`` stages a rank where it leaves that open (default: 2).
+    """Build the schedule called ``name``; an interleaved one has ``num_chunks`` stages per rank (default: 2).
 
     Raises:
-        UserError: for an unknown name, counts below 1, or a number of chunks that the schedule does not have.
+        UserError: for an unknown name, counts below 1, or a number of chunks that the schedule does not support.
     """
     known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):

@@ -1,7 +1,8 @@
-"""DualPipeV's order on our passes (DeepSeek-AI's DualPipe, 2025, `dualpipev.py`): a V whose F's and B's come in pairs.
+"""DualPipeV's order with our passes (DeepSeek-AI's DualPipe, 2025, `dualpipev.py`): a V with F and B passes in pairs.
 
-DualPipeV computes a pair at once, to hide the communication between experts; here one comes after the other, so what
-is left is its order: fused backwards in the steady state, a fixed number of split ones in the cool-down.
+DualPipeV overlaps the two passes of a pair, to hide the communication between experts. Here they run one after the
+other, so only the order is the same: fused backwards in the steady state, and a fixed number of split ones in the
+cool-down.
 
 rank 0 |0F0 0F1 0F2 3F0 3B0 3W0 3F1 0F3 3BW1--- 3F2 0BW0--- 3BW2--- 3F3 ....0BW1--- 3BW3--- 0B2 0W2 0B3 0W3 |
 rank 1 |....1F0 2F0 1F1 2F1 1F2 2BW0--- 2F2 1BW0--- 1F3 2BW1--- 2F3 1BW1--- 2BW2--- 1BW2--- 2B3 1B3 2W3 1W3 |
@@ -14,13 +15,13 @@ from megatron.zero_bubble.schedules.recipe import Recipe
 
 
 def build(num_ranks: int, num_microbatches: int, _: int = 2) -> Schedule:
-    """Its eight phases; with fewer than 2p microbatches, what of them is left."""
+    """Build DualPipeV's eight phases; with fewer than 2p microbatches, some phases are shorter or missing."""
     order = tuple(_Row(rank, num_ranks, num_microbatches).write() for rank in range(num_ranks))
     return Schedule(RECIPE.name, Placement.vee(num_ranks), num_microbatches, order)
 
 
 class _Row:
-    """The passes of one rank, chunk 0 on the way down and chunk 1 on the way back."""
+    """The passes of one rank: chunk 0 is on the way down the V, chunk 1 on the way back up."""
 
     def __init__(self, rank: int, num_ranks: int, num_microbatches: int) -> None:
         self._rank, self._num_ranks, self._num_microbatches = rank, num_ranks, num_microbatches
@@ -82,7 +83,7 @@ class _Row:
 
 RECIPE = Recipe(
     name="dualpipe-v",
-    summary="a V in DualPipeV's order, F and B of a pair one after the other",
+    summary="V placement in DualPipeV's order, with the F and B of a pair run one after the other",
     bubble="~(p-1)(F+B-W)/2",
     memory="(p+1/2)M",
     build=build,

@@ -1,8 +1,7 @@
-"""Interleaved 1F1B, Megatron's virtual pipeline: the baseline that has to be beaten, besides plain 1F1B.
+"""Interleaved 1F1B, Megatron's virtual pipeline: with plain 1F1B, the baseline for all other schedules.
 
-Rank i holds stages i, i+p, i+2p, and units of p microbatches go through one chunk after the other (Narayanan et al.,
-arXiv 2104.04473); the last unit takes what
-is left over. With two chunks:
+Rank i has stages i, i+p, i+2p, ..., and units of p microbatches run through one chunk after the other (Narayanan et
+al., arXiv 2104.04473); the last unit also contains the remaining microbatches. With two chunks:
 
 rank 0 |0F0 0F1 2F0 2F1 0F2 ....2BW0--- 0F3 2BW1--- 2F2 0BW0--- 2F3 0BW1--- ....2BW2--- ....2BW3--- 0BW2--- 0BW3--- |
 rank 1 |....1F0 1F1 3F0 3BW0--- 3F1 3BW1--- 1F2 1BW0--- 1F3 1BW1--- 3F2 3BW2--- 3F3 3BW3--- 1BW2--- 1BW3--- ........|
@@ -16,7 +15,7 @@ from megatron.zero_bubble.schedules.recipe import Recipe
 
 
 def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Every rank warms up with 2(p-1-i) passes and a full unit of each chunk but the last, as Megatron does."""
+    """Order each rank as Megatron does: rank i warms up with 2(p-1-i) F's and a unit of every chunk but the last."""
     placement = Placement.interleaved(num_ranks, num_chunks)
     order = tuple(_row(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks))
     return Schedule(RECIPE.name, placement, num_microbatches, order)
@@ -37,7 +36,7 @@ def _row(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> t
 
 RECIPE = Recipe(
     name="interleaved-1f1b",
-    summary="1F1B with v chunks a rank: Megatron's virtual pipeline, the best without a split",
+    summary="1F1B with v chunks per rank (Megatron's virtual pipeline); the best without splitting the backward",
     bubble="(p-1)(F+B+W)/v",
     memory="(p+(p-1)/v)M",
     build=build,

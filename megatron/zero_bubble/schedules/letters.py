@@ -1,7 +1,7 @@
 """Schedules written as letters.
 
-A rank's row is a string such as ``"FFFBFBW"``. The letters say what comes next; a cursor a letter says which microbatch
-it is for, so no schedule numbers microbatches by hand.
+A rank's row is a string such as ``"FFFBFBW"``. Each letter is the kind of a pass; its microbatch is the number of equal
+letters before it, so no schedule numbers microbatches explicitly.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 
 
 def forward_backward(num_microbatches: int, warmup: int) -> str:
-    """F and B of one rank: warm-up forwards, then one F, one B, then the remaining backwards.
+    """F and B of one rank: warm-up forwards, then one F and one B in turn, then the remaining backwards.
 
-    With fewer microbatches than ``warmup`` the warm-up is all there is of forwards.
+    With fewer microbatches than ``warmup``, all forwards are in the warm-up.
     """
     warmup = min(warmup, num_microbatches)
     steady = num_microbatches - warmup
@@ -23,14 +23,14 @@ def forward_backward(num_microbatches: int, warmup: int) -> str:
 
 
 def delay_wgrad(letters: str, lag: int) -> str:
-    """Add the W's: each B after the first ``lag`` is followed by the oldest W waiting, and the rest come last."""
+    """Add the W passes: each B after the first ``lag`` is followed by the oldest pending W, and the rest come last."""
     *before_each_b, after = letters.split("B")
     row = "".join(part + ("B" if k < lag else "BW") for k, part in enumerate(before_each_b))
     return row + after + "W" * min(lag, len(before_each_b))
 
 
 def write(stage: int, letters: str, backward: Kind = Kind.B) -> tuple[Pass, ...]:
-    """Number the letters: the n-th of a kind is for microbatch n. ``backward`` is what the letter B stands for."""
+    """Convert letters to passes: the n-th of a kind is for microbatch n. ``backward`` is the kind of the letter B."""
     kinds = {"F": Kind.F, "B": backward, "W": Kind.W}
     cursor: Counter[str] = Counter()
     row = []
@@ -43,6 +43,6 @@ def write(stage: int, letters: str, backward: Kind = Kind.B) -> tuple[Pass, ...]
 def linear(
     name: str, num_ranks: int, num_microbatches: int, row: Callable[[int], str], backward: Kind = Kind.B
 ) -> Schedule:
-    """A schedule with one stage a rank, from ``row(rank)``, the letters of a rank."""
+    """Build a schedule with one stage per rank from ``row(rank)``, which returns the letters of a rank."""
     order = tuple(write(rank, row(rank), backward) for rank in range(num_ranks))
     return Schedule(name, Placement.linear(num_ranks), num_microbatches, order)

@@ -1,4 +1,4 @@
-"""What the registry knows of a schedule: how to build it, and what to expect of it."""
+"""The registry entry of a schedule: how to build it, its bubble and its memory."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _PLACEMENTS: dict[Shape, Callable[[int, int], Placement]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named way to order the passes.
+    """A named schedule.
 
-    ``build(num_ranks, num_microbatches, num_chunks)`` makes the schedule; only an interleaved one looks at the chunks.
-    ``bubble`` is the idle time of the longest rank without communication and ``memory`` the peak over ranks: formulas
-    in p ranks, v chunks a rank, the durations F, B, W of a rank and the activation M of a microbatch on a rank. They
-    hold once there are enough microbatches to fill the pipeline.
+    ``build(num_ranks, num_microbatches, num_chunks)`` builds it; only interleaved schedules use ``num_chunks``.
+    ``bubble`` is the idle time of the longest rank without communication, and ``memory`` the peak over ranks. Both are
+    formulas in p (ranks), v (chunks per rank), F, B, W (durations on a rank) and M (activation of a microbatch on a
+    rank), valid when there are enough microbatches to fill the pipeline.
 
     Attributes:
-        shape: where its stages lie.
-        adapts: made for equal passes; with the costs at hand, the search does better in the same memory.
+        shape: the placement of its stages.
+        adapts: whether it is made for equal passes, so that the search can refit it to known costs in the same memory.
     """
 
     name: str
@@ -40,19 +40,19 @@ class Recipe:
     adapts: bool = False
 
     def placement(self, num_ranks: int, num_chunks: int) -> Placement:
-        """Where its stages lie with ``num_chunks`` chunks a rank, if that is for the user to say."""
+        """Return the placement of its stages; only an interleaved schedule uses ``num_chunks``."""
         return _PLACEMENTS[self.shape](num_ranks, num_chunks)
 
     def num_chunks(self, asked: int | None) -> int:
-        """How many chunks a rank holds.
+        """Return the number of chunks per rank; ``asked`` is the user's choice, if any.
 
         Raises:
-            UserError: when ``asked`` for what this schedule does not have.
+            UserError: when this schedule does not support ``asked``.
         """
         own = {"linear": 1, "vee": 2, "interleaved": asked or 2}[self.shape]
         if asked is not None and asked != own:
             has = "one stage" if own == 1 else f"{own} stages"
-            raise UserError(f"schedule {self.name!r} has {has} a rank; got {asked}; leave the number out")
+            raise UserError(f"schedule {self.name!r} has {has} per rank; got {asked}; leave the number out")
         if own < 1 or (self.shape == "interleaved" and own < 2):
-            raise UserError(f"schedule {self.name!r} needs 2 or more stages a rank; got {own}; choose 1f1b for one")
+            raise UserError(f"schedule {self.name!r} needs 2 or more stages per rank; got {own}; use 1f1b for one")
         return own

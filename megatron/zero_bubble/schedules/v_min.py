@@ -1,7 +1,7 @@
 """V-Min: a third of 1F1B's memory and two thirds of its bubble (Controllable Memory, arXiv 2405.15362, section 4).
 
-A building block on a V, repeated every six units: down and up one unit a rank, the shortest way there is. Where passes
-differ in length, waits come back with every microbatch.
+A building block on a V, repeated every six units of time: it takes one unit per rank in both directions, which is the
+shortest possible. If passes differ in length, every microbatch has waits.
 
 rank 0 |0F0 0F1 ....3F0 3B0 0F2 3W0 3F1 0B0 3B1 0W0 3W1 0F3 0B1 3F2 3B2 0W1 3W2 0B2 3F3 3B3 0W2 3W3 0B3 0W3 |
 rank 1 |....1F0 2F0 1F1 2F1 2B0 1B0 2W0 1W0 1F2 2B1 1B1 2F2 2W1 1W1 1F3 2B2 1B2 2F3 2W2 1W2 2B3 1B3 2W3 1W3 |
@@ -16,15 +16,15 @@ from megatron.zero_bubble.search.seeds import vee_block
 
 
 def build(num_ranks: int, num_microbatches: int, _: int = 2) -> Schedule:
-    """For equal passes."""
-    rest = 0 if num_ranks % 3 else 2  # passes would meet on a rank
+    """Build the schedule for equal passes."""
+    rest = 0 if num_ranks % 3 else 2  # with a multiple of 3 ranks, passes of a rank would collide
     block = partial(vee_block, period=6, down=1, up=1, top=rest, bottom=1)
     return equal_passes(RECIPE.name, num_ranks, num_microbatches, block)
 
 
 RECIPE = Recipe(
     name="v-min",
-    summary="a V: a third of 1F1B's memory, two thirds of its bubble",
+    summary="V placement: about a third of 1F1B's memory and two thirds of its bubble",
     bubble="~2(p-2)(F+B+W)/3",
     memory="(p+4)M/3",
     build=build,

@@ -1,4 +1,4 @@
-"""What the schedules on a V share: a known pattern, made as dense as the memory allows that it keeps anyway."""
+"""Build the published V schedules: compact a known pattern without raising its peak memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from megatron.zero_bubble.search.problem import Problem, Rows
 
 
 def equal_passes(name: str, num_ranks: int, num_microbatches: int, pattern: Callable[[Problem], Rows]) -> Schedule:
-    """The pattern for passes that all take the same: itself, compacted forward, or then backward; the shortest span."""
+    """Build the shortest of three schedules for equal passes: the pattern, the pattern compacted forward in time, and
+    that compacted backward in time.
+    """
     rows = pattern(_problem(num_ranks, num_microbatches, math.inf))
     problem = _problem(num_ranks, num_microbatches, max(map(_peak, rows)))
     loop = loops(problem)
@@ -37,5 +39,5 @@ def _problem(num_ranks: int, num_microbatches: int, limit: float) -> Problem:
 
 
 def _peak(row: list[int]) -> int:
-    """The most chunks' activations that a rank keeps, where B frees nothing yet."""
+    """Return the peak number of chunk activations on a rank, if only W frees them."""
     return max(accumulate((1, 0, -1)[code % 3] for code in row))

@@ -1,7 +1,7 @@
-"""ZB-V: no bubble at F = B = W in 1F1B's memory, on a V of stages i and 2p-1-i (arXiv 2401.10241, section 6).
+"""ZB-V: no bubble if F = B = W, within 1F1B's memory (arXiv 2401.10241, section 6).
 
-The first microbatch turns on the last rank and comes back, so the first rank's second chunk computes the loss. Its
-second backward needs nobody else's; memory is the same on all ranks.
+Rank i has stages i and 2p-1-i: a microbatch runs down the ranks and back up, so the second chunk of the first rank
+computes the loss, and its backward needs no other rank. Memory is the same on all ranks.
 
 rank 0 |0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 3W1 0F3 0B0 0W0 3F2 3B2 3W2 0B1 0W1 3F3 3B3 3W3 0B2 0W2 0B3 0W3 ....|
 rank 1 |....1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1F3 1B1 1W1 2F3 2B2 2W2 1B2 2B3 1B3 1W2 2W3 1W3 |
@@ -14,13 +14,13 @@ from megatron.zero_bubble.search.seeds import zb_v
 
 
 def build(num_ranks: int, num_microbatches: int, _: int = 2) -> Schedule:
-    """Phase by phase as in the paper; for equal passes."""
+    """Build the schedule phase by phase as in the paper, for equal passes."""
     return equal_passes(RECIPE.name, num_ranks, num_microbatches, zb_v)
 
 
 RECIPE = Recipe(
     name="zb-v",
-    summary="a V: no bubble when F = B = W, in 1F1B's memory",
+    summary="V placement: no bubble if F = B = W, within 1F1B's memory",
     bubble="0 (F=B=W)",
     memory="pM",
     build=build,

@@ -1,4 +1,4 @@
-"""Automatic schedules: the best order found for any costs, memory limit and placement."""
+"""Schedule search: find the best order of passes for given costs, memory limit and placement."""
 
 from megatron.zero_bubble.search.auto import fit, zb_auto
 

@@ -1,4 +1,4 @@
-# csrc/planner.cpp, which setup.py builds where it finds pybind11 and a C++ compiler.
+# Types of csrc/planner.cpp, which setup.py builds if it finds pybind11 and a C++ compiler.
 from collections.abc import Sequence
 from typing import final
 

@@ -1,4 +1,4 @@
-"""``zb_auto``: the best schedule found for given costs under a memory limit; ``fit``: one that is known, improved."""
+"""``zb_auto`` searches for the best schedule for given costs and memory limit; ``fit`` improves a known schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megatron.zero_bubble.search.problem import Problem
 
 PlacementChoice = Literal["linear", "vee", "auto"]
 PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
-"""From the number of ranks, for each choice but ``auto``."""
+"""The placement for a number of ranks, for each choice except ``auto``."""
 
 
 def zb_auto(
@@ -33,24 +33,24 @@ def zb_auto(
     effort: float = 1.0,
     start: Schedule | None = None,
 ) -> Schedule:
-    """The schedule with the smallest ``objective`` found, within ``memory_limit``; the same on every machine.
+    """Search for the schedule with the smallest ``objective`` within ``memory_limit``; equal on every machine.
 
     Args:
-        costs: figures for ``num_ranks`` stages, or for twice as many; ``costs.fit(schedule.placement)`` are those of
-            the result's stages.
-        memory: likewise.
-        num_ranks: pipeline ranks.
-        num_microbatches: microbatches an iteration, 1 or more.
-        memory_limit: what a rank may keep at any time, in the unit of ``memory``; one figure, or one a rank.
-        placement: one stage a rank (``linear``), two in a V (``vee``), or the better of both (``auto``).
-        objective: ``span`` when the optimizer does not wait for other ranks, ``makespan`` when it does.
-        effort: the search's budget of work, in passes placed, relative to the default; not time, so that the result
+        costs: figures for ``num_ranks`` stages, or for twice as many; ``costs.fit(schedule.placement)`` converts them
+            to the stages of the result.
+        memory: memory figures, for either number of stages as ``costs``.
+        num_ranks: number of pipeline ranks.
+        num_microbatches: microbatches per iteration, 1 or more.
+        memory_limit: memory limit in the unit of ``memory``; one figure, or one figure per rank.
+        placement: one stage per rank (``linear``), two in a V (``vee``), or the better of both (``auto``).
+        objective: ``span`` if the optimizer does not wait for other ranks, ``makespan`` if it does.
+        effort: the budget of the search in placed passes, relative to the default; it is not a time, so that the result
             does not depend on the machine.
-        start: a schedule that is there already; the result is no worse, if it keeps the limit.
+        start: a known schedule to start from; the result is not longer, if this schedule is within the limit.
 
     Raises:
         UserError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
-            message names the least limit that does.
+            message gives the least limit that does.
     """
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count < 1:
@@ -64,22 +64,22 @@ def zb_auto(
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))
     best: Draft | None = None
-    for problem in reversed(feasible):  # the V first: within 1F1B's memory it is mostly shorter than one stage can be
+    for problem in reversed(feasible):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if best is None or _least(problem, costs, memory, limit, objective) <= best.cost:
             known = [problem.rows(start)] if start is not None and start.placement == problem.placement else []
             draft = Draft(problem, effort, known)
             best = draft if best is None or draft.cost <= best.cost else best
-    assert best is not None, "one placement at least is feasible"
+    assert best is not None, "at least one placement is feasible"
     return best.problem.schedule("zb-auto", best.polish())
 
 
 def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:
-    """A schedule on a V that was made for passes of one length, made anew for these costs; never longer than it.
+    """Refit a V schedule that was made for passes of equal length to these costs; the result is never longer.
 
     Args:
-        schedule: its name stays, and so does its memory: no rank keeps more than the fullest rank of it does.
-        costs: figures for its stages.
-        memory: likewise.
+        schedule: the schedule to refit; the result has its name, and no rank exceeds the peak of its fullest rank.
+        costs: costs of its stages.
+        memory: memory of its stages.
         objective: as in ``zb_auto``.
 
     Raises:
@@ -94,7 +94,7 @@ def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: 
 def _least(
     problem: Problem, costs: PassCosts, memory: PassMemory, limit: tuple[float, ...], objective: Metric
 ) -> float:
-    """What no schedule on the placement of ``problem`` is shorter than, by the bounds that cost nothing."""
+    """Return a lower bound for the placement of ``problem``, from the bounds in closed form, which are cheap."""
     on, m = problem.placement, problem.num_microbatches
     return lower_bound(costs.fit(on), memory.fit(on), on, m, limit, objective, effort=0).value_ms
 
@@ -111,11 +111,11 @@ def _too_tight(problems: Sequence[Problem], limit: Sequence[float], memory_limit
     if isinstance(memory_limit, Sequence):
         rank = next(r for r, least in enumerate(needs[0]) if least > limit[r])
         return (
-            f"the memory limit admits no schedule: rank {rank} may keep {limit[rank]:g}, and one microbatch alone "
-            f"needs {min(need[rank] for need in needs):g}; raise it to that at least"
+            f"the memory limit admits no schedule: it is {limit[rank]:g} on rank {rank}, but a single microbatch needs "
+            f"{min(need[rank] for need in needs):g}; raise the limit to at least that"
         )
     least = min(map(max, needs))
     return (
-        f"the memory limit admits no schedule: a rank may keep {limit[0]:g}, and one microbatch alone needs "
-        f"{least:.10g} on the fullest rank; raise the limit to that at least"
+        f"the memory limit admits no schedule: it is {limit[0]:g} per rank, but a single microbatch needs "
+        f"{least:.10g} on the fullest rank; raise the limit to at least that"
     )

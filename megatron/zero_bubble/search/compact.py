@@ -1,10 +1,11 @@
-"""Pull passes forward into gaps: rows become denser and still fit in memory.
+"""Compact rows: pull passes forward into gaps, within the memory limit.
 
-Ranks run in time order. A rank whose next pass has not arrived may run a later one instead, if its memory still fits
-until its old place; else it waits. Run on the mirrored problem the same step pushes work towards the end, where the
-pipeline drains. Alternating both ("forward-backward improvement" in project scheduling: Tormos and Lova 2001) is the
-search's strongest single step: the steady state of a good building block has no gaps and stays as it is, warm-up and
-cool-down become as dense as memory allows.
+Ranks run in time order. If the input of a rank's next pass has not arrived, the rank may run a later pass instead,
+provided that its memory fits up to the later pass's old place; otherwise it waits. Applied to the mirrored problem, the
+same step pushes work towards the end, where the pipeline drains. Alternating both directions ("forward-backward
+improvement" in project scheduling: Tormos and Lova 2001) is the most effective single step of the search: the steady
+state of a good building block has no gaps and does not change, while warm-up and cool-down become as dense as memory
+allows.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from megatron.zero_bubble.search.problem import NONE, F, Problem, Rows, W, mirro
 _SLACK = 1e-9
 _NEVER = float("inf")
 _LOOK_AHEAD = 36
-"""How many passes ahead of the next one are looked at: a few periods of a steady state."""
+"""Number of passes after the next one that are considered: a few periods of a steady state."""
 
 
 def compact(
     problem: Problem, rows: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
 ) -> Rows | None:
-    """New rows; None when they deadlock or do not fit in memory.
+    """Return the new rows, or None if they deadlock or do not fit in memory.
 
     Args:
-        problem: what the rows are for.
-        rows: each rank's passes, first to last.
-        most_held: for each stage, how many microbatches may wait for their B before a later F is not pulled forward
-            any more (with ``backwards``, for their F before a later B).
-        haste: by which part of its duration a pass that is pulled forward may delay the one whose turn it is.
-        backwards: push to the end instead.
+        problem: the problem of the rows.
+        rows: the passes of each rank, first to last.
+        most_held: for each stage, the number of microbatches waiting for their B from which on no F is pulled forward
+            (with ``backwards``: waiting for their F, and no B).
+        haste: the share of its duration by which a pass that is pulled forward may delay the next pass.
+        backwards: whether to push passes towards the end instead.
     """
     if not backwards:
         run = _Run(problem, rows, most_held, haste)
@@ -40,7 +41,9 @@ def compact(
 
 
 class _Run:
-    """The state of one run; the n-th of a code has arrived at ``arrivals[code][n]``, ``count[code]`` of it have run."""
+    """The state of one run: the input of the n-th pass of a code arrives at ``arrivals[code][n]``, and ``count[code]``
+    passes of the code have run.
+    """
 
     def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
         self.problem = problem
@@ -56,7 +59,7 @@ class _Run:
         self.delta = problem.tables.delta
 
     def finish(self) -> bool:
-        """Run everything; whether all passes got through."""
+        """Run all passes; return whether all of them ran."""
         tables = self.problem.tables
         rank_of, duration, hop, successor = tables.rank, tables.duration, tables.hop, tables.successor
         count, arrivals, kept, position, rows = self.count, self.arrivals, self.kept, self.position, self.rows
@@ -92,7 +95,7 @@ class _Run:
         return all(at == len(row) for at, row in zip(position, rows, strict=True))
 
     def _ended(self, code: int, end: float) -> None:
-        """A B lets its W start."""
+        """Release the W of a B."""
         if (wgrad := self.problem.tables.wgrad[code]) != NONE:
             self.arrivals[wgrad].append(end)
 
@@ -100,11 +103,13 @@ class _Run:
         self.arrivals[fed].append(arrival)
 
     def _given(self) -> list[float]:
-        """Arrivals of what is there from the start."""
+        """Arrivals of inputs that are available from the start."""
         return [0.0] * self.problem.num_microbatches
 
     def _overtake(self, rank: int, now: float, soon: float) -> int:
-        """The first later pass that may go before the next, due at ``soon``; it moves to the front of its row."""
+        """Return the first later pass that may run before the next one, whose input arrives at ``soon``, and move it to
+        the front of its row; NONE if there is no such pass.
+        """
         duration, count, arrivals = self.problem.tables.duration, self.count, self.arrivals
         ready = []
         for code in self.codes[rank]:
@@ -131,7 +136,9 @@ class _Run:
 
 
 class _MirroredRun(_Run):
-    """A run of a mirrored problem: W comes before its F and adds what it will have kept, F the rest, B frees all."""
+    """A run of a mirrored problem: W precedes its F and adds the memory that it frees in the original problem, F adds
+    the rest, and B frees all.
+    """
 
     def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
         super().__init__(problem, rows, most_held, haste)
@@ -153,7 +160,7 @@ class _MirroredRun(_Run):
             self.arrivals[fed].append(arrival)
 
     def _gate(self, code: int, wgrad_end: float) -> None:
-        """An F may start once its input has landed and its W has ended."""
+        """Release an F when its input has arrived and its W has ended."""
         n, landed = len(self.arrivals[code]), self.landed[code // 3]
         if n < len(landed) and n < self.count[code + W]:
             self.arrivals[code].append(max(landed[n], wgrad_end))

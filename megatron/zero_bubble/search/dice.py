@@ -1,4 +1,4 @@
-"""Random numbers that are the same in every language and version: splitmix64 (Steele, Lea and Flood 2014)."""
+"""Random numbers that are equal in every language and version: splitmix64 (Steele, Lea and Flood 2014)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _MASK = 2**64 - 1
 
 
 class Dice:
-    """A reproducible source of chance; csrc/planner/dice.h has its twin."""
+    """A reproducible random number generator; csrc/planner/dice.h has the same one in C++."""
 
     def __init__(self, seed: int) -> None:
         self._state = seed
@@ -19,15 +19,15 @@ class Dice:
         return z ^ (z >> 31)
 
     def uniform(self) -> float:
-        """From 0 to below 1."""
+        """A random number in [0, 1)."""
         return (self._roll() >> 11) * 2.0**-53
 
     def below(self, count: int) -> int:
-        """A whole number from 0 to below ``count``."""
+        """A random whole number in [0, ``count``)."""
         return self._roll() % count
 
     def shuffle(self, items: list) -> None:
-        """Put ``items`` in any order."""
+        """Put ``items`` in random order, in place."""
         for last in range(len(items) - 1, 0, -1):
             other = self.below(last + 1)
             items[last], items[other] = items[other], items[last]

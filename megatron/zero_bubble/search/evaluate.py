@@ -1,4 +1,4 @@
-"""What rows cost: every pass as early as its place in its row allows."""
+"""Evaluate rows: run every pass as early as its place in the row allows."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ INFEASIBLE = float("inf")
 
 
 class Cost(NamedTuple):
-    """The cost (``INFEASIBLE`` for rows that deadlock or do not fit in memory), and its mean over ranks, which tells
-    apart rows whose longest rank is equal.
+    """The cost (``INFEASIBLE`` for rows that deadlock or do not fit in memory), and its mean over ranks, which
+    distinguishes rows whose longest ranks are equal.
     """
 
     cost: float
@@ -20,7 +20,7 @@ class Cost(NamedTuple):
 
 
 def evaluate(problem: Problem, rows: Rows) -> Cost:
-    """The cost of ``rows``; linear in the number of passes."""
+    """Compute the cost of ``rows``, in time linear in the number of passes."""
     delta, duration = problem.tables.delta, problem.tables.duration
     for row, limit in zip(rows, problem.limit, strict=True):
         kept = 0.0
@@ -31,7 +31,7 @@ def evaluate(problem: Problem, rows: Rows) -> Cost:
     starts = times(problem, rows).starts
     if any(len(begun) < len(row) for begun, row in zip(starts, rows, strict=True)):
         return Cost(INFEASIBLE, INFEASIBLE)
-    costs, mean = [], 0.0  # no sum() of floats in these loops: how it rounds depends on the version of Python
+    costs, mean = [], 0.0  # no sum() of floats in these loops: its rounding depends on the version of Python
     for begun, row, origin in zip(starts, rows, problem.origin, strict=True):
         costs.append(begun[-1] + duration[row[-1]] - origin)
         mean += costs[-1]

@@ -1,6 +1,6 @@
-"""The search's hot loops: compiled from csrc/planner.cpp where that was built, else their references in Python.
+"""The hot loops of the search: compiled from csrc/planner.cpp if that was built, else the Python reference.
 
-Both give the same results to the last bit; the compiled ones are about fifty times as fast.
+Both give bit-identical results; the compiled loops are about fifty times as fast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.zero_bubble.search.refill import refill
 from megatron.zero_bubble.search.refine import refine
 
 Packed = Any
-"""Rows in the form that suits the loops, whichever they are."""
+"""Rows in the form that the loops use, compiled or not."""
 _Packed = TypeVar("_Packed")
 
 
@@ -43,7 +43,7 @@ class Loops(Protocol[_Packed]):
 
 
 class Reference:
-    """In Python; rows stay as they are."""
+    """The loops in Python; packed rows are the rows themselves."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
@@ -70,7 +70,7 @@ class Reference:
 
 
 def loops(problem: Problem) -> Loops[Packed]:
-    """The fastest there are.
+    """Return the fastest available loops for ``problem``.
 
     Raises:
         UserError: as ``compiled`` does.
@@ -81,10 +81,10 @@ def loops(problem: Problem) -> Loops[Packed]:
 
 @cache
 def compiled() -> Callable[[Problem], Loops[Packed]] | None:
-    """What makes the compiled loops for a problem; None where the package was installed without them.
+    """Return the constructor of the compiled loops; None if the package was installed without them.
 
     Raises:
-        UserError: where their file is there and does not load; to ignore that would change plans unnoticed.
+        UserError: when the compiled file exists but does not load; ignoring this would silently change plans.
     """
     if find_spec("megatron.zero_bubble.search._planner") is None:
         return None
@@ -92,8 +92,8 @@ def compiled() -> Callable[[Problem], Loops[Packed]] | None:
         from megatron.zero_bubble.search import _planner as planner
     except ImportError as error:
         raise UserError(
-            f"the compiled search does not load from {error.path} ({error}); if the sources were updated since it was "
-            "built, install this package again, or delete that file to search in Python, which takes longer",
+            f"the compiled search does not load from {error.path} ({error}); if the sources changed since its build, "
+            "install this package again, or delete that file to search in Python, which takes longer",
             everywhere=False,
         ) from error
 

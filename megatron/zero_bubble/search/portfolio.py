@@ -1,14 +1,13 @@
-"""The search of one placement: many patterns made dense, the best of them polished.
+"""The search for one placement: compact many patterns, and polish the best.
 
-1. Screen: every seed is compacted forward and backward once; on a miniature, with fewer ranks and microbatches, where
-   the problem is large: what a pattern is worth hardly depends on its size.
-2. Vary: the most promising seeds are compacted in several ways.
-3. Derive: if that was a miniature, the best derivations (a seed and the way it was compacted) are repeated on the whole
-   problem.
-4. Refill: place the W's of the best anew, asking for shorter and shorter schedules.
+1. Screen: compact every seed once forward and once backward. For a large problem this uses a miniature with fewer ranks
+   and microbatches, because the quality of a pattern hardly depends on its size.
+2. Vary: compact the most promising seeds in several ways.
+3. Derive: after a miniature, repeat the best derivations (a seed and the way it was compacted) on the whole problem.
+4. Refill: place the W passes of the best rows again, with shorter and shorter targets.
 5. Polish: local search, compaction, local search again.
 
-Everything is counted in passes placed, so that the result does not depend on how fast the machine is.
+The budget is counted in placed passes, so that the result does not depend on the speed of the machine.
 """
 
 from __future__ import annotations
@@ -21,35 +20,35 @@ from megatron.zero_bubble.search.loops import Packed, compiled, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.seeds import Seed, classics, seeds, serial
 
-_BUDGET, _BUDGET_A_PASS = (1_500_000, 60_000_000), (20, 300)
-"""The budget in passes placed, without and with the compiled loops: one part, and one for the problem's size."""
+_BUDGET, _BUDGET_PER_PASS = (1_500_000, 60_000_000), (20, 300)
+"""The budget in placed passes, without and with the compiled loops: a constant, and a factor for the problem's size."""
 _MOST_RANKS, _BUDGET_ABOVE = 16, (0.6, 0.4)
-"""Above this many ranks a miniature has fewer of them, and this part of the budget does: for one stage a rank, for two,
-whose plans also take twice as long to lower.
+"""With more ranks than this, a miniature has fewer ranks, and this share of the constant budget is enough: for one
+stage per rank, and for two, whose plans also take twice as long to lower.
 """
 _SCREENED, _VARIED, _RANKED, _DERIVED, _REFILLED, _SETTLED = 0.42, 0.48, 0.56, 0.66, 0.84, 0.92
-"""Parts of the budget after which each of these stops; what is left is for polishing."""
+"""Shares of the budget after which each of these steps stops; the rest is for polishing."""
 _COMPACTING = 8
-"""How much longer it takes to place a pass in ``compact`` than in ``evaluate``."""
+"""Cost of placing a pass in ``compact``, relative to ``evaluate``."""
 _HASTES = (0.0, 0.3, 0.6)
 _SHARES = (None, 0.5, 1.0)
-"""How much of a V's memory may be taken on the way down: all, a half, all but what one microbatch needs on its way up.
-None: first come, first served."""
+"""Largest share of a V's memory that is reserved for microbatches on the way up. None reserves nothing; 1.0 leaves room
+for one microbatch on the way down."""
 _STEPS = 4
-"""How often compaction changes its direction."""
+"""Number of compactions in turn, forward and backward."""
 _MOST_REFILLED, _MOST_POLISHED = 64, 6
 _EAGERNESS = (0.6, 1.0, 0.3)
 _AMBITIONS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
-"""By which parts of its idle time a schedule is asked to become shorter when its W's are placed anew; mostly, only some
-of both are tried.
+"""Shares of its idle time by which a schedule has to become shorter when its W passes are refilled. Unless a refill is
+thorough, only some of the ambitions and eagernesses are tried.
 """
 _EPSILON = 1e-6
 _HEAT = 0.1
-"""Of local search, in parts of a microbatch's work."""
+"""Initial heat of the local search, as a share of a microbatch's work."""
 
 
 class Derivation(NamedTuple):
-    """How rows came to be: ``steps`` compactions of a seed, the first one forward, then in turn."""
+    """The origin of rows: ``steps`` compactions of a seed, forward first, then in alternating directions."""
 
     seed: Seed
     haste: float
@@ -58,7 +57,7 @@ class Derivation(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Rows and what they cost; the least is the best."""
+    """Rows and their cost; the smallest is the best."""
 
     cost: float
     mean: float
@@ -67,7 +66,7 @@ class Found(NamedTuple):
 
 
 class Workbench:
-    """Rows for one problem, paid from a budget of passes placed."""
+    """Makes rows for one problem within a budget of placed passes."""
 
     def __init__(self, problem: Problem, budget: float) -> None:
         self.problem, self.left = problem, budget
@@ -76,14 +75,14 @@ class Workbench:
         self._raw: dict[Seed, Packed] = {}
 
     def given(self, rows: Rows) -> Found:
-        """Rows of whatever origin."""
+        """Evaluate rows of any origin."""
         return self._priced(self._loops.pack(rows))
 
     def unpack(self, found: Found) -> Rows:
         return self._loops.unpack(found.rows)
 
     def derive(self, derivation: Derivation) -> Iterator[Found]:
-        """The seed itself and what comes of it after every step, as far as these are feasible."""
+        """Yield the rows of the seed and after every compaction, as far as they are feasible."""
         seed, haste, share, steps = derivation
         if seed not in self._raw:
             self._raw[seed] = self._loops.pack(seed(self.problem))
@@ -99,14 +98,14 @@ class Workbench:
                 yield found
 
     def dense(self, found: Found) -> Iterator[Found]:
-        """``found`` compacted, in either direction."""
+        """Yield ``found`` compacted, in both directions."""
         for backwards in (True, False):
             rows = self._compacted(found.rows, None, 0.0, backwards)
             if rows is not None:
                 yield self._priced(rows)
 
     def refilled(self, found: Found, thorough: bool) -> Iterator[Found]:
-        """``found`` with its W's in other places."""
+        """Yield ``found`` with its W passes in other places."""
         work = max(self.problem.work)
         for eagerness in _EAGERNESS if thorough else _EAGERNESS[:2]:
             best = INFEASIBLE
@@ -120,12 +119,14 @@ class Workbench:
                     yield other
 
     def loosened(self, found: Found) -> Iterator[Found]:
-        """``found`` compacted and refilled: once W's have moved, there is room for F's and B's, and again for W's."""
+        """Yield ``found`` compacted and refilled: after W passes moved, there is room for F and B, then for W again."""
         for denser in self.dense(found):
             yield from self.refilled(denser, thorough=False)
 
     def settled(self, found: Found, floor: float) -> Iterator[Found]:
-        """``found`` loosened until that helps no more, or the budget is down to ``floor``; then refilled thoroughly."""
+        """Yield ``found`` loosened until this no longer helps, and then refilled thoroughly. Stop when the budget is
+        down to ``floor``.
+        """
         while self.left > floor:
             better = min(self.loosened(found), default=found, key=_merit)
             if better.cost >= found.cost - _EPSILON:
@@ -135,7 +136,7 @@ class Workbench:
             found = better
 
     def refined(self, found: Found, passes: float, heat: float, seed: int) -> Found:
-        """``found`` after local search that places at most ``passes``."""
+        """Return ``found`` after a local search that places at most ``passes`` passes."""
         tries = int(min(passes, self.left) / self._passes)
         if tries < 2:
             return found
@@ -152,14 +153,14 @@ class Workbench:
 
 
 class Draft:
-    """The best rows found for one placement before they are polished.
+    """The best rows found for one placement, before polishing.
 
     Args:
-        known: rows to start from beside the seeds; what is found is no worse.
+        known: rows to start from in addition to the seeds; the result is not longer.
 
     Attributes:
-        problem: what they are for.
-        cost: of the best.
+        problem: the problem of the rows.
+        cost: the cost of the best rows.
     """
 
     def __init__(self, problem: Problem, effort: float, known: Iterable[Rows] = ()) -> None:
@@ -167,7 +168,7 @@ class Draft:
         is_compiled = compiled() is not None
         passes = 3 * problem.num_stages * problem.num_microbatches
         part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
-        budget = effort * (_BUDGET[is_compiled] * part + _BUDGET_A_PASS[is_compiled] * passes)
+        budget = effort * (_BUDGET[is_compiled] * part + _BUDGET_PER_PASS[is_compiled] * passes)
         small = _miniature(problem, _SCREENED * budget)
         workbench = Workbench(small, budget)
         pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
@@ -177,7 +178,7 @@ class Draft:
             pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations))
         else:
             pool = distinct(pool, _MOST_REFILLED)
-        # One microbatch at a time, compacted: what a greedy list schedule would do, once its W's fill the gaps.
+        # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
         greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
         classic = list(_classic(workbench))
         given = [found for rows in known if (found := workbench.given(rows)).cost < INFEASIBLE]
@@ -196,7 +197,7 @@ class Draft:
         self.cost = self._pool[0].cost
 
     def polish(self) -> Rows:
-        """The best rows after local search and compaction in turn, on the rest of the budget."""
+        """Alternate local search and compaction with the rest of the budget, and return the best rows."""
         pool, workbench = self._pool, self._workbench
         heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
         rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, heat, 0.4), (2, heat, 0.5), (1, heat, 1.0))
@@ -209,9 +210,10 @@ class Draft:
 
 
 def _miniature(problem: Problem, budget: float) -> Problem:
-    """The largest one of which all seeds can be screened; the problem itself if that is it.
+    """Return the largest miniature on which all seeds can be screened; it may be the problem itself.
 
-    It has a half, a third, ... of the ranks: whether a pattern's passes collide depends on what divides their number.
+    It has a half, a third, ... of the ranks, because whether the passes of a pattern collide depends on the divisors of
+    the number of ranks.
     """
     num_seeds = sum(1 for _ in seeds(problem))
     for part in range(1, problem.num_ranks):
@@ -223,7 +225,7 @@ def _miniature(problem: Problem, budget: float) -> Problem:
 
 
 def _screened(workbench: Workbench, floor: float) -> Iterator[Found]:
-    """Every seed, or as many as bring the budget down to ``floor``."""
+    """Derive rows from every seed, or until the budget is down to ``floor``."""
     for seed in seeds(workbench.problem):
         yield from workbench.derive(Derivation(seed, 0.0, None, 2))
         if workbench.left < floor:
@@ -231,7 +233,7 @@ def _screened(workbench: Workbench, floor: float) -> Iterator[Found]:
 
 
 def _varied(workbench: Workbench, floor: float, pool: list[Found]) -> Iterator[Found]:
-    """The pool, and more of its best seeds."""
+    """Yield the pool, and more rows derived from its best seeds."""
     yield from pool
     shares = _SHARES[: 1 if workbench.problem.num_stages == workbench.problem.num_ranks else None]
     for seed in dict.fromkeys(found.derivation.seed for found in sorted(pool, key=_merit) if found.derivation):
@@ -244,7 +246,7 @@ def _varied(workbench: Workbench, floor: float, pool: list[Found]) -> Iterator[F
 
 
 def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Derivation]:
-    """The derivations of the pool, those first whose rows are shortest once their W's are refilled."""
+    """Return the derivations of the pool, in order of the length of their rows after a refill."""
     ranked: list[tuple[tuple[float, float], int, Derivation | None]] = []
     for found in distinct(pool, len(pool)):
         others = workbench.refilled(found, thorough=False) if workbench.left > floor else ()
@@ -254,7 +256,7 @@ def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Deriv
 
 
 def _derived(workbench: Workbench, floor: float, derivations: list[Derivation]) -> Iterator[Found]:
-    """What derivations made for a miniature give here: of each the last step, which is what ranked it."""
+    """Repeat derivations of a miniature on this problem; yield the rows of the last step, which determined the rank."""
     derived = 0
     for derivation in derivations:
         results = list(workbench.derive(derivation))
@@ -265,14 +267,14 @@ def _derived(workbench: Workbench, floor: float, derivations: list[Derivation]) 
 
 
 def _classic(workbench: Workbench) -> Iterator[Found]:
-    """The classics, compacted once and refilled."""
+    """Yield the classics, compacted once and refilled."""
     for seed in classics(workbench.problem):
         for found in list(workbench.derive(Derivation(seed, 0.0, None, 1)))[-1:]:
             yield min((found, *workbench.refilled(found, thorough=False)), key=_merit)
 
 
 def _most_held(problem: Problem, share: float) -> list[int]:
-    """How many microbatches each stage of a V may keep, so that those on their way up always find room."""
+    """Return a limit of microbatches for each stage of a V, such that microbatches on the way up always have room."""
     p = problem.num_ranks
     most = [0] * (2 * p)
     for rank in range(p):
@@ -284,7 +286,7 @@ def _most_held(problem: Problem, share: float) -> list[int]:
 
 
 def distinct(pool: Iterable[Found], count: int) -> list[Found]:
-    """The best ``count`` with different costs."""
+    """Return the best ``count`` rows with different costs."""
     chosen: dict[tuple[float, float], Found] = {}
     for found in sorted(pool, key=_merit):
         chosen.setdefault((round(found.cost, 6), round(found.mean, 6)), found)

@@ -1,8 +1,8 @@
-"""One scheduling problem as plain lists: what the hot loops of the search read.
+"""A scheduling problem as plain lists, for the hot loops of the search.
 
-Within a stage all microbatches are alike, so running them in order loses nothing (exchange argument): a rank's
-schedule is a row of *codes* ``3 * stage + kind`` with kind 0 for F, 1 for B, 2 for W, and the n-th of a code is for
-microbatch n.
+All microbatches of a stage are alike, so running them in order excludes no better schedule (exchange argument). The
+schedule of a rank is therefore a row of *codes* ``3 * stage + kind``, with kind 0 for F, 1 for B and 2 for W; the n-th
+occurrence of a code is for microbatch n.
 """
 
 from __future__ import annotations
@@ -20,27 +20,28 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Chain, Kind, Pass, Placement, Schedule
 
 Rows = list[list[int]]
-"""For each rank its codes, first to last."""
+"""The codes of each rank, first to last."""
 
 F, B, W = 0, 1, 2
 NONE = -1
 _KINDS = (Kind.F, Kind.B, Kind.W)
 _ROUNDING = 1e-9
-"""How far, as a part of the limit, sums of memory figures may exceed it: floating-point noise, not memory."""
+"""Relative tolerance by which sums of memory figures may exceed the limit, for rounding errors."""
 
 
 class Tables(NamedTuple):
-    """Facts by code.
+    """Properties of passes, by code.
 
     Attributes:
-        rank: where it runs.
-        duration: in ms.
-        source: the code whose n-th end lets the n-th of this code start ``hop`` ms later; NONE where it waits for none.
-        hop: ms that its input travels.
-        successor: the code that this code's output is an input of, as activation or gradient; NONE where there is none.
-        wgrad: the W that this code leaves to be done; NONE where it leaves none.
-        receiver: the rank that the output travels to; NONE where that is its own, or there is no successor.
-        delta: the change of what the rank keeps.
+        rank: the rank that runs the code.
+        duration: duration in ms.
+        source: the code whose n-th pass must end ``hop`` ms before the n-th pass of this code starts; NONE if it waits
+            for no code.
+        hop: transfer time of its input in ms.
+        successor: the code that uses this code's output, an activation or gradient; NONE if there is none.
+        wgrad: the W that this code makes possible; NONE if there is none.
+        receiver: the rank to which the output is sent; NONE if it stays on the rank, or there is no successor.
+        delta: the change of the rank's memory.
     """
 
     rank: list[int]
@@ -54,7 +55,7 @@ class Tables(NamedTuple):
 
 
 def _routes(rank_of: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Who feeds whom in a chain of stages: the columns ``source``, ``successor``, ``wgrad`` and ``receiver``."""
+    """Compute the columns ``source``, ``successor``, ``wgrad`` and ``receiver`` for a chain of stages."""
     flow = Chain(len(rank_of))
     passes = (Pass(stage, kind, 0) for stage in range(len(rank_of)) for kind in _KINDS)
     codes = {p: code for code, p in enumerate(passes)}
@@ -70,12 +71,12 @@ def _routes(rank_of: Sequence[int]) -> tuple[list[int], list[int], list[int], li
 
 @dataclass(frozen=True)
 class Problem:
-    """What to schedule, under which limit, for which objective.
+    """A scheduling problem: costs, memory, memory limit and objective.
 
-    ``forward``, ``backward`` and ``wgrad`` are ms per stage; ``activation_hop[s]`` is the transfer of an activation
-    into stage s, and ``gradient_hop[s]`` that of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from F to B and
-    from B to W; ``limit`` is memory per rank. The cost of a schedule is the largest over ranks of
-    (its end - ``origin[rank]``).
+    ``forward``, ``backward`` and ``wgrad`` are ms per stage; ``activation_hop[s]`` is the transfer time of an
+    activation into stage s, and ``gradient_hop[s]`` that of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from
+    F to B and from B to W per stage; ``limit`` is memory per rank. The cost of a schedule is the maximum over ranks of
+    (end of the rank - ``origin[rank]``).
     """
 
     placement: Placement
@@ -100,7 +101,7 @@ class Problem:
         limit: Sequence[float],
         objective: Metric,
     ) -> Problem:
-        """The problem on ``placement``; ``costs`` and ``memory`` are fitted to it."""
+        """Make the problem for ``placement``; ``costs`` and ``memory`` are converted to its stages."""
         costs, memory = costs.fit(placement), memory.fit(placement)
         activation_hop, gradient_hop = costs.hops(placement)
         arrival = [0.0]
@@ -118,7 +119,7 @@ class Problem:
             memory.activation,
             memory.wgrad,
             tuple(amount * (1 + _ROUNDING) for amount in limit),
-            # A rank's first pass is F0 of its first stage, which nothing can hold up: its span starts at a known time.
+            # The first pass of a rank is F0 of its first stage, which nothing delays: its span starts at a known time.
             starts if objective == "span" else (0.0,) * len(starts),
         )
 
@@ -150,7 +151,7 @@ class Problem:
 
     @cached_property
     def mirrored(self) -> Problem:
-        """The problem run backwards in time: B takes the part of F. W, which only fills, is taken as it is."""
+        """The problem reversed in time: F and B swap their roles; W, which only fills gaps, keeps its role."""
         activation_hop = (0.0, *self.gradient_hop[:-1])
         gradient_hop = (*self.activation_hop[1:], 0.0)
         return Problem(
@@ -160,18 +161,18 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Milliseconds that each rank computes."""
+        """Computing time of each rank in ms."""
         per_stage = [sum(passes) for passes in zip(self.forward, self.backward, self.wgrad, strict=True)]
         stages_of = self.placement.stages_of
         return tuple(self.num_microbatches * sum(per_stage[s] for s in stages_of(r)) for r in range(self.num_ranks))
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
-        """What one microbatch alone makes each rank keep: no schedule does with less."""
+        """Peak memory of a single microbatch per rank, which is the minimum for any schedule."""
         return tuple(self._alone(self.placement.stages_of(rank)) for rank in range(self.num_ranks))
 
     def _alone(self, stages: Sequence[int]) -> float:
-        """The peak of F down the rank's stages, then B and W of each on the way back."""
+        """Peak memory of F on all stages of a rank in order, followed by B and W of each in reverse order."""
         below = peak = 0.0
         for s in stages:
             peak = max(peak, below + max(self.kept[s], self.kept_by_wgrad[s]))
@@ -179,8 +180,8 @@ class Problem:
         return peak
 
     def miniature(self, num_ranks: int) -> Problem:
-        """A problem like this one with at most ``num_ranks`` ranks, evenly chosen, and few microbatches, which show a
-        warm-up, a steady state and a cool-down; itself where it is no larger.
+        """Return a similar problem with at most ``num_ranks`` evenly chosen ranks, and few microbatches, but enough for
+        a warm-up, a steady state and a cool-down; the problem itself if it is not larger.
         """
         p, rank_of = self.num_ranks, self.placement.stage_to_rank
         chosen = sorted({rank * (p - 1) // max(1, min(p, num_ranks) - 1) for rank in range(min(p, num_ranks))})
@@ -202,32 +203,32 @@ class Problem:
         )  # fmt: skip
 
     def _part_of_limit(self, rank: int, part: float) -> float:
-        """Room for whole microbatches, rounded up: a pattern keeps some share of the ranks, and one more."""
+        """Scale the limit to whole microbatches, rounded up: a pattern needs a share of the ranks, plus one."""
         one = sum(self.kept[s] for s in self.placement.stages_of(rank))
         count = ceil(part * self.limit[rank] / one + (1 - part) - 1e-6)
         return max(self.least_memory[rank], count * one * (1 + _ROUNDING))
 
     @property
     def is_feasible(self) -> bool:
-        """Whether the limit admits any schedule: one microbatch at a time, if nothing else."""
+        """Whether the limit admits any schedule, at least one microbatch at a time."""
         return all(least <= limit for least, limit in zip(self.least_memory, self.limit, strict=True))
 
     def rows(self, schedule: Schedule) -> Rows:
-        """A schedule of this placement as codes, each BW as a B with its W behind.
+        """Convert a schedule of this placement to codes; each BW becomes a B followed by its W.
 
         Raises:
-            UserError: when its passes do not feed each other as in a chain, which is all that the search knows.
+            UserError: when the flow of the schedule is not a chain, the only flow that the search supports.
         """
         if not isinstance(schedule.flow, Chain):
             raise UserError(
-                f"the search takes schedules of a chain of stages; {schedule.name!r} has a flow of another kind "
-                f"({type(schedule.flow).__name__}); leave out the search, or start it from another schedule"
+                f"the search supports only schedules of a chain of stages; {schedule.name!r} has the flow "
+                f"{type(schedule.flow).__name__}; leave out the search, or start it from another schedule"
             )
         codes = {Kind.F: (F,), Kind.B: (B,), Kind.W: (W,), Kind.BW: (B, W)}
         return [[3 * p.stage + code for p in row for code in codes[p.kind]] for row in schedule.order]
 
     def schedule(self, name: str, rows: Rows) -> Schedule:
-        """The codes as a ``Schedule``."""
+        """Convert codes to a ``Schedule``."""
         order = []
         for row in rows:
             cursor = [0] * (3 * self.num_stages)
@@ -240,5 +241,5 @@ class Problem:
 
 
 def mirrored(rows: Rows) -> Rows:
-    """Rows run backwards in time: F and B change places."""
+    """Reverse rows in time: F and B swap their roles."""
     return [[code + (1, -1, 0)[code % 3] for code in reversed(row)] for row in rows]

@@ -1,8 +1,9 @@
-"""Place the W's of rows again: they fill the gaps that the order of F's and B's leaves.
+"""Refill rows: place the W passes again, in the gaps that the order of F and B leaves.
 
-Before each F and B its start is known, because everything it waits for has been placed: W's that fit before it run
-there. One more runs, delaying what follows, when the gap is more than ``eagerness`` of the time it takes, or when the
-rank has no idle time left to spend on the way to ``target``. As many as needed run when memory is full.
+The start of each F and B is known before it is placed, because everything it waits for has been placed. W passes that
+fit before it run there. One more W runs, and delays the following passes, if the gap exceeds the share ``eagerness`` of
+its duration, or if the rank has no idle time left to reach ``target``. If memory is full, as many W passes run as
+needed.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ _SLACK = 1e-9
 
 
 def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Rows | None:  # noqa: C901 (one hot loop)
-    """New rows, each pass as early as possible; None when they deadlock or do not fit. Linear in the passes."""
+    """Return the new rows, or None if they deadlock or do not fit; the time is linear in the number of passes."""
     _, duration, source, hop, _, wgrads, receiver, delta = problem.tables
     ends: list[list[float]] = [[] for _ in duration]
-    ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
+    ends.append([0.0] * problem.num_microbatches)  # code NONE: always available
     num_ranks = problem.num_ranks
     free, kept, position = [0.0] * num_ranks, [0.0] * num_ranks, [0] * num_ranks
     spare = [target + start - problem.work[rank] for rank, start in enumerate(problem.origin)]

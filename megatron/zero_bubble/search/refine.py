@@ -1,4 +1,4 @@
-"""Local search: move a pass along the critical path past its neighbours, keep what shortens the schedule."""
+"""Local search: move passes on the critical path past their neighbours, and keep moves that shorten the schedule."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from megatron.zero_bubble.search.rows import times
 
 _SLACK = 1e-6
 _REACH = 8
-"""How far along a block of the critical path a pass is moved."""
+"""Largest distance by which a pass is moved within a block of the critical path."""
 _MEAN_WEIGHT = 0.02
-"""The mean over ranks guides the search where the longest rank stays as it is."""
+"""Weight of the mean over ranks, which guides the search among moves that do not change the longest rank."""
 
 Move = tuple[int, int, int]
-"""Rank, from where, to where in its row."""
+"""A rank, and the old and new place of a pass in its row."""
 
 
 def refine(problem: Problem, rows: Rows, tries: int, heat: float, seed: int) -> tuple[float, Rows]:
-    """The best cost found by ``tries`` evaluations, and its rows.
+    """Return the best cost found by ``tries`` evaluations, and its rows.
 
     Args:
-        problem: what the rows are for.
-        rows: where to start; infeasible ones come back as they are.
-        tries: how many rows may be evaluated.
-        heat: ms by which a move may worsen the schedule and still be kept, at first; it falls to 0.
-        seed: of the random order of moves.
+        problem: the problem of the rows.
+        rows: the rows to start from; infeasible rows are returned unchanged.
+        tries: the largest number of evaluations.
+        heat: ms by which a move may lengthen the schedule and still be kept; this falls to 0 during the search.
+        seed: seed of the random order of moves.
     """
     dice = Dice(seed)
     rows = [list(row) for row in rows]
@@ -53,7 +53,9 @@ def refine(problem: Problem, rows: Rows, tries: int, heat: float, seed: int) -> 
 
 
 def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
-    """Moves that break a longest path: per block on a rank, its last passes to the front, its first to the back."""
+    """Return moves that break a longest path: in each block on a rank, of its last passes to the front and of its first
+    pass to the back.
+    """
     starts, number, places = times(problem, rows)
     tables = problem.tables
     rank_of, duration, source, hop = tables.rank, tables.duration, tables.source, tables.hop
@@ -82,7 +84,7 @@ def critical_moves(problem: Problem, rows: Rows, dice: Dice) -> list[Move]:
 
 
 def _moves_in(row: list[int], rank: int, first: int, last: int) -> list[Move]:
-    """The moves of the block from place ``first`` to place ``last``."""
+    """Return the moves of the block from place ``first`` to place ``last``."""
     moves: list[Move] = []
     if first == last:
         return moves

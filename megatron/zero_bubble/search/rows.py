@@ -1,4 +1,4 @@
-"""When every pass of rows runs."""
+"""Compute the start of every pass of rows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ from megatron.zero_bubble.search.problem import NONE, Problem, Rows
 
 
 class Times(NamedTuple):
-    """``starts[rank][place]`` and ``number[rank][place]`` of the pass there, and where to find the n-th of a code."""
+    """The times of rows.
+
+    Attributes:
+        starts: start of the pass by rank and place.
+        number: microbatch of the pass by rank and place.
+        places: place in its row of the n-th pass of a code, by code and n.
+    """
 
     starts: list[list[float]]
     number: list[list[int]]
@@ -16,11 +22,11 @@ class Times(NamedTuple):
 
 
 def times(problem: Problem, rows: Rows) -> Times:
-    """Run every pass as early as possible, as far as the rows get; linear in the number of passes."""
+    """Run every pass as early as possible, until the end or a deadlock, in time linear in the number of passes."""
     tables = problem.tables
     duration, source, hop, receiver = tables.duration, tables.source, tables.hop, tables.receiver
     ends: list[list[float]] = [[] for _ in duration]
-    ends.append([0.0] * problem.num_microbatches)  # code NONE: always there
+    ends.append([0.0] * problem.num_microbatches)  # code NONE: always available
     starts: list[list[float]] = [[] for _ in rows]
     number: list[list[int]] = [[] for _ in rows]
     places: list[list[int]] = [[] for _ in duration]

@@ -1,8 +1,8 @@
-"""Rows to start from: known patterns, none of which has to fit the costs.
+"""Seeds: rows of known patterns from which the search starts; they need not fit the costs.
 
-Building blocks (Controllable Memory, arXiv 2405.15362, section 3): the positions of one microbatch's passes on every
-rank in units of equal passes, repeated every T units. 1F1B, ZB-H1, ZB-H2, V-Min, V-Half and ZB-V's steady state are
-members of the family. It is cheap to try all of it with the real costs and keep what does best.
+A building block (Controllable Memory, arXiv 2405.15362, section 3) is the positions of one microbatch's passes on every
+rank, in units of equal passes, repeated every T units. 1F1B, ZB-H1, ZB-H2, V-Min, V-Half and the steady state of ZB-V
+belong to this family. Trying the whole family with the real costs, and keeping the best, is cheap.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from itertools import pairwise, product
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 
 Seed = Callable[[Problem], Rows]
-"""Rows for any number of microbatches."""
+"""A function that makes rows for a problem, with any number of microbatches."""
 
 
 def seeds(problem: Problem) -> Iterator[Seed]:
-    """Starting points for the placement of ``problem``, the simplest first; not all fit in its memory."""
+    """Yield the seeds for the placement of ``problem``, simplest first; not all of them fit in its memory."""
     yield serial
     if problem.num_stages == problem.num_ranks:
         for slope in (1.0, 1.5, 2.0, 3.0):
@@ -36,7 +36,7 @@ def seeds(problem: Problem) -> Iterator[Seed]:
 
 
 def classics(problem: Problem) -> Iterator[Seed]:
-    """The seeds that are worth a place whatever a miniature says of them."""
+    """Yield the seeds that are always used, independent of their results on a miniature."""
     if problem.num_stages == problem.num_ranks:
         for slope in (1.0, 1.5, 2.0):
             yield partial(leading, slope=slope)
@@ -44,7 +44,7 @@ def classics(problem: Problem) -> Iterator[Seed]:
 
 
 def serial(problem: Problem) -> Rows:
-    """One microbatch at a time: feasible whenever anything is."""
+    """Run one microbatch at a time, which is feasible whenever any schedule is."""
     rank_of, stages = problem.placement.stage_to_rank, range(problem.num_stages)
     rows: Rows = [[] for _ in range(problem.num_ranks)]
     for s in stages:
@@ -55,7 +55,7 @@ def serial(problem: Problem) -> Rows:
 
 
 def leading(problem: Problem, slope: float) -> Rows:
-    """1F1B with ``slope`` forwards more a rank before the first backward, as far as memory allows: ZB-H1, ZB-H2."""
+    """1F1B with ``slope`` more forwards per rank before the first backward, within memory, such as ZB-H1 and ZB-H2."""
     p, m = problem.num_ranks, problem.num_microbatches
     rows = []
     for s in range(p):
@@ -67,7 +67,9 @@ def leading(problem: Problem, slope: float) -> Rows:
 
 
 def linear_block(problem: Problem, period: int, down: int, up: int, top: int) -> Rows:
-    """F's ``down`` units later a rank, B's ``up`` units earlier, ``top`` units of rest at the turn."""
+    """A block in which each next rank runs F ``down`` units later and B ``up`` units earlier, with a pause of ``top``
+    units between F and B on the last rank.
+    """
     p = problem.num_ranks
     rows = []
     for rank in range(p):
@@ -80,9 +82,11 @@ def linear_block(problem: Problem, period: int, down: int, up: int, top: int) ->
 def vee_block(
     problem: Problem, period: int, down: int, up: int, top: int, bottom: int, late: int = 0, bend: float = 1.0
 ) -> Rows:
-    """Passes to higher ranks ``down`` units a rank, to lower ones ``up``, rests at the turn and on the last rank.
+    """A block on a V: ``down`` units per rank towards higher ranks, ``up`` units towards lower ranks, with a pause of
+    ``top`` units between forward and backward, and of ``bottom`` units on the last rank between its two backwards.
 
-    From the part ``bend`` of the ranks on, passes to higher ranks go ``late`` units a rank: memory in between.
+    After the share ``bend`` of the ranks, passes towards higher ranks take ``late`` units per rank, which gives blocks
+    with memory between those of the two slopes.
     """
     p = problem.num_ranks
     bent = round(bend * p)
@@ -102,7 +106,9 @@ def vee_block(
 
 
 def _repeated(problem: Problem, period: int, starts: dict[int, int]) -> list[int]:
-    """One rank's row: F's and B's where ``starts`` says, each W in the first unit after its B that is always free."""
+    """Return the row of one rank: F and B at ``starts``, and each W in the first unit after its B that is free in every
+    period.
+    """
     taken = {start % period for start in starts.values()}
     placed = dict(starts)
     for code, start in sorted(starts.items(), key=lambda item: item[1]):
@@ -110,7 +116,7 @@ def _repeated(problem: Problem, period: int, starts: dict[int, int]) -> list[int
             slot = next((x for x in range(start + 1, start + period) if x % period not in taken), start)
             taken.add(slot % period)
             placed[code + 1] = slot
-    # Every period is alike but for the passes of microbatches that there are not: before the first, after the last.
+    # All periods are equal, except that passes of microbatches before the first and after the last are omitted.
     m = problem.num_microbatches
     cycle = sorted((start % period, start // period, code) for code, start in placed.items())
     changes = sorted({turn + ends for _, turn, _ in cycle for ends in (0, m)})
@@ -121,7 +127,7 @@ def _repeated(problem: Problem, period: int, starts: dict[int, int]) -> list[int
 
 
 def zb_v(problem: Problem) -> Rows:
-    """ZB-V (arXiv 2401.10241, section 6) phase by phase: no bubble at equal passes with 1F1B's memory."""
+    """ZB-V (arXiv 2401.10241, section 6) phase by phase: with equal passes, no bubble within 1F1B's memory."""
     p, m = problem.num_ranks, problem.num_microbatches
     rows = []
     for rank in range(p):
@@ -135,7 +141,7 @@ def zb_v(problem: Problem) -> Rows:
 
 
 def _complete(row: list[int], codes: tuple[int, ...], m: int) -> list[int]:
-    """Drop what exceeds ``m`` of a code, append what is missing."""
+    """Drop passes of a code beyond ``m``, and append missing ones."""
     kept: list[int] = []
     left = dict.fromkeys(codes, m)
     for code in row:

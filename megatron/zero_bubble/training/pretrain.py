@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import records
+from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.process import Launch
@@ -37,6 +38,7 @@ def main(argv: Sequence[str]) -> int:
     launch = Launch.from_environment()
     try:
         args = parse(argv)
+        check_installed("torch", "megatron.core")
         check(args, launch.world_size)
         return _run(args, launch)
     except UserError as error:

@@ -1,8 +1,8 @@
-"""Where weight gradients go, and when data parallelism may reduce them.
+"""Accumulates deferred weight gradients and reports them to data parallelism, through upstream's gradient hooks.
 
-megatron-core's DistributedDataParallel accumulates a gradient into ``main_grad`` in a hook of autograd, and, with
-``overlap_grad_reduce``, starts a bucket's reduction when each of its parameters was seen once in the last microbatch.
-A deferred gradient calls that same hook, from its W: same arithmetic, same bookkeeping, only later.
+megatron-core's DistributedDataParallel accumulates a gradient into ``main_grad`` in an autograd hook. With
+``overlap_grad_reduce`` it starts the reduction of a bucket once the hooks of all its parameters were called in the last
+microbatch. A deferred gradient calls the same hook from its W pass: same arithmetic, same bookkeeping, only later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megatron.zero_bubble.wgrad.store import Product
 
 
 class GradAccumulator:
-    """Adds deferred gradients to their parameters as the autograd hooks of the job would have: the same bits."""
+    """Accumulates deferred gradients with the job's own gradient hooks, bit for bit as an undeferred backward."""
 
     with_bias = False
 
@@ -31,10 +31,10 @@ class GradAccumulator:
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """Learn the hooks and the embeddings of the model chunks; cheap when they are known already.
+        """Collect the gradient hooks and embedding weights of the model chunks; cheap for chunks already seen.
 
         Raises:
-            UserError: a wrapper with gradient hooks that only autograd can call.
+            UserError: a chunk's wrapper has gradient hooks that only autograd can call.
         """
         for chunk in chunks:
             if chunk in self._seen:
@@ -46,22 +46,25 @@ class GradAccumulator:
                     self._hooks[parameter] = chunk._make_backward_post_hook(parameter)
             elif hasattr(chunk, "no_sync"):
                 raise UserError(
-                    "a model chunk must be plain or wrapped in megatron-core's DistributedDataParallel, because "
-                    f"deferred weight gradients must reach its hooks; got {type(chunk).__module__}."
+                    "a model chunk must be unwrapped or wrapped in megatron-core's DistributedDataParallel, because "
+                    f"deferred weight gradients need its hooks; got {type(chunk).__module__}."
                     f"{type(chunk).__name__}; turn it off (FSDP, torch DDP) or train without --zero-bubble-schedule"
                 )
 
     def defers(self, weight: torch.nn.Parameter) -> bool:
-        """Not where the weight is that of an embedding of the same chunk, too (multi-token prediction with a tied
-        embedding): autograd then sums the gradients of all uses before one hook accumulates the sum.
+        """Whether the gradient of ``weight`` can be deferred.
+
+        It cannot if the chunk also uses the weight as an embedding (multi-token prediction with a tied embedding),
+        because autograd then sums the gradients of all uses before a single hook accumulates the sum.
         """
         return weight not in self._embeddings
 
     @torch.no_grad()
     def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
-        """See ``store.Accumulator``. Several products of a weight in a microbatch (of the output layer under
-        multi-token prediction) are summed in the weight's dtype first, as autograd does. Data parallelism knows by
-        itself what is ready.
+        """See ``store.Accumulator``.
+
+        Several products of a weight in one microbatch (output layer with multi-token prediction) are first summed in
+        the weight's dtype, as autograd does. ``ready`` is unused, because the hooks count the gradients themselves.
         """
         for use in uses:
             if use and use[0].by_kernel:
@@ -71,7 +74,7 @@ class GradAccumulator:
                 self._add(use[0].weight, functools.reduce(torch.Tensor.add_, grads))
 
     def join(self) -> None:
-        """Nothing is computed elsewhere."""
+        """Nothing to wait for: ``add`` computes on the current stream."""
 
     def _add(self, weight: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """Accumulate ``grad`` (shape and dtype of ``weight``)."""
@@ -84,9 +87,7 @@ class GradAccumulator:
             hook()
 
     def _by_the_jobs_kernel(self, use: Sequence[Product]) -> None:
-        """Accumulate straight into ``main_grad`` with the kernel that the job's own ``gradient_accumulation_fusion``
-        uses.
-        """
+        """Accumulate directly into ``main_grad`` with the kernel of the job's ``gradient_accumulation_fusion``."""
         weight: Any = use[0].weight
         kernels = layers.fused_weight_gradient_mlp_cuda
         fp32 = weight.main_grad.dtype is torch.float32
@@ -94,15 +95,15 @@ class GradAccumulator:
         for product in use:
             accumulate(product.x, product.grad_output, weight.main_grad)
         weight.grad_added_to_main_grad = True
-        self._tell(weight)
+        self._call_hook(weight)
 
-    def _tell(self, parameter: Any) -> None:
-        """Tell data parallelism of a gradient that is in ``main_grad``."""
+    def _call_hook(self, parameter: Any) -> None:
+        """Call the data-parallel hook of a parameter whose gradient is already in ``main_grad``."""
         hook = self._hooks.get(parameter)
         if hook is None:
             return
-        # The hook wants some gradient of the parameter's own dtype and, with this flag, adds none, or for a shared
-        # weight this one: a zero, expanded.
+        # The hook requires a gradient of the parameter's dtype. With this flag set, the hook does not add it, except
+        # for a shared weight, where it adds this expanded zero.
         before, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, True
         parameter.grad = parameter.new_zeros(()).expand_as(parameter)
         hook()

@@ -1,4 +1,4 @@
-"""Weight gradients of many linears in one call."""
+"""Accumulates the weight gradients of many linears in one call."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megatron.zero_bubble.wgrad.store import Product
 
 
 class FusedAccumulator(GradAccumulator):
-    """Adds the gradients of many linears in one call, each straight into ``main_grad`` in float32, without a temporary
-    and without a rounding to the weight's dtype in between.
+    """Accumulates the gradients of many linears in one call, directly into ``main_grad`` in float32.
 
-    It works for its users as apex's ``fused_weight_gradient_mlp_cuda`` does, and takes its place.
+    There is no temporary and no rounding to the weight's dtype. It replaces apex's ``fused_weight_gradient_mlp_cuda``
+    if the job uses that.
 
     Args:
-        side_stream: for a type of device, where gradients are computed that no pass waits for.
+        side_stream: maps a device type to the stream for gradients that are not needed at once; default: inline.
     """
 
     with_bias = True
@@ -32,7 +32,7 @@ class FusedAccumulator(GradAccumulator):
         self._stream: SideStream = Inline()
 
     def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
-        """In one call; what data parallelism waits for at once, the rest elsewhere if that was asked for."""
+        """Accumulate all products in one call: at once if ``ready``, else on the side stream."""
         products = [product for use in uses for product in use]
         if ready:
             self.join()
@@ -40,14 +40,14 @@ class FusedAccumulator(GradAccumulator):
             for use in uses:
                 for parameter in (use[0].weight, use[0].bias) if use else ():
                     if parameter is not None:
-                        self._tell(parameter)
+                        self._call_hook(parameter)
         elif products:
             operands = [tensor for product in products for tensor in (product.x, product.grad_output)]
             self._stream = self._make_stream(operands[0].device.type)
             self._stream.run(lambda: self._accumulate(products), operands)
 
     def join(self) -> None:
-        """Wait for what is computed elsewhere."""
+        """Make the current stream wait for the side stream."""
         self._stream.join()
 
     @torch.no_grad()
@@ -62,7 +62,7 @@ class FusedAccumulator(GradAccumulator):
 
 
 def main_grad_of(parameter: Any) -> torch.Tensor:
-    """Where a gradient is accumulated: Megatron's buffer, or the parameter's own ``grad``."""
+    """The tensor in which gradients are accumulated: Megatron's buffer, or else the parameter's ``grad``."""
     if hasattr(parameter, "main_grad"):
         return parameter.main_grad
     if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""When data parallelism may reduce the gradients of a model chunk."""
+"""Controls when data parallelism may reduce the gradients of a model chunk."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def reduces_early(chunk: torch.nn.Module) -> bool:
-    """Whether data parallelism reduces gradients of ``chunk`` while others are computed, so that it must be told."""
+    """Whether data parallelism overlaps the reduction of ``chunk``'s gradients with the backward passes."""
     return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
 
 
 class GradSync:
-    """Whether backwards of one chunk tell data parallelism that gradients are ready; off until ``enable``.
+    """Switches whether gradients of one chunk count as ready for reduction; off until ``enable``.
 
     Args:
         no_sync: the chunk's ``config.no_sync_func``, None for a model without data parallelism.
@@ -33,19 +33,19 @@ class GradSync:
         return self._off is None
 
     def enable(self) -> None:
-        """From here on the gradients of the last microbatch count as ready."""
+        """From now on, gradients count as ready; called before the last microbatch's backward."""
         if self._off is not None:
             self._off.__exit__(None, None, None)
             self._off = None
 
     def hold(self) -> None:
-        """Off again, as at the beginning: zeroing gradients has turned it on."""
+        """Switch off again, as in the initial state; needed because zeroing the gradients switches it on."""
         self.enable()
         self._off = self._no_sync()
         self._off.__enter__()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """For a late W of an earlier microbatch: it accumulates, but makes nothing ready."""
+        """Context for a late W pass of an earlier microbatch, which accumulates gradients without making them ready."""
         with contextlib.nullcontext() if self._off is not None else self._no_sync():
             yield

@@ -1,13 +1,13 @@
-"""The B/W split of megatron-core's own linears, through the deferral door they already have.
+"""Splits the backward of megatron-core's own linears into B and W, through upstream's deferral hook.
 
-``tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce`` appends the output gradient to a
-``grad_output_buffer`` instead of computing the weight gradient when it is given one (made for
-``--defer-embedding-wgrad-compute``). Every column, row and output layer looks that function up in its module at each
-call, so one replaced name splits them all, and no autograd function is copied or changed. Three things make it exact:
+If ``tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce`` gets a ``grad_output_buffer`` (made for
+``--defer-embedding-wgrad-compute``), it appends the output gradient to it instead of computing the weight gradient.
+Every column, row and output layer looks that function up in its module at each call, so replacing one name splits them
+all, without a copy or change of any autograd function. Three measures keep the result exact:
 
-* the weight goes in detached: autograd then has no edge to it, and no gradient hook of data parallelism can fire at B;
-* the bias stays outside, where its gradient is reduced as the fused function does it (over the flattened tokens), at B
-  or, where the accumulator wants it, with the weight's;
+* The weight is passed detached, so autograd has no edge to it and no data-parallel gradient hook runs at B.
+* The bias is added outside. Its gradient is summed as in the fused function (over the flattened tokens), at B or, if
+  the accumulator supports it, together with the weight gradient.
 * W repeats the fused function's arithmetic: gather the input under sequence parallelism, flatten, one GEMM.
 """
 
@@ -24,21 +24,21 @@ from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 
 class Choice(Protocol):
-    """Which gradients can wait for W.
+    """Decides which gradients are deferred to W.
 
     Attributes:
-        with_bias: whether the gradient of a bias waits as well.
+        with_bias: whether bias gradients are deferred too.
     """
 
     with_bias: bool
 
     def defers(self, weight: torch.nn.Parameter) -> bool:
-        """Whether the gradients of ``weight`` can wait for W."""
+        """Whether the gradients of ``weight`` can be deferred to W."""
         ...
 
 
 class DeferredLinear:
-    """The weight gradient of one linear in one microbatch; ``append`` is the call that the upstream function makes."""
+    """The weight gradient of one linear in one microbatch; passed to the upstream function as its buffer."""
 
     __slots__ = (
         "_bias",
@@ -66,7 +66,7 @@ class DeferredLinear:
         self.weight = weight
         self._bias = bias
         self._fused = fused
-        self._tp_group = tp_group  # set under sequence parallelism: the input is a shard
+        self._tp_group = tp_group  # set under sequence parallelism, when the input is a shard
         self._grad_output: torch.Tensor | None = None
         self._gathered: torch.Tensor | None = None
         self._handle: torch.distributed.Work | None = None
@@ -75,27 +75,28 @@ class DeferredLinear:
         return 0
 
     def append(self, grad_output: torch.Tensor) -> None:
-        """Called by upstream's backward in place of its weight-gradient GEMM."""
+        """Store the deferred gradient; called by upstream's backward instead of its weight-gradient GEMM."""
         self._grad_output = grad_output
         self._store.put(self)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The input and, after B, the gradient of the output."""
+        """The input and, after B, the output gradient."""
         return (self._input,) if self._grad_output is None else (self._input, self._grad_output)
 
     @property
     def num_elements(self) -> int:
-        """Of the weight."""
+        """Number of elements of the weight."""
         return self.weight.numel()
 
     @property
     def gathers(self) -> bool:
-        """Whether the input is a shard."""
+        """Whether the input is a shard that W must gather."""
         return self._tp_group is not None
 
     def prefetch(self) -> None:
-        """Start gathering the input over the tensor-parallel group, into a buffer of our own: upstream's shared one
-        is overwritten by the next layer.
+        """Start to gather the input over the tensor-parallel group.
+
+        It uses a separate buffer, because the next layer would overwrite upstream's shared one.
         """
         if self._tp_group is None:
             return
@@ -107,8 +108,8 @@ class DeferredLinear:
 
     @torch.no_grad()
     def run(self) -> Iterable[Product]:
-        """One GEMM of (out, tokens) x (tokens, in), its operands flattened."""
-        assert self._grad_output is not None, "W runs after its B"
+        """The flattened operands of one GEMM, (out, tokens) x (tokens, in)."""
+        assert self._grad_output is not None, "W must run after B"
         x = self._input
         if self._handle is not None:
             self._handle.wait()
@@ -119,7 +120,7 @@ class DeferredLinear:
 
 
 class _AddBias(torch.autograd.Function):
-    """``y + bias``, whose bias gradient is summed over the flattened tokens as upstream's linear sums it."""
+    """``y + bias``, with the bias gradient summed over the flattened tokens as in upstream's linear."""
 
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -133,9 +134,9 @@ class _AddBias(torch.autograd.Function):
 def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choice: Choice) -> Callable:
     """The replacement for ``linear_with_grad_accumulation_and_async_allreduce``.
 
-    It defers only where a W will come (``store.deferring``), where the weight is a leaf that wants a gradient and the
-    input another, and where ``choice`` agrees; whatever else, upstream's own deferral of the embedding included,
-    runs as it was.
+    It defers the weight gradient only if the running pass has a W (``store.deferring``), weight and input require
+    gradients, the weight is a leaf, and ``choice`` agrees. All other calls, including upstream's own deferral of the
+    embedding gradient, are passed on to ``original`` unchanged.
     """
 
     @functools.wraps(original)
@@ -174,12 +175,12 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choic
         tp_group = layers.get_tensor_model_parallel_group_if_none(rest.get("tp_group")) if sequence_parallel else None
         waits = choice.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
         deferred = DeferredLinear(store, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group)
-        # "Fused accumulation" of a detached weight: upstream then returns no weight gradient and has no main_grad.
+        # With "fused accumulation" and a detached weight, upstream returns no weight gradient and needs no main_grad.
         y = original(
             input, weight.detach(), None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest
         )  # fmt: skip
         if bias is None:
             return y
-        return y.add_(bias.detach()) if waits else _AddBias.apply(y, bias)  # nobody else holds y
+        return y.add_(bias.detach()) if waits else _AddBias.apply(y, bias)  # y has no other users
 
     return linear

@@ -1,10 +1,10 @@
-"""The store of deferred weight gradients: B puts, W takes, in the order of the microbatches.
+"""The store of deferred weight gradients: filled by B passes, emptied by W passes in microbatch order.
 
-A deferred gradient is a value that knows how to compute and accumulate itself; the store only keeps them by the pass
-they belong to. One store serves all the stages of a rank.
+A deferred gradient is an object that can compute itself; the store keeps these objects by the W pass that they belong
+to. One store serves all stages of a rank.
 
-The W's at the end of an iteration may be grouped by weight: the same gradients in the same order for every weight, but
-one weight is ready after the other, so that data parallelism reduces the first while the last are computed (Zero
+The W passes at the end of an iteration can be grouped by weight. The order of gradients per weight stays the same, but
+weights become ready one after the other, so that data parallelism reduces the first while the last are computed (Zero
 Bubble paper, appendix A).
 """
 
@@ -22,14 +22,14 @@ from megatron.zero_bubble.ir import Kind, Pass
 
 
 class Product(NamedTuple):
-    """What the gradient of one use of a linear is made of.
+    """The operands of the weight gradient of one use of a linear.
 
     Attributes:
         weight: (out, in).
-        bias: (out,); None where it has none, or its gradient does not wait for W.
+        bias: (out,); None if the linear has none or its gradient is not deferred.
         x: the input, (tokens, in).
-        grad_output: (tokens, out), of the same dtype.
-        by_kernel: whether the job itself asks for fused accumulation.
+        grad_output: (tokens, out), same dtype as ``x``.
+        by_kernel: whether the job itself uses fused accumulation (``gradient_accumulation_fusion``).
     """
 
     weight: torch.nn.Parameter
@@ -44,17 +44,17 @@ class Deferred(Protocol):
 
     @property
     def weight(self) -> torch.nn.Parameter:
-        """Says which gradients belong together; the first of several that one call computes."""
+        """Identifies gradients of the same weight; if the object computes several weights, the first of them."""
         ...
 
     @property
     def num_elements(self) -> int:
-        """Of all that it computes."""
+        """Number of elements of all gradients that it computes."""
         ...
 
     @property
     def gathers(self) -> bool:
-        """Whether it holds more when it runs than ``tensors`` says."""
+        """Whether ``run`` gathers its input, and so needs more memory than ``tensors``."""
         ...
 
     def prefetch(self) -> None:
@@ -62,45 +62,46 @@ class Deferred(Protocol):
         ...
 
     def run(self) -> Iterable[Product]:
-        """What the gradient is made of, for the accumulator; nothing where this has accumulated it already."""
+        """The operands of the gradient, for the accumulator; empty if this call has accumulated it itself."""
         ...
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """What is kept until ``run``."""
+        """The tensors that are held in memory until ``run``."""
         ...
 
 
 class Accumulator(Protocol):
-    """Where deferred gradients go when they run."""
+    """Computes and accumulates deferred gradients."""
 
     def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
         """Accumulate gradients.
 
         Args:
-            uses: all products of one weight in one microbatch, for several weights or microbatches, these in order.
-            ready: whether these were the last for their weights in this iteration, so that data parallelism may reduce
-                them.
+            uses: one item per weight and microbatch, in microbatch order, with all products of this weight in this
+                microbatch.
+            ready: whether these are the last gradients of their weights in this iteration, so that data parallelism may
+                reduce them.
         """
         ...
 
     def join(self) -> None:
-        """Order what comes after this behind all that was added."""
+        """Make later work wait for all gradients added so far."""
         ...
 
 
 class Source(Protocol):
-    """What puts gradients in and keeps a queue of its own behind them."""
+    """A producer of deferred gradients that also keeps its own queue, such as TransformerEngine's modules."""
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """These run the iteration that comes."""
+        """Prepare for an iteration of these model chunks."""
         ...
 
     def backward(self, split: bool) -> AbstractContextManager[None]:
-        """Around a backward; ``split`` says whether it has a W of its own."""
+        """Context around a backward pass; ``split`` is whether it has a separate W pass."""
         ...
 
     def clear(self) -> None:
-        """Forget everything that was put in."""
+        """Discard all deferred gradients."""
         ...
 
 
@@ -110,7 +111,7 @@ class _Entry(NamedTuple):
 
     @property
     def use(self) -> tuple[Pass, int]:
-        """The microbatch and the weight."""
+        """Key of the weight and the pass."""
         return self.origin, id(self.deferred.weight)
 
 
@@ -118,7 +119,7 @@ class WgradStore:
     """Deferred weight gradients by (stage, microbatch, slice).
 
     Args:
-        accumulator: of the gradients that are put in.
+        accumulator: accumulates the stored gradients.
     """
 
     def __init__(self, accumulator: Accumulator) -> None:
@@ -128,33 +129,33 @@ class WgradStore:
         self._current: Pass | None = None
 
     def attach(self, source: Source) -> None:
-        """Tell ``source`` from now on what the store is told."""
+        """Forward ``watch``, ``clear`` and the backward context of the store to ``source`` from now on."""
         self._sources.append(source)
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
-        """These model chunks run the iteration that comes.
+        """Prepare for an iteration of these model chunks.
 
         Raises:
-            UserError: a source cannot serve them.
+            UserError: a source does not support them.
         """
         for source in self._sources:
             source.watch(chunks)
 
     @property
     def current(self) -> Pass | None:
-        """The W that a gradient belongs to which is put now, if any."""
+        """The W pass for which ``put`` stores gradients now; None outside F and B of a split microbatch."""
         return self._current
 
     @property
     def deferring(self) -> bool:
-        """Whether the pass that runs now has a W of its own, so that linears leave their weight gradient here."""
+        """Whether the running pass belongs to a split microbatch, so that linears must defer weight gradients."""
         return self._current is not None
 
     @contextmanager
     def defer(self, work: Pass, split: bool = True) -> Iterator[None]:
-        """Within the F and the B of a split microbatch: linears defer, and B's gradients are stored for its W.
+        """Context around the F or B of a split microbatch: linears defer, and gradients are stored for its W.
 
-        With ``split=False``, within an unsplit backward: nothing is stored.
+        With ``split=False``, context around an unsplit backward, in which nothing is deferred.
         """
         w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
         self._current = w if split else None
@@ -167,13 +168,14 @@ class WgradStore:
             self._current = None
 
     def put(self, deferred: Deferred) -> None:
-        """Store a gradient for the W of the pass that runs now."""
+        """Store a gradient for the W pass of the running B."""
         assert self._current is not None, "a deferred linear ran its backward outside a split B"
         self._stored.setdefault(self._current, []).append(_Entry(self._current, deferred))
 
     def group(self, works: Sequence[Pass]) -> None:
-        """Order the gradients of these W's by weight, those of the last of ``works`` saying in which order, and give
-        each of ``works`` an equal share of the elements: together they do what they did before.
+        """Sort the gradients of these W passes by weight, and distribute them over the passes again.
+
+        The weights are in the order of the last pass in ``works``. Each pass gets about the same number of elements.
         """
         entries = [entry for work in works for entry in self._stored.pop(work, ())]
         last_first = sorted(entries, key=lambda entry: entry.origin != works[-1])
@@ -182,8 +184,8 @@ class WgradStore:
         sizes = [entry.deferred.num_elements for entry in entries]
         share, use = 0, None
         for entry, before, size in zip(entries, accumulate(sizes, initial=0), sizes, strict=False):
-            if entry.use != use:  # several uses of a weight in one microbatch stay together
-                share = (2 * before + size) * len(works) // (2 * sum(sizes))  # where its middle lies
+            if entry.use != use:  # keep several uses of a weight in one microbatch together
+                share = (2 * before + size) * len(works) // (2 * sum(sizes))  # by the middle of the entry
                 use = entry.use
             self._stored.setdefault(works[share], []).append(entry)
 
@@ -193,12 +195,13 @@ class WgradStore:
         is_late: Callable[[Pass], bool] = lambda origin: True,
         late: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Run the W ``work``: each gradient while the next one's communication is under way.
+        """Run the W pass ``work``; each gradient overlaps with the communication of the next one.
 
         Args:
-            is_late: whether the gradients of a W make no weight ready. Those are computed together, but for inputs that
-                were gathered; of the others each is finished before the next begins, so that its reduction can start.
-            late: entered around those.
+            is_late: whether the gradients of a W pass do not make their weights ready. Such gradients are accumulated
+                in one call, except those that gather their input. Every other gradient is finished before the next
+                begins, so that its reduction can start.
+            late: context for the accumulation of gradients for which ``is_late`` is true.
         """
         entries = deque(self._stored.pop(work, ()))
         left = Counter(entry.use for entry in entries)
@@ -223,16 +226,16 @@ class WgradStore:
                         complete = []
 
     def join(self) -> None:
-        """Order what comes after this, an unsplit backward, say, behind all W's so far."""
+        """Make later work, for example an unsplit backward, wait for all W passes so far."""
         self._accumulator.join()
 
     def tensors(self, work: Pass) -> Iterator[torch.Tensor]:
-        """What is kept until the W ``work``."""
+        """The tensors held in memory until the W pass ``work``."""
         for entry in self._stored.get(work, ()):
             yield from entry.deferred.tensors()
 
     def clear(self) -> None:
-        """Forget everything: the schedule starts anew (Megatron re-runs a step that it wants to attribute)."""
+        """Discard everything; called when an iteration starts, which may be a repetition by Megatron."""
         self._stored.clear()
         self._accumulator.join()
         for source in self._sources:

@@ -1,19 +1,19 @@
-"""The B/W split of TransformerEngine's linears, through the delayed weight gradient that they offer themselves.
+"""Splits the backward of TransformerEngine's linears into B and W, with TransformerEngine's delayed weight gradients.
 
-Built with ``delay_wgrad_compute=True``, a ``Linear``, ``LayerNormLinear`` or ``GroupedLinear`` puts the operands of its
-weight gradient into a queue of its own in its backward, and ``backward_dw`` computes the oldest in it by the call that
-an undelayed backward makes (TransformerEngine 2.8 to 2.20, ``pytorch/module``: ``_common.WeightGradStore``,
-``base.TransformerEngineBaseModule.backward_dw``). So W is theirs, FP8 included, and has the bits of an undelayed run;
-this module says when.
+A ``Linear``, ``LayerNormLinear`` or ``GroupedLinear`` built with ``delay_wgrad_compute=True`` puts the operands of its
+weight gradient into the module's queue during backward. ``backward_dw`` computes the oldest entry with the same call as
+an undelayed backward (TransformerEngine 2.8 to 2.20, ``pytorch/module``: ``_common.WeightGradStore``,
+``base.TransformerEngineBaseModule.backward_dw``). So TransformerEngine computes W, including FP8, bit for bit as
+without the delay, and this module only decides when.
 
-* A put tells our ``WgradStore``, which runs the queue in its order.
-* TransformerEngine expects each W before the next B of its module. Others may lie in between, since what autograd
-  accumulates at B is kept with the W of that microbatch: the gradient of a bias that is added outside, or that is
-  reduced before the quantization.
-* megatron-core's DDP leaves its hooks to ``backward_dw``, as its own ``delay_wgrad_compute`` makes it.
-* Within an unsplit backward the delay is off, and the hooks are called where DDP has them without it.
+* Every ``put`` into a queue also adds an entry to our ``WgradStore``, which runs the queues in its order.
+* TransformerEngine expects each W before the next B of the same module. Here several B passes can precede a W, so the
+  gradients that autograd accumulates at B are kept with the W of their microbatch: those of a bias that is added
+  outside the module, or that is reduced before the quantization.
+* megatron-core's DDP lets ``backward_dw`` call its hooks, as with its own ``delay_wgrad_compute``.
+* During an unsplit backward the delay is off, and the hooks are called at the points where DDP calls them without it.
 
-Nothing here imports TransformerEngine. ``patching`` puts ``build``, ``put`` and ``wrap`` in their places.
+This module does not import TransformerEngine. ``patching`` installs ``build``, ``put`` and ``wrap``.
 """
 
 from __future__ import annotations
@@ -31,22 +31,24 @@ from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
 """The classes of ``transformer_engine.pytorch.module`` that are split. ``LayerNormMLP``, which Megatron does not use,
-keeps its W in B."""
+computes its weight gradients in B."""
 
 _OVERLAPS = {
     "ub_bulk_wgrad": "tp_comm_bulk_wgrad",
     "ub_bulk_dgrad": "tp_comm_bulk_dgrad",
     "ub_overlap_ag_dgrad": "tp_comm_overlap_ag",
 }
-"""Overlaps that a weight gradient cannot wait for, by Megatron's names: the first is computed with another's reduction;
-the others gather its operands into a buffer that the next layer overwrites."""
+"""Communication overlaps that are incompatible with deferred weight gradients; values are Megatron's option names. The
+first overlaps the weight gradient with a reduction at B; the others gather its operands into a buffer that the next
+layer overwrites."""
 
 
 class DelayedGradient:
-    """The weight gradients of one use of a TransformerEngine module: the entry of its queue with the same number.
+    """The weight gradients of one use of a TransformerEngine module; corresponds to one entry of the module's queue.
 
     Args:
-        operands: the list that the module puts: input, output gradient and, for experts, where the results go.
+        operands: the list that the module puts into its queue: input, output gradient and, for experts, the tensors
+            for the results.
     """
 
     gathers = False
@@ -55,49 +57,49 @@ class DelayedGradient:
         self._module = module
         self._operands = operands
         self.at_backward: dict[torch.nn.Parameter, torch.Tensor] = {}
-        """What autograd accumulated in this microbatch, where it did."""
+        """Gradients that autograd accumulated at B of this microbatch, by parameter."""
 
     @property
     def weight(self) -> torch.nn.Parameter:
-        """The first expert's."""
+        """The weight of the module, or of its first expert."""
         return self._module.weights[0]
 
     @property
     def num_elements(self) -> int:
-        """Of the weights of all experts."""
+        """Number of elements of the weight, or of the weights of all experts."""
         return sum(weight.numel() for weight in self._module.weights)
 
     @property
     def has_results(self) -> bool:
-        """Whether the operands are followed by where the results go; its B then returns that for a gradient."""
+        """Whether the operands include the tensors for the results, which B then returns as gradients."""
         return len(self._operands) > 2
 
     def prefetch(self) -> None:
-        """Nothing: under sequence parallelism the input was gathered in B."""
+        """Do nothing: under sequence parallelism, B has already gathered the input."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        """The operands, gathered under sequence parallelism; of quantized ones, the data and the scales."""
-        own = self._operands[:2] if self._module.is_fused else self._operands  # else main_grad is among them
+        """The operands, gathered under sequence parallelism; for quantized operands, their data and scales."""
+        own = self._operands[:2] if self._module.is_fused else self._operands  # fused: the others are main_grad
         yield from _flatten(own)
         yield from self.at_backward.values()
 
     def run(self) -> Iterable[Product]:
-        """Their GEMM; its results go through the hooks of data parallelism here, so nothing is left to accumulate."""
+        """Run TransformerEngine's GEMM and the data-parallel hooks; returns nothing for the accumulator."""
         operands, self._operands = self._operands, []
         self._module.run(operands, self.at_backward)
         return ()
 
 
 class _DelayedModule:
-    """A module whose weight gradients wait.
+    """A TransformerEngine module with deferred weight gradients.
 
     Attributes:
-        weights: those that want a gradient; empty before ``adopt``, or where there are none.
+        weights: weights that require a gradient; empty before ``adopt``.
     """
 
     def __init__(self, module: Any) -> None:
         self._module = weakref.ref(module)
-        self._backward_dw: Callable[[Any], None] = _own_class(module).backward_dw  # past Megatron's wrappers of it
+        self._backward_dw: Callable[[Any], None] = _own_class(module).backward_dw  # bypasses Megatron's overrides
         self._accumulated: list[Any] = []
         self._unsettled: list[DelayedGradient] = []
         self._latest = -1
@@ -106,18 +108,19 @@ class _DelayedModule:
 
     @property
     def is_fused(self) -> bool:
-        """Whether its GEMM accumulates into ``main_grad``."""
+        """Whether the module's GEMM accumulates into ``main_grad``."""
         return bool(self._alive.fuse_wgrad_accumulation)
 
     @property
     def _alive(self) -> Any:
         module = self._module()
-        assert module is not None, "its gradients wait"
+        assert module is not None, "the module was deleted while its gradients are deferred"
         return module
 
     def adopt(self) -> None:
-        """Data parallelism is about to hook the parameters. The biases of frozen weights are hooked as if nothing
-        waited: there will be no W.
+        """Collect weights and biases; called before data parallelism registers its hooks on the parameters.
+
+        Biases of frozen weights get the ordinary hooks, because their module has no W pass.
         """
         parameters = dict(self._alive.named_parameters(recurse=False))
         waiting = {name: p for name, p in parameters.items() if getattr(p, "skip_backward_post_hook", False)}
@@ -129,7 +132,7 @@ class _DelayedModule:
             self._biases = []
 
     def hook(self, make_hook: Callable[[torch.nn.Parameter], Callable[[], None]], waits: Callable[[], bool]) -> None:
-        """Call the hooks of data parallelism where autograd accumulates as well, but for a backward that ``waits``."""
+        """Call the data-parallel hooks also when autograd accumulates, except while ``waits()`` is true (split B)."""
 
         def unless_it_waits(hook: Callable[[], None], *_: Any) -> None:
             if not waits():
@@ -139,34 +142,37 @@ class _DelayedModule:
             if parameter.requires_grad:
                 node: Any = parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
                 node.register_hook(functools.partial(unless_it_waits, make_hook(parameter)))
-                self._accumulated.append(node)  # autograd keeps it weakly
+                self._accumulated.append(node)  # autograd has only a weak reference
 
     def use(self, operands: list[Any], microbatch: int) -> DelayedGradient:
-        """Its backward is about to put ``operands`` into its queue.
+        """Make the entry for ``operands``; called before the module's backward puts them into its queue.
 
         Raises:
-            UserError: data parallelism does not know this module, or the first microbatch would overwrite others.
+            UserError: data parallelism has no hooks on this module, or the gradient of microbatch 0 would overwrite
+                those of other microbatches.
         """
         if not self._alive.wgrad_accumulation_and_reduce_hooks:
             raise UserError(
-                "TransformerEngine's delayed weight gradients are taken by hooks that megatron-core's "
-                f"DistributedDataParallel registers, but {type(self._alive).__name__} has none; wrap the model in it, "
-                "after zero-bubble training was applied"
+                "TransformerEngine's delayed weight gradients need the hooks of megatron-core's "
+                f"DistributedDataParallel, but {type(self._alive).__name__} has none; wrap the model in it after "
+                "megatron.zero_bubble.apply()"
             )
         if self.is_fused and microbatch == 0 and self._latest > 0:
             raise UserError(
-                "TransformerEngine overwrites main_grad with the gradients of microbatch 0, so its backward must come "
-                f"first; the schedule runs that of microbatch {self._latest} before it; sort the backwards"
+                "TransformerEngine overwrites main_grad with the gradients of microbatch 0, so the backward of "
+                f"microbatch 0 must come first; the schedule runs microbatch {self._latest} before it; sort the "
+                "backwards"
             )
         self._latest = microbatch
         self._unsettled.append(DelayedGradient(self, operands))
         return self._unsettled[-1]
 
     def settle(self) -> None:
-        """Keep with the last uses what autograd accumulated since the last backward.
+        """Move the gradients that autograd accumulated in this backward to the entries of this backward.
 
         Raises:
-            UserError: a weight has a gradient that did not come through the queue.
+            UserError: a weight has a gradient that did not come through the queue, or a bias has one without its
+                weight.
         """
         uses, self._unsettled = self._unsettled, []
         for weight in self.weights:
@@ -175,18 +181,19 @@ class _DelayedModule:
             known = getattr(weight, "grad_added_to_main_grad", False) or (uses and uses[-1].has_results)
             if not (uses and known):
                 raise UserError(
-                    f"a weight of {type(self._alive).__name__} got a gradient beside TransformerEngine's own, which "
-                    "the delayed one would overwrite; use the weight in its module only (without TransformerEngine's "
-                    "op fuser), or train with --transformer-impl local"
+                    f"a weight of {type(self._alive).__name__} got another gradient than TransformerEngine's, which "
+                    "the delayed gradient would overwrite; use the weight in its module only (without "
+                    "TransformerEngine's op fuser), or train with --transformer-impl local"
                 )
-            weight.grad = None  # a stand-in, as large as the weight, or where the result is not yet
+            weight.grad = None  # a dummy of the weight's size, or the tensor for a result not computed yet
         for bias in self._biases:
             if bias.grad is None:
                 continue
             if not uses:
                 raise UserError(
-                    f"a bias of {type(self._alive).__name__} got a gradient and its weight none, so that no W takes it "
-                    "along; freeze it with its weight before the model is wrapped in DistributedDataParallel"
+                    f"a bias of {type(self._alive).__name__} got a gradient but its weight got none, so no W pass "
+                    "would accumulate it; freeze the bias with its weight before the model is wrapped in "
+                    "DistributedDataParallel"
                 )
             for use in uses[:-1]:
                 use.at_backward[bias] = torch.zeros_like(bias.grad)
@@ -195,42 +202,46 @@ class _DelayedModule:
 
     @torch.no_grad()
     def run(self, operands: list[Any], at_backward: dict[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Compute the oldest in its queue, whose operands these are, as if its B had just been."""
+        """Compute the oldest entry of the queue, which has these ``operands``, as if its B had just run."""
         module = self._alive
-        assert module.wgrad_store.context.queue[0][0] is operands, "W's of a module run in the order of its B's"
+        assert module.wgrad_store.context.queue[0][0] is operands, "W passes of a module must run in the order of B"
         for weight in self.weights:
             if getattr(weight, "grad_added_to_main_grad", False):
-                weight.grad = _stand_in(weight)
+                weight.grad = _dummy_grad(weight)
         for bias in self._biases:
-            bias.grad = at_backward.get(bias) if bias.requires_grad else _stand_in(bias)
+            bias.grad = at_backward.get(bias) if bias.requires_grad else _dummy_grad(bias)
         self._backward_dw(module)
         for bias in self._biases:
             bias.grad = None
 
     def clear(self) -> None:
-        """Forget what waits; gradients are zeroed by whoever starts an iteration."""
+        """Discard deferred gradients; the caller zeroes the accumulated ones."""
         self._latest = -1
         self._unsettled.clear()
 
 
 class TransformerEngineSplit:
-    """Every TransformerEngine module that is built while the split is in force, and their part in W.
+    """Splits all TransformerEngine modules that are built while it is installed.
 
     Args:
-        store: where W's take their gradients from.
+        store: the store of deferred gradients that W passes run.
     """
 
     def __init__(self, store: WgradStore) -> None:
         self._store = store
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = weakref.WeakKeyDictionary()  # by its own store
+        self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = (
+            weakref.WeakKeyDictionary()
+        )  # by the module's queue
         self._waits = True
         store.attach(self)
 
     def build(self, original: Callable[..., None]) -> Callable[..., None]:
-        """The replacement for the constructor of one of ``SPLIT``; a caller that says itself whether to delay is left
-        alone, and so is a weight in several parts, which ``backward_dw`` would compute into a copy.
+        """The replacement for the constructor of the classes in ``SPLIT``.
+
+        It does not change modules whose caller passes ``delay_wgrad_compute``, nor weights in several parts, whose
+        gradient ``backward_dw`` would write to a copy.
         """
 
         @functools.wraps(original)
@@ -256,7 +267,7 @@ class TransformerEngineSplit:
             if module is not None:
                 work = self._store.current
                 if work is None:
-                    raise _homeless()
+                    raise _outside_schedule()
                 self._store.put(module.use(tensor_list, work.microbatch))
             original(queue, tensor_list, func)
 
@@ -273,9 +284,9 @@ class TransformerEngineSplit:
                 return
             if not hasattr(ddp_config, "delay_wgrad_compute"):
                 raise UserError(
-                    "zero-bubble schedules need a megatron-core whose DistributedDataParallel can delay its hooks "
-                    "(delay_wgrad_compute, 0.14 or newer) for TransformerEngine layers; install one, or train with "
-                    "--transformer-impl local"
+                    "zero-bubble schedules with TransformerEngine layers need megatron-core 0.14 or newer, whose "
+                    "DistributedDataParallel has delay_wgrad_compute; upgrade it, or train with --transformer-impl "
+                    "local"
                 )
             for one in delayed:
                 one.adopt()
@@ -293,7 +304,7 @@ class TransformerEngineSplit:
         """See ``wgrad_store.Source``.
 
         Raises:
-            UserError: a module was built before the split was in force.
+            UserError: a module was built before the split was installed.
         """
         for chunk in chunks:
             if chunk in self._watched:
@@ -302,9 +313,9 @@ class TransformerEngineSplit:
             for module in chunk.modules():
                 if module not in self._built and (own := _own_class(module)) is not None and own.__name__ in SPLIT:
                     raise UserError(
-                        f"zero-bubble training must be applied before the model is built, because {own.__name__} of "
-                        "TransformerEngine is told in its constructor to leave its weight gradient to W; this one was "
-                        "built before"
+                        "megatron.zero_bubble.apply() must be called before the model is built, because the "
+                        f"constructor of TransformerEngine's {own.__name__} decides whether its weight gradient is "
+                        "deferred; this model was built before"
                     )
 
     @contextmanager
@@ -333,7 +344,7 @@ class TransformerEngineSplit:
                 queue.context.get_nowait()
 
     def close(self) -> None:
-        """The split is no longer in force: models that rely on it refuse to be trained."""
+        """Uninstall the split; models built while it was installed then raise UserError in backward."""
         self.clear()
         for queue in self._delayed:
             queue.context = _Closed()
@@ -344,34 +355,35 @@ class TransformerEngineSplit:
 
 
 class _Closed:
-    """In place of a module's queue that nobody would empty."""
+    """Replaces the queue of a module after ``close``, when no W pass would empty it."""
 
     def put(self, _entry: Any) -> None:
-        raise _homeless()
+        raise _outside_schedule()
 
     def empty(self) -> bool:
         return True
 
 
 def _check_overlaps(value_of: Callable[[str, bool], Any]) -> None:
-    """Raises UserError where one of ``_OVERLAPS`` is on."""
+    """Raise UserError if one of ``_OVERLAPS`` is enabled."""
     for name, option in _OVERLAPS.items():
         if value_of(name, False):
             raise UserError(
-                "TransformerEngine's weight gradients can wait for W only where their operands are not in the buffers "
-                f"of --tp-comm-overlap; got {option}=True; set it to False (--disable-{option.replace('_', '-')})"
+                "TransformerEngine's weight gradients can be deferred only if their operands are not in the buffers of "
+                f"--tp-comm-overlap; got {option}=True; set it to False (--disable-{option.replace('_', '-')})"
             )
 
 
-def _homeless() -> UserError:
+def _outside_schedule() -> UserError:
     return UserError(
-        "a TransformerEngine module that was built for a zero-bubble schedule ran a backward outside of one, where no "
-        "W would compute its weight gradient; build the model anew after revert(), and on more than one pipeline stage"
+        "a TransformerEngine module built for a zero-bubble schedule ran a backward outside a zero-bubble schedule, so "
+        "its deferred weight gradient would be lost; build the model again after revert(), and use more than one "
+        "pipeline stage"
     )
 
 
 def _own_class(module: Any) -> Any:
-    """The class of ``transformer_engine.pytorch.module`` that this is, below what others derive from it; or None."""
+    """The base class of ``module`` that TransformerEngine's ``pytorch.module`` package defines, or None."""
     known = (c for c in type(module).__mro__ if c.__module__.startswith("transformer_engine.pytorch.module."))
     return next(known, None)
 
@@ -386,6 +398,6 @@ def _flatten(operands: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield operand
 
 
-def _stand_in(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A gradient that is only there to be there: DDP's hook adds none that is in ``main_grad``."""
+def _dummy_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """A zero gradient for DDP's hook, which requires one but does not add it if the result is in ``main_grad``."""
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

@@ -1,8 +1,8 @@
-"""On the path of jobs of Megatron-LM: what they use of other versions of Python and numpy than are installed.
+"""Backfill names that Megatron-LM uses and the installed versions of Python and numpy lack.
 
-Since core_r0.18 that is ``typing.override`` of Python 3.12, which marks a method and does nothing; until core_r0.15
-``numpy.product``, which numpy 2 calls ``prod``. As a ``sitecustomize`` it is there in the processes that a job starts,
-too.
+core_r0.18 and later use ``typing.override`` of Python 3.12, which only marks a method; core_r0.15 and earlier use
+``numpy.product``, which numpy 2 calls ``prod``. This file is on the path of Megatron-LM jobs; as a ``sitecustomize``
+it also runs in the processes that a job starts.
 """
 
 import typing

@@ -1,3 +1,3 @@
-"""A script beside ``megatron.training`` that has no use for it."""
+"""A script that does not use ``megatron.training``, although it is importable."""
 
 print("done")

@@ -1,4 +1,4 @@
-"""A job that prints its flags, those that are not as by default."""
+"""A job that prints its flags, except those that are None or False."""
 
 from megatron.training.initialize import initialize_megatron
 

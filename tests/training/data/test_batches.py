@@ -16,25 +16,25 @@ def order(data_rank: int, consumed: int = 0, samples: int = 26) -> list[list[int
 
 
 class TestOrder:
-    def test_microbatches_go_round_the_data_ranks(self) -> None:
+    def test_microbatches_alternate_between_data_ranks(self) -> None:
         assert order(0)[:2] == [[0, 1], [6, 7]]
         assert order(2)[:2] == [[4, 5], [10, 11]]
 
-    def test_all_ranks_together_read_every_whole_round_once(self) -> None:
+    def test_every_complete_round_is_read_exactly_once(self) -> None:
         read = sorted(sample for rank in range(3) for batch in order(rank) for sample in batch)
-        assert read == list(range(24)), "the last two samples are not a round"
+        assert read == list(range(24)), "the last two samples do not fill a round"
 
-    def test_resuming_goes_on_where_it_stopped(self) -> None:
+    def test_resuming_skips_consumed_samples(self) -> None:
         assert order(1, consumed=12) == order(1)[2:]
 
     @pytest.mark.parametrize("consumed", [0, 6, 24])
-    def test_its_length_is_what_it_yields(self, consumed: int) -> None:
+    def test_length_equals_the_number_of_batches(self, consumed: int) -> None:
         batches = MicrobatchOrder(26, consumed, 2, 0, 3)
         assert len(batches) == len(list(batches))
 
 
 def write_constant(prefix: Path, token: int) -> str:
-    """Documents of one token over and over, so that a sample tells where it is from."""
+    """Write documents that repeat one token, so that a sample identifies its file."""
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
@@ -45,7 +45,7 @@ def write_constant(prefix: Path, token: int) -> str:
 
 
 def read_splits(rank: int, num_ranks: int, flags: str) -> dict[str, Any]:
-    """What a rank finds: the first token of every training sample, and which splits there are."""
+    """Return the first token of every training sample, and which other splits exist."""
     from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
     from megatron.zero_bubble.training.data.batches import build_splits, microbatches
@@ -70,7 +70,7 @@ def constants(tmp_path: Path) -> list[str]:
     return [write_constant(tmp_path / f"token{token}", token) for token in (10, 20, 30)]
 
 
-def test_weights_decide_how_much_of_each_is_read(ranks: RankPool, constants: list[str]) -> None:
+def test_blend_weights_determine_the_shares_of_samples(ranks: RankPool, constants: list[str]) -> None:
     flags = f"--data-path 3 {constants[0]} 1 {constants[1]} --split 100,0,0"
     [found] = ranks.run(1, read_splits, 1, flags)
     counts = [found["first"].count(token) for token in (10, 20)]
@@ -79,18 +79,18 @@ def test_weights_decide_how_much_of_each_is_read(ranks: RankPool, constants: lis
     assert not found["valid"] and not found["test"]
 
 
-def test_each_split_has_its_own_files(ranks: RankPool, constants: list[str]) -> None:
+def test_each_split_reads_its_own_files(ranks: RankPool, constants: list[str]) -> None:
     flags = f"--train-data-path {constants[0]} --valid-data-path {constants[1]} --eval-iters 1"
     [found] = ranks.run(1, read_splits, 1, flags)
     assert set(found["first"]) == {10}
     assert found["valid"] and not found["test"]
 
 
-def test_ranks_between_the_ends_read_nothing_and_know_what_there_is(ranks: RankPool, constants: list[str]) -> None:
+def test_middle_ranks_read_no_data_but_know_the_splits(ranks: RankPool, constants: list[str]) -> None:
     flags = f"--data-path {constants[0]} --split 50,50,0 --eval-iters 1 --pipeline-model-parallel-size 4"
     found = ranks.run(4, read_splits, 4, flags)
     assert len(found[0]["first"]) >= 96 and found[1]["first"] == found[2]["first"] == []
-    assert found[0]["first"] == found[3]["first"], "labels belong to the same samples as tokens"
+    assert found[0]["first"] == found[3]["first"], "labels and tokens must come from the same samples"
     assert [(rank["valid"], rank["test"]) for rank in found] == [(True, False)] * 4
 
 
@@ -111,7 +111,7 @@ def read_a_large_id(_rank: int) -> tuple[str, bool]:
     return "", True
 
 
-def test_an_id_beyond_the_vocabulary_is_told_by_the_rank_that_reads_it(ranks: RankPool) -> None:
+def test_token_id_outside_the_vocabulary_is_reported_by_the_reading_rank(ranks: RankPool) -> None:
     [(message, everywhere)] = ranks.run(1, read_a_large_id)
     assert message.startswith("token ids must lie in 0..299, the vocabulary, got 1..300")
     assert not everywhere

@@ -13,7 +13,7 @@ from megatron.zero_bubble.training.data.blends import Blend, parse_blend
         ("2 a", Blend(("a",), (2.0,))),
     ],
 )
-def test_what_megatron_accepts(words: str, blend: Blend) -> None:
+def test_blends_are_parsed_as_in_megatron(words: str, blend: Blend) -> None:
     assert parse_blend("--data-path", words.split()) == blend
 
 

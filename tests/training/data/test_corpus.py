@@ -13,9 +13,9 @@ from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 
 
 def documents_of(prefix: str) -> list[bytes]:
-    """The documents as megatron-core reads them, ends checked and removed."""
+    """Read the documents with megatron-core; check and remove the end tokens."""
     data = IndexedDataset(prefix)
-    assert len(data) == len(data.document_indices) - 1, "one sequence a document"
+    assert len(data) == len(data.document_indices) - 1, "each document must be one sequence"
     documents = []
     for sequence in data:
         assert sequence[-1] == ByteLevelTokenizer.eod
@@ -31,7 +31,7 @@ class TestWriteDocuments:
         check_indexed(prefix)
         assert documents_of(prefix) == texts
 
-    def test_nothing_appears_when_it_fails(self, tmp_path: Path) -> None:
+    def test_failure_leaves_no_files(self, tmp_path: Path) -> None:
         def broken() -> object:
             yield b"some text"
             raise UserError("line 2 is broken")
@@ -40,7 +40,7 @@ class TestWriteDocuments:
             write_documents(str(tmp_path / "text"), broken())  # type: ignore[arg-type]
         assert list(tmp_path.iterdir()) == []
 
-    def test_what_was_there_stays_when_it_fails(self, tmp_path: Path) -> None:
+    def test_failure_keeps_existing_files(self, tmp_path: Path) -> None:
         prefix = str(tmp_path / "text")
         write_documents(prefix, [b"old"])
         with pytest.raises(UserError, match="would hold no text"):
@@ -53,12 +53,12 @@ class TestReadDocuments:
         path.write_bytes(content)
         return list(read_documents([path], key))
 
-    def test_json_lines(self, tmp_path: Path) -> None:
+    def test_json_lines_are_documents(self, tmp_path: Path) -> None:
         lines = b'{"text": "one"}\n\n{"body": "x", "text": "tw\\u00f6"}'
         assert self.read(tmp_path / "a.jsonl", lines) == [b"one", "twö".encode()]
         assert self.read(tmp_path / "a.jsonl", b'{"body": "x"}', "body") == [b"x"]
 
-    def test_a_text_file_is_one_document(self, tmp_path: Path) -> None:
+    def test_text_file_is_one_document(self, tmp_path: Path) -> None:
         assert self.read(tmp_path / "a.txt", b"one\n\ntwo\xff") == [b"one\n\ntwo\xff"]
 
     @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ class TestReadDocuments:
             (b'["text"]', "got list"),
         ],
     )
-    def test_a_bad_line_is_told_by_its_number(self, tmp_path: Path, second_line: bytes, words: str) -> None:
+    def test_invalid_line_is_reported_with_its_number(self, tmp_path: Path, second_line: bytes, words: str) -> None:
         with pytest.raises(UserError) as caught:
             self.read(tmp_path / "a.jsonl", b'{"text": "fine"}\n' + second_line + b"\n")
         assert "a.jsonl, line 2: " in str(caught.value)
         assert words in str(caught.value)
 
-    def test_a_missing_file(self, tmp_path: Path) -> None:
+    def test_missing_file_is_rejected(self, tmp_path: Path) -> None:
         with pytest.raises(UserError, match="must be a readable file"):
             list(read_documents([tmp_path / "absent.txt"]))
 
@@ -86,7 +86,7 @@ class TestReadDocuments:
 class TestStandardLibrary:
     @pytest.fixture
     def library(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        """A small stand-in for the interpreter's library."""
+        """A small fake of the interpreter's standard library."""
         root = tmp_path / "lib"
         for index in range(60):
             file = root / f"package{index % 3}" / f"module{index}.py"
@@ -103,18 +103,18 @@ class TestStandardLibrary:
         found = [text for prefix in prefixes.values() for text in documents_of(prefix)]
         assert sorted(found) == sorted(f"value = {index}\n".encode() for index in range(60))
 
-    def test_a_file_keeps_its_split_whatever_is_beside_it(self) -> None:
+    def test_split_depends_only_on_the_files_path(self) -> None:
         splits = [split_of(Path(f"folder/file{index}.py")) for index in range(1000)]
         assert [splits.count(split) for split in corpus.SPLITS] == pytest.approx([900, 50, 50], abs=25)
-        assert split_of(Path("json/decoder.py")) == "train", "hashes are the same on every machine"
+        assert split_of(Path("json/decoder.py")) == "train", "hashes must be equal on every machine"
 
-    def test_the_same_library_gives_the_same_bytes(self, library: Path, tmp_path: Path) -> None:
+    def test_output_is_deterministic(self, library: Path, tmp_path: Path) -> None:
         for name in ("a", "b"):
             corpus.prepare_standard_library(str(tmp_path / name / "stdlib"))
         for file in (tmp_path / "a").iterdir():
             assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
-    def test_what_is_whole_is_reused_and_what_is_not_is_made_again(self, library: Path, tmp_path: Path) -> None:
+    def test_complete_files_are_reused_and_incomplete_ones_rewritten(self, library: Path, tmp_path: Path) -> None:
         prefixes = corpus.prepare_standard_library(str(tmp_path / "stdlib"))
         whole, cut = Path(prefixes["train"] + ".bin"), Path(prefixes["valid"] + ".bin")
         inode, content = whole.stat().st_ino, cut.read_bytes()
@@ -123,7 +123,7 @@ class TestStandardLibrary:
         assert whole.stat().st_ino == inode
         assert cut.read_bytes() == content
 
-    def test_the_real_one_is_large_enough_to_learn_from(self) -> None:
+    def test_real_standard_library_is_large_enough(self) -> None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = standard_library_files(root)
         assert sum(file.stat().st_size for file in files) > 5_000_000
@@ -142,7 +142,7 @@ def run_script(*argv: str) -> int:
 
 
 class TestScript:
-    def test_makes_data_of_users_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_script_writes_data_from_users_files(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "a.jsonl").write_text(json.dumps({"text": "one"}))
         (tmp_path / "b.txt").write_text("two")
         inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
@@ -150,13 +150,15 @@ class TestScript:
         assert documents_of(str(tmp_path / "mine")) == [b"one", b"two"]
         assert "8 tokens" in capsys.readouterr().out
 
-    def test_a_bad_line_is_one_sentence_and_code_2(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_invalid_line_prints_one_sentence_and_exits_with_2(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         (tmp_path / "a.jsonl").write_text("{}\n")
         assert run_script("--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "mine")) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert line.startswith("error: ") and "line 1" in line
 
-    def test_an_output_that_cannot_be_written(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_unwritable_output_exits_with_2(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "a.txt").write_text("text")
         (tmp_path / "file").write_text("")
         assert run_script("--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "file" / "x")) == 2

@@ -12,7 +12,7 @@ from megatron.zero_bubble.training.data.indexed import check_indexed
 
 
 def write(folder: Path, dtype: type = numpy.uint16) -> str:
-    """Two documents of three sequences, by megatron-core's own builder."""
+    """Write two documents with three sequences, with megatron-core's builder."""
     prefix = str(folder / "data")
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
     builder.add_document(torch.arange(5), [2, 3])
@@ -22,7 +22,7 @@ def write(folder: Path, dtype: type = numpy.uint16) -> str:
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int8", "int16", "uint16", "int32", "int64", "float32", "float64"])
-def test_what_megatron_core_writes_is_whole(tmp_path: Path, dtype: str) -> None:
+def test_files_of_megatron_core_are_valid(tmp_path: Path, dtype: str) -> None:
     check_indexed(write(tmp_path, getattr(numpy, dtype)))
 
 
@@ -44,7 +44,7 @@ def cut(count: int) -> Callable[[bytes], bytes]:
         ("idx", lambda content: content[:18] + bytes(16) + content[34:], "a sequence or more"),
     ],
 )
-def test_damage_is_told(tmp_path: Path, part: str, damage: Callable[[bytes], bytes], words: str) -> None:
+def test_damaged_file_is_rejected(tmp_path: Path, part: str, damage: Callable[[bytes], bytes], words: str) -> None:
     prefix = write(tmp_path)
     path = Path(f"{prefix}.{part}")
     path.write_bytes(damage(path.read_bytes()))
@@ -55,7 +55,7 @@ def test_damage_is_told(tmp_path: Path, part: str, damage: Callable[[bytes], byt
 
 
 @pytest.mark.parametrize("part", ["bin", "idx"])
-def test_a_missing_half_is_told(tmp_path: Path, part: str) -> None:
+def test_missing_file_of_the_pair_is_named(tmp_path: Path, part: str) -> None:
     prefix = write(tmp_path)
     Path(f"{prefix}.{part}").unlink()
     with pytest.raises(UserError, match=rf"needs the file .*data\.{part}, which does not exist"):

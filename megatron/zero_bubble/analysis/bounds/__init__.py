@@ -1,9 +1,9 @@
-"""How short no schedule can be: lower bounds on span and makespan for given costs, memory limit and placement.
+"""Lower bounds on the span and makespan of any schedule, for given costs, memory limit and placement.
 
-The difference between a schedule and the bound, the gap, is a certificate: no schedule, known or unknown, is better by
-more than that. Every bound here holds for every schedule of whole microbatches on the placement, with split or fused
-backwards, in any order of microbatches. ``setting`` says why so many can be treated as one kind; ``windows`` has the
-closed forms and ``paths`` the longest paths with Jackson's preemptive one-machine schedule, with their derivations.
+The gap between a schedule and the bound is a certificate: no schedule, known or unknown, is shorter by more than the
+gap. Every bound holds for all schedules of whole microbatches on the placement, with split or fused backwards, and any
+order of microbatches. ``setting`` explains why these schedules can be treated alike; ``windows`` derives the bounds in
+closed form, and ``paths`` those by longest paths with Jackson's preemptive one-machine schedule.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from megatron.zero_bubble.ir import Placement
 __all__ = ["Bound", "least_memory", "lower_bound"]
 
 _EFFORT = 120_000
-"""How many passes the longest-path bounds may visit, all origins together: about half a second."""
+"""Number of passes that the longest-path bounds may visit in total over all origins: about half a second."""
 
 
 @dataclass(frozen=True)
 class Bound:
-    """No schedule is shorter than ``value_ms``; ``reason`` names the bound that says so, ``rank`` where (or None)."""
+    """No schedule is shorter than ``value_ms``; ``reason`` names the bound, and ``rank`` its rank, if any."""
 
     value_ms: float
     reason: str
     rank: int | None = None
 
     def gap(self, cost_ms: float) -> float:
-        """The part of ``cost_ms`` by which a better schedule could at most be shorter; within rounding of 0 it is 0."""
+        """Return the largest share of ``cost_ms`` that a better schedule could save; rounding errors count as 0."""
         gap = (cost_ms - self.value_ms) / cost_ms if cost_ms > 0 else 0.0
         return gap if abs(gap) > 1e-9 else 0.0
 
 
 def least_memory(memory: PassMemory, placement: Placement, *, fused: bool = False) -> tuple[float, ...]:
-    """The smallest limits, one a rank, that admit a schedule, in the unit of ``memory``: one microbatch at a time.
+    """Return the smallest limit per rank that admits a schedule, in the unit of ``memory``: one microbatch at a time.
 
-    Before a rank's first B its chunks all ran F; a B may leave more for its W than it frees, a BW leaves nothing.
+    All chunks of a rank run F before its first B. A B may leave more for its W than it frees; a BW leaves nothing.
     """
     peaks = []
     for rank in range(placement.num_ranks):
@@ -65,15 +65,16 @@ def lower_bound(
     fused: bool = False,
     effort: int = _EFFORT,
 ) -> Bound:
-    """A lower bound on ``objective`` (ms) over all schedules that keep within ``memory_limit`` on every rank.
+    """Compute a lower bound on ``objective`` (ms) over all schedules within ``memory_limit`` on every rank.
 
-    ``memory_limit`` is in the unit of ``memory``, one figure or one a rank, None for no limit. ``fused`` asks for
-    schedules with fused backwards only, whose bound is higher. Closed forms are always used; longest paths, of at most
-    ``effort`` passes in sum, from as many ranks as that allows: the answer does not depend on the machine's speed.
+    ``memory_limit`` is in the unit of ``memory``: one figure, or one figure per rank, or None for no limit. ``fused``
+    restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed;
+    longest paths are computed from as many ranks as fit into ``effort`` visited passes, so the result does not depend
+    on the speed of the machine.
 
     Raises:
-        UserError: when the limit admits no schedule, naming the least that does, or when figures are for another
-            number of stages.
+        UserError: when the limit admits no schedule (the message gives the least limit that does), or when figures are
+            for another number of stages.
     """
     limit = _limits(memory_limit, placement.num_ranks)
     _check(costs, memory, placement, num_microbatches, limit)
@@ -92,7 +93,7 @@ def lower_bound(
 
 
 def _closed_forms(setting: Setting, objective: Metric) -> list[Bound]:
-    """Every closed form on every rank."""
+    """Compute every closed form for every rank."""
     forms = {
         "work": setting.work,
         "work and waits for the first and last backward": by_waits(setting),
@@ -108,7 +109,7 @@ def _closed_forms(setting: Setting, objective: Metric) -> list[Bound]:
 
 
 def _origins(closed: list[Bound], objective: Metric, affordable: int) -> list[int | None]:
-    """From which ranks to follow longest paths, the ones with the highest closed forms first; None for the makespan."""
+    """Return the ranks from which to compute longest paths, highest closed form first; None stands for the makespan."""
     if affordable < 1:
         return []
     if objective == "makespan":
@@ -120,7 +121,7 @@ def _origins(closed: list[Bound], objective: Metric, affordable: int) -> list[in
 
 
 def _limits(limit: float | Sequence[float] | None, num_ranks: int) -> tuple[float, ...]:
-    """One limit a rank; infinity for none."""
+    """Return one limit per rank; infinity if there is no limit."""
     if limit is None:
         return (math.inf,) * num_ranks
     limits = tuple(limit) if isinstance(limit, Sequence) else (limit,) * num_ranks

@@ -1,8 +1,8 @@
-"""One machine, jobs with heads and tails: the bound that every rank's passes give.
+"""The one-machine bound for jobs with heads and tails, which is applied to the passes of a rank.
 
-A job may start at its ``head``, takes ``length`` and needs ``tail`` after its end before everything is over. If jobs
-may be interrupted, running whichever waiting job has the longest tail is optimal (J. R. Jackson, 1955), so the end of
-that schedule is a lower bound for the machine without interruptions.
+A job may start at its ``head``, takes ``length``, and everything ends at least ``tail`` after its end. If jobs may be
+interrupted, it is optimal to always run the waiting job with the longest tail (J. R. Jackson, 1955), so the end of that
+schedule is a lower bound for a machine without interruptions.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ Job = tuple[float, float, float]
 
 
 def one_machine_bound(jobs: Iterable[Job]) -> float:
-    """The end of Jackson's preemptive schedule; O(n log n)."""
+    """Compute the end of Jackson's preemptive schedule, in O(n log n)."""
     waiting: list[tuple[float, float]] = []
     now = end = 0.0
     for head, length, tail in sorted(jobs):
-        # Until the next job arrives the machine works through the longest tails.
+        # Until the next job arrives, the machine runs the waiting jobs, longest tail first.
         while waiting and now < head:
             first_tail, left = waiting[0]
             spent = head - now

@@ -1,12 +1,12 @@
-"""Bounds by longest paths: what must come before and after each pass, and one machine at a time.
+"""Bounds by longest paths: the least time before and after each pass, and a one-machine problem per rank.
 
-Between the passes hold, in every schedule of a ``Setting``, the pipeline's own dependencies, the order of microbatches,
-and what the memory limit forces: where K microbatches are the most that fit, F(j) comes after B(j-K). Longest paths
-along these edges give every pass a head and a tail; the passes of any one rank, with their heads and tails, are a
-one-machine problem (``jackson``) that no schedule can beat.
+In every schedule of a ``Setting``, the passes obey the dependencies of the pipeline, the order of microbatches, and an
+order that the memory limit enforces: if at most K microbatches fit, F(j) comes after B(j-K). Longest paths along these
+edges give every pass a head and a tail. The passes of any one rank, with their heads and tails, are a one-machine
+problem (``jackson``), whose solution is a lower bound.
 
-All edges lead from earlier microbatches to later ones or along one microbatch's way, so passes numbered by microbatch,
-then by F up, B down, W, are in topological order.
+All edges lead from earlier to later microbatches or along the path of one microbatch. Passes numbered by microbatch,
+then F by rising stage, B by falling stage, and W, are therefore in topological order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NEVER = -math.inf
 
 
 class Paths:
-    """The graph of a setting's passes, numbered in the order in which a microbatch alone would run them."""
+    """The graph of the passes of a setting, numbered in the order in which a single microbatch would run them."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -31,20 +31,20 @@ class Paths:
         self.length = (*setting.f, *reversed(setting.b), *setting.w) * setting.m
 
     def f(self, stage: int, microbatch: int) -> int:
-        """The number of F of ``stage``."""
+        """Return the number of F of ``stage``."""
         return microbatch * 3 * self.stages + stage
 
     def b(self, stage: int, microbatch: int) -> int:
-        """The number of B."""
+        """Return the number of B of ``stage``."""
         return (microbatch * 3 + 2) * self.stages - 1 - stage
 
     def w(self, stage: int, microbatch: int) -> int:
-        """The number of W."""
+        """Return the number of W of ``stage``."""
         return (microbatch * 3 + 2) * self.stages + stage
 
     @cached_property
     def before(self) -> Sequence[Sequence[tuple[int, float]]]:
-        """For every pass, the passes that end before it starts and the transfer between them."""
+        """For every pass, the passes that must end before it starts, and the transfer times between them."""
         s, step = self.setting, 3 * self.stages
         turns = [list(self._forced_by_memory(stage)) for stage in range(self.stages)]
         by_kind = [list(self._fed_by(kind)) for kind in (Kind.F, Kind.B, Kind.W)]
@@ -62,8 +62,8 @@ class Paths:
         return edges
 
     def _fed_by(self, kind: Kind) -> Iterator[list[tuple[int, float]]]:
-        """For every stage, the pass of microbatch 0 that decides when the one of ``kind`` can start, and the transfer
-        between them.
+        """Yield, for every stage, the pass that determines when the pass of ``kind`` for microbatch 0 can start, with
+        the transfer time between them.
         """
         s, chain = self.setting, Chain(self.stages)
         number = {Kind.F: self.f, Kind.B: self.b, Kind.W: self.w}
@@ -78,12 +78,13 @@ class Paths:
             yield [(number[source.kind](source.stage, 0), hop)]
 
     def _forced_by_memory(self, stage: int) -> Iterable[tuple[int, int]]:
-        """What F of a microbatch on ``stage`` must follow: a pass's number as if for microbatch 0, and since which one.
+        """Yield the passes that F on ``stage`` must follow: the number of the pass, relative to microbatch 0, and the
+        first microbatch to which this applies.
 
-        Say F(j) starts while B(i) of a chunk at or after this one is not over. By the time that B ends, i kept all F's
-        up to that chunk and i+1 to j at least those up to this one. Where that is too much, F(j) comes after B(i).
-        Say F(j) starts while W(i) of a chunk up to this one is not over. Then i to j-1 keep W's part or more, and j
-        its F's.
+        Assume that F(j) starts before B(i) of this chunk or a later one has ended. Until that B ends, microbatch i
+        occupies the memory of F on all chunks up to that of the B, and microbatches i+1 to j at least that of F up to
+        this chunk. If this exceeds the limit, F(j) comes after B(i). Assume that F(j) starts before W(i) of this chunk
+        or an earlier one has ended. Then microbatches i to j-1 occupy at least the memory of W, and j that of its F.
         """
         s = self.setting
         rank = s.placement.stage_to_rank[stage]
@@ -100,7 +101,7 @@ class Paths:
                 yield self.w(k, -lag), lag
 
     def heads(self, origin: int) -> list[float]:
-        """The least time from the start of pass ``origin`` to the start of every pass; minus infinity where none."""
+        """Return the least time from the start of pass ``origin`` to the start of each pass; -inf without a path."""
         heads = [_NEVER] * len(self.length)
         heads[origin] = 0.0
         length = self.length
@@ -112,7 +113,7 @@ class Paths:
         return heads
 
     def tails(self, ends: Iterable[int]) -> list[float]:
-        """The least time from the end of every pass to the end of any in ``ends``; minus infinity where none."""
+        """Return the least time from the end of each pass to the end of any pass in ``ends``; -inf without a path."""
         tails = [_NEVER] * len(self.length)
         for n in ends:
             tails[n] = 0.0
@@ -125,7 +126,7 @@ class Paths:
         return tails
 
     def bound(self, rank: int | None) -> float:
-        """A bound on the span of ``rank``, or on the makespan (None): the best of all machines between its ends."""
+        """Return a bound on the span of ``rank``, or on the makespan (None): the largest bound over all machines."""
         s = self.setting
         own = range(s.num_ranks) if rank is None else (rank,)
         stages = [k for r in own for k in s.stages(r)]

@@ -1,12 +1,12 @@
-"""What the bounds are computed from: the figures of every stage, and the path of a microbatch through them.
+"""The input of the bounds: the figures of every stage, and the path of a microbatch through the stages.
 
-Three assumptions, none of which loses a schedule:
+Three assumptions, none of which excludes a schedule:
 
-* Microbatches are alike and keep their order on every stage. Call the k-th F (B, W) that a stage runs "of microbatch
-  k": all times stay, what is kept stays, and the k-th arrival is never later than before.
-* Every backward is split. A BW is a B with its W right behind it, which keeps less and hands on earlier.
-  With ``fused`` the opposite holds: B lasts as long as BW, and W neither lasts nor keeps.
-* W keeps no more than F added (``wgrad`` cut to ``activation``), which only leaves more room.
+* Microbatches are alike and keep their order on every stage. If the k-th F (B, W) that a stage runs is relabelled as
+  microbatch k, times and memory do not change, and the k-th arrival is never later than before.
+* Every backward is split. A BW is a B immediately followed by its W, which needs less memory and sends its output
+  earlier. With ``fused`` the opposite is assumed: B takes as long as BW, and W takes neither time nor memory.
+* W needs at most the memory that F added (``wgrad`` is cut to ``activation``), which only leaves more room.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
 
 _ROUNDING = 1e-9
-"""Limits and memory are sums of floats: a count that misses the next whole number by less than this has reached it."""
+"""Tolerance for counts: limits and memory are sums of floats, so a count just below a whole number is rounded up."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """One instance: durations ``f``, ``b``, ``w`` (ms) and memory ``a`` (F to B), ``g`` (B to W) of every stage.
 
-    ``activation_hop[s]`` is the transfer from stage s to s+1 and ``gradient_hop[s]`` the one back. ``limit[rank]`` is
-    the memory limit of a rank.
+    ``activation_hop[s]`` is the transfer time from stage s to s+1 and ``gradient_hop[s]`` that from s+1 to s.
+    ``limit[rank]`` is the memory limit of a rank.
     """
 
     placement: Placement
@@ -51,7 +51,7 @@ class Setting:
         limit: tuple[float, ...],
         fused: bool,
     ) -> Setting:
-        """The figures as the bounds want them."""
+        """Convert costs and memory to the form that the bounds use."""
         into_forward, into_backward = costs.hops(placement)
         b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
         if fused:
@@ -68,37 +68,37 @@ class Setting:
         return self.placement.num_ranks
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages of ``rank`` in model order."""
+        """Return the stages of ``rank`` in model order."""
         return self.placement.stages_of(rank)
 
     @cached_property
     def forward_at(self) -> tuple[float, ...]:
-        """When F of the first microbatch can start on every stage, counted from its start on stage 0."""
-        # There is one hop less than stages.
+        """Earliest start of the first microbatch's F on every stage, relative to its start on stage 0."""
+        # There is one hop fewer than stages.
         return (0.0, *accumulate(f + hop for f, hop in zip(self.f, self.activation_hop)))  # noqa: B905
 
     @cached_property
     def backward_left(self) -> tuple[float, ...]:
-        """From the start of a B on every stage to the earliest start of the same microbatch's B on stage 0."""
+        """Least time from the start of a B on every stage to the start of the same microbatch's B on stage 0."""
         return (0.0, *accumulate(b + hop for b, hop in zip(self.b[1:], self.gradient_hop, strict=True)))
 
     def round_trip(self, start: int, end: int) -> float:
-        """From the start of F on stage ``start`` to the earliest start of the same microbatch's B on stage ``end``."""
+        """Return the least time from the start of F on stage ``start`` to that of the microbatch's B on ``end``."""
         last = self.num_stages - 1
         there = self.forward_at[last] - self.forward_at[start] + self.f[last]
         return there + self.backward_left[last] - self.backward_left[end]
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """What every rank computes."""
+        """Computing time per rank."""
         one = [sum(self.f[s] + self.b[s] + self.w[s] for s in self.stages(rank)) for rank in range(self.num_ranks)]
         return tuple(self.m * ms for ms in one)
 
     def fits(self, size: float, room: float) -> int:
-        """How many things of ``size`` fit into ``room``, at most ``m`` a stage of the model."""
+        """Return how many items of ``size`` fit into ``room``, at most ``m`` per stage of the model."""
         most = self.m * self.num_stages
         return most if size * most <= room else int(room / size + _ROUNDING)
 
     def whole(self, rank: int) -> float:
-        """What one microbatch keeps on ``rank`` once all its chunks ran F."""
+        """Return the memory of one microbatch on ``rank`` after F on all its chunks."""
         return sum(self.a[s] for s in self.stages(rank))

@@ -1,11 +1,11 @@
-"""Bounds in closed form: what a rank can and cannot do while it waits.
+"""Bounds in closed form, from the work that can fill the waits of a rank.
 
 Each function gives a lower bound on the span of every rank, from the start of its first pass to the end of its last.
-A rank that starts its first pass ``forward_at`` after the pipeline's first bounds the makespan by that much more.
+The bound on the makespan is higher by ``forward_at``, the least time from the pipeline's first pass to the rank's.
 
-Two waits are certain. Before its first B a rank has nothing but F's, as many as fit into its memory; after its last F
-nothing but the B's and W's of what it then keeps, less those of the last microbatch, whose gradient is still on its
-way. Whatever of the two waits is not filled is idle time. At 1F1B's memory they add up to
+Two waits are unavoidable. Before its first B, a rank can run only F passes, as many as fit into its memory. After its
+last F, it can run only the B and W passes of the microbatches that it then holds, except the last one, whose gradient
+has not arrived. The part of the waits that is not filled is idle time. With 1F1B's memory the idle times add up to
 (p-1)(F+B-W) + 4(p-1)c, which ZB-H1 reaches.
 """
 
@@ -20,7 +20,7 @@ _HALVINGS = 60
 
 
 def head_idle(s: Setting, rank: int) -> float:
-    """Idle time between a rank's first F and its first B, whose microbatch runs F on every chunk before it."""
+    """Idle time between the first F and the first B of a rank; that microbatch runs F on all chunks before its B."""
     stages = s.stages(rank)
     window = s.round_trip(stages[0], stages[-1])
     forward = [s.f[stage] for stage in stages]
@@ -37,7 +37,7 @@ def tail_idle(s: Setting, rank: int) -> float:
     backward = [s.b[stage] + s.w[stage] for stage in stages]
     keeps, kept_for_w = [s.a[stage] for stage in stages], [s.g[stage] for stage in stages]
     wgrad = [s.w[stage] for stage in stages]
-    # Both kinds at once as fractions, or counted one by one where all chunks keep the same.
+    # Fill with B and W fractionally; if all chunks need the same memory, also enumerate the number of B passes.
     work = _fill(backward + wgrad, keeps + kept_for_w, s.m - 1, room)
     if len(set(keeps)) == len(set(kept_for_w)) == 1:
         most = min(len(stages) * (s.m - 1), s.fits(keeps[0], room))
@@ -49,22 +49,22 @@ def tail_idle(s: Setting, rank: int) -> float:
 
 
 def waits(s: Setting, rank: int) -> tuple[float, bool]:
-    """The idle time that both waits leave, and whether the waits are apart: some F must come after the first B."""
+    """Return the idle time of both waits, and whether the waits are disjoint: some F must come after the first B."""
     apart = s.fits(s.whole(rank), s.limit[rank]) < s.m
     head, tail = head_idle(s, rank), tail_idle(s, rank)
     return (head + tail if apart else max(head, tail)), apart
 
 
 def by_waits(s: Setting) -> Sequence[float]:
-    """Work and what the two waits leave idle."""
+    """The sum of a rank's work and the idle time of its two waits."""
     return [s.work[rank] + waits(s, rank)[0] for rank in range(s.num_ranks)]
 
 
 def by_area(s: Setting) -> Sequence[float]:
-    """Memory times time (Little's law): m microbatches stay at least their way to the end of the model and back.
+    """Memory times time (Little's law): each of m microbatches stays for at least its round trip to the last stage.
 
-    The limit cannot be used in full at once: n things are kept only after n-1 forwards, and at a time t before the end
-    no more than what can be freed within t.
+    The limit cannot be fully used at all times: n items are stored only after n-1 forwards, and at time t before the
+    end, only as much is stored as can be freed within t.
     """
     return [_area_span(s, rank) if math.isfinite(s.limit[rank]) else 0.0 for rank in range(s.num_ranks)]
 
@@ -83,13 +83,13 @@ def _area_span(s: Setting, rank: int) -> float:
     filling = shortest * (steps * limit - most * steps * (steps + 1) / 2)
     freed = max(_density(*part) for k in stages for part in ((s.a[k], s.b[k] + s.w[k]), (s.g[k], s.w[k])))
     draining = (limit - most) ** 2 / (2 * freed)
-    # Both ramps count only where they are known to fit into the span, one after the other.
+    # The two ramps count only if they are known to fit into the span one after the other.
     apart = shortest * steps + (limit - most) / freed <= s.work[rank]
     return (stay + (filling + draining if apart else 0.0)) / limit
 
 
 def by_fill(s: Setting) -> Sequence[float]:
-    """The way to another rank's first stage, all F's and B's of that rank, and the way back."""
+    """The time to the first stage of another rank, all F and B passes of that rank, and the time back."""
     spans = []
     for rank in range(s.num_ranks):
         own = s.stages(rank)[0]
@@ -107,11 +107,12 @@ def by_fill(s: Setting) -> Sequence[float]:
 
 
 def by_head_chain(s: Setting, objective: str, floor: float) -> float:
-    """The least span (or makespan) at which all ranks can wait for their first B at once; 0 unless one stage a rank.
+    """The least span (or makespan) at which the waits of all ranks for their first B are consistent; 0 for placements
+    with more than one stage per rank.
 
-    A rank's wait is whole F's and idle time. It is at least the next rank's wait and the two passes and transfers
-    between them. Where F's do not fit the wait evenly, either it is idle for the remainder or the rank before waits
-    longer. ``floor`` is a bound known already; the answer is looked for above it.
+    The wait of a rank consists of whole F passes and idle time. It is at least the wait of the next rank plus the two
+    passes and transfers between them. If F passes do not fill the wait evenly, either the rank is idle for the
+    remainder or the previous rank waits longer. ``floor`` is a known bound; the search starts from it.
     """
     if s.placement.stage_to_rank != tuple(range(s.num_ranks)):
         return 0.0
@@ -133,14 +134,14 @@ def by_head_chain(s: Setting, objective: str, floor: float) -> float:
 
 
 def _chain_holds(s: Setting, idle: Sequence[float]) -> bool:
-    """Whether every rank can wait for its first B with at most ``idle`` of that wait idle, from the last rank up."""
+    """Whether every rank, from the last to the first, can wait for its first B with at most ``idle`` idle time."""
     wait = 0.0
     for rank in reversed(range(s.num_ranks)):
         if rank == s.num_ranks - 1:
             needed = s.f[rank]
         else:
             needed = wait + s.f[rank] + s.b[rank + 1] + s.activation_hop[rank] + s.gradient_hop[rank]
-        # Idle time within rounding of what is needed is enough: the answer must not exceed the true bound.
+        # Allow a rounding error in the idle time: the result must not exceed the true bound.
         spare = idle[rank] + 1e-12 * needed
         most = min(s.m, s.fits(s.a[rank], s.limit[rank]))
         whole = min(most, int(needed / s.f[rank])) if s.f[rank] > 0 else 0
@@ -154,7 +155,9 @@ def _chain_holds(s: Setting, idle: Sequence[float]) -> bool:
 
 
 def _fill(values: Sequence[float], weights: Sequence[float], count: int, room: float) -> float:
-    """At most this much value fits into ``room`` with at most ``count`` of each; whole ones where weights agree."""
+    """Largest total value that fits into ``room`` with at most ``count`` of each item; only whole items if all weights
+    are equal.
+    """
     if room < 0:
         return 0.0
     if not math.isfinite(room):

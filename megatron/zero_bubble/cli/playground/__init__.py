@@ -1,8 +1,8 @@
-"""``zero-bubble playground``: every schedule drawn and compared in a browser, for costs that are set by sliders.
+"""``zero-bubble playground``: draw and compare all schedules in a browser, for costs set by sliders.
 
-The command serves one page on this machine and answers what the page asks (``server``). A question is the command
-line of ``zero-bubble plan`` that the page shows, and its answer is what that command makes (``questions``): there is no
-other planner, and what is copied from the page prints the same numbers.
+The command serves one page on this machine and answers the page's requests (``server``). A request is a command line of
+``zero-bubble plan``, which the page shows, and the answer is the plan that this command makes (``questions``). The
+playground has no other planner, so a command copied from the page prints the same numbers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from megatron.zero_bubble.errors import UserError
 
 
 def add_playground(verb: argparse.ArgumentParser) -> None:
-    """The flags of ``playground``."""
-    verb.add_argument("--port", type=int, default=0, metavar="N", help="of this machine only (default: a free one)")
-    verb.add_argument("--no-browser", action="store_true", help="print the address, open nothing")
+    """Add the flags of ``playground``."""
+    verb.add_argument("--port", type=int, default=0, metavar="N", help="local port to serve (default: a free port)")
+    verb.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
     verb.set_defaults(command=playground)
 
 
@@ -27,25 +27,25 @@ def playground(options: argparse.Namespace) -> str:
     """Serve the page until Ctrl-C.
 
     Raises:
-        UserError: when the port cannot be had.
+        UserError: when the port cannot be opened.
     """
     with _bind(options.port) as server:
-        print(f"The playground is at {server.address} for this machine only; Ctrl-C ends it.", flush=True)
+        print(f"Playground running at {server.address} (this machine only); press Ctrl-C to stop it.", flush=True)
         if not options.no_browser:
-            # A browser of the terminal returns when it is closed, and wants its page before that.
+            # open() of a terminal browser returns only when the browser exits, but the browser needs the page before.
             threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            return "\nThe playground has ended.\n"
+            return "\nPlayground stopped.\n"
     return ""
 
 
 def _bind(port: int) -> Server:
     if not 0 <= port < 2**16:
-        raise UserError(f"--port must be within 0..65535, 0 for a free one; got {port}")
+        raise UserError(f"--port must be 0 to 65535, where 0 selects a free port; got {port}")
     try:
         return Server(port)
     except OSError as error:
-        why = "it is taken" if error.errno == errno.EADDRINUSE else str(error.strerror)
-        raise UserError(f"cannot listen on port {port}: {why}; choose another, or leave --port out") from error
+        why = "it is in use" if error.errno == errno.EADDRINUSE else str(error.strerror)
+        raise UserError(f"cannot listen on port {port}: {why}; choose another port, or leave --port out") from error

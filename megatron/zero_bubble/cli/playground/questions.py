@@ -1,7 +1,7 @@
-"""What the page asks: flags of ``zero-bubble plan`` in the form of a query string, answered by that command's own code.
+"""The page's questions: flags of ``zero-bubble plan`` as a query string, answered by the code of that command.
 
-``schedule=zb-h1&num-ranks=4&...`` is ``--schedule zb-h1 --num-ranks 4 ...``; a flag without a value, ``equal-passes``,
-has an empty one. Flags that read files are not for a page to use, and what it may ask for has a size.
+``schedule=zb-h1&num-ranks=4&...`` means ``--schedule zb-h1 --num-ranks 4 ...``; a flag without a value, such as
+``equal-passes``, has an empty value. The page cannot use flags that read files, and the size of a plan is limited.
 """
 
 from __future__ import annotations
@@ -32,34 +32,34 @@ _WITHOUT_VALUE = ("equal-passes",)
 _MOST_MS = dict.fromkeys(("forward-ms", "backward-ms", "wgrad-ms", "comm-ms"), 1e6)
 MOST = {"num-ranks": 32, "num-microbatches": 128, "num-chunks": 4, **_MOST_MS}
 MOST_CELLS = 1024
-"""The most ranks times microbatches: what is planned in about a second, and searched in a few."""
+"""Largest product of ranks and microbatches: it takes about a second to plan and a few seconds to search."""
 
 
 class Question(NamedTuple):
-    """A query string, understood: what it asks ``plan`` for, as the command to copy and as its options."""
+    """A parsed query string: the command to copy, and the options of ``plan``."""
 
     command: str
     options: argparse.Namespace
 
     @property
     def searches(self) -> bool:
-        """Whether its answer takes seconds."""
+        """Whether the answer needs a search, which takes seconds."""
         return searches(self.options)
 
 
 class _Parser(argparse.ArgumentParser):
-    """The command's own, for many questions: what is wrong is raised, not printed at exit."""
+    """The parser of the command; an error raises ``UserError`` instead of exiting the process."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(message)
 
 
 def read_question(query: str) -> Question:
-    """The question in a query string.
+    """Parse a query string.
 
     Raises:
-        UserError: for what ``zero-bubble plan`` would refuse to read, in its words; for a flag that is not offered
-            here, or a size that is too large.
+        UserError: with the message of ``zero-bubble plan`` for flags that it rejects; also for a flag that the
+            playground does not offer, and for a size that is too large.
     """
     parser = _Parser(prog="zero-bubble plan", allow_abbrev=False)
     add_plan(parser)
@@ -68,7 +68,7 @@ def read_question(query: str) -> Question:
     arguments = []
     for flag, value in given.items():
         if flag not in _FLAGS:
-            raise UserError(f"the playground asks with {', '.join(_FLAGS)}; got {flag!r}; leave it out")
+            raise UserError(f"the playground accepts only {', '.join(_FLAGS)}; got {flag!r}; leave it out")
         bare = flag in _WITHOUT_VALUE and not value
         arguments.append(f"--{flag}" if bare else f"--{flag}={value}")
         words += [f"--{flag}"] if bare else [f"--{flag}", value]
@@ -78,13 +78,14 @@ def read_question(query: str) -> Question:
 
 
 def answer(question: Question) -> dict[str, Any]:
-    """The plan as ``--format json`` has it, and what a drawing needs besides.
+    """Make the plan as ``--format json`` prints it, with the additional data for a drawing.
 
-    ``times`` has ``[start, end]`` of every pass in ``order``, in ms; ``waits_for`` the passes it depends on, each with
-    the ms at which its result has arrived. ``limit`` says whether the memory limit is kept; None without one.
+    ``times`` has ``[start, end]`` of every pass in ``order``, in ms; ``waits_for`` has the passes that it depends on,
+    each with the time in ms at which its result arrives. ``limit`` states whether the plan is within the memory limit;
+    it is None without a limit.
 
     Raises:
-        UserError: what ``zero-bubble plan`` prints on stderr.
+        UserError: with the message that ``zero-bubble plan`` prints on stderr.
     """
     made = make_plan(question.options)
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
@@ -102,7 +103,7 @@ def answer(question: Question) -> dict[str, Any]:
 
 
 def catalogue() -> dict[str, Any]:
-    """What there is to ask for, how it is coloured, and how large it may be."""
+    """Return the available schedules, the colours of passes, and the size limits."""
     return {
         "schedules": [
             {"name": r.name, "summary": r.summary, "shape": r.shape, "adapts": r.adapts} for r in SCHEDULES.values()
@@ -120,17 +121,19 @@ def _check_size(options: argparse.Namespace) -> None:
         sizes.append(("ranks times microbatches", options.num_ranks * options.num_microbatches, MOST_CELLS))
     for what, size, most in sizes:
         if size is not None and size > most:
-            raise UserError(f"the playground has at most {most:g} {what}; got {size:g}; zero-bubble plan takes more")
+            raise UserError(
+                f"the playground allows at most {most:g} {what}; got {size:g}; use zero-bubble plan for larger values"
+            )
 
 
 def _waited_for(schedule: Schedule, p: Pass) -> list[Pass]:
-    """What ``p`` depends on; of a backward that waits for another stage, not its own F, which was there before."""
+    """Return the passes that ``p`` depends on. A backward that waits for another stage omits its own, earlier F."""
     inputs = schedule.flow.inputs(p)
     return [value.producer for value in inputs if value.name != SAVED or value is inputs[0]]
 
 
 def _arrivals(timeline: Timeline, costs: PassCosts) -> list[list[list[tuple[str, float]]]]:
-    """For every pass of every rank: what it depends on, and when that is there."""
+    """Return, for every pass of every rank, the passes that it depends on and when their results arrive."""
     schedule = timeline.schedule
     rank_of = schedule.placement.stage_to_rank
     end = {span.pass_: span.end_ms for row in timeline.spans for span in row}

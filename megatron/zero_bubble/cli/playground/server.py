@@ -1,9 +1,9 @@
-"""The playground's server: one page, and answers to its questions, for this machine only.
+"""The playground's HTTP server: it serves one page and answers the page's questions, on this machine only.
 
-``GET /`` is the page and ``GET /plan?<question>`` an answer as JSON; a question that cannot be answered gets status 400
-and ``{"error": sentence}``. A request must name this machine as its host: another site's name that was made to point
-here would make its pages ours (DNS rebinding). Nor may another site's page send one: it could not read the answer, but
-would keep us planning.
+``GET /`` returns the page and ``GET /plan?<question>`` an answer as JSON; a question that cannot be answered gets
+status 400 and ``{"error": sentence}``. The Host header of a request must name this machine; otherwise another site
+could point its name here and act as our page (DNS rebinding). Requests from pages of other sites are rejected too: such
+a page could not read the answer, but could keep the server busy with planning.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from megatron.zero_bubble.planning.figures import beyond_floats
 
 _HOME = "127.0.0.1"
 _OUR_SITES = (None, "none", "same-origin")
-"""``Sec-Fetch-Site`` of what is no browser, of an address that the user opened, and of our own page."""
+"""Accepted ``Sec-Fetch-Site``: from a client that is not a browser, an address that the user opened, and our page."""
 _KEPT = 64
-"""Answers that are kept, of at most half a MB each."""
+"""Number of cached answers, of at most half a MB each."""
 
 
 class Server(ThreadingHTTPServer):
-    """Listens on ``port`` (0: a free one) of this machine from its making on.
+    """A server that listens on ``port`` of this machine from its construction; 0 selects a free port.
 
     Raises:
-        OSError: when the port cannot be had.
+        OSError: when the port cannot be opened.
     """
 
-    daemon_threads = True  # who leaves does not wait for a search
+    daemon_threads = True  # the process exits without waiting for a search
 
     def __init__(self, port: int) -> None:
         self.page = build_page(catalogue()).encode()
@@ -47,12 +47,12 @@ class Server(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser finds the page."""
+        """URL of the page."""
         return f"http://{_HOME}:{self.server_port}/"
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """What a browser on this machine calls it: with the port, which browsers leave out where it is HTTP's own."""
+        """Accepted Host headers: with the port, and also without it on HTTP's default port, as browsers send it."""
         names = (_HOME, "localhost")
         with_port = tuple(f"{name}:{self.server_port}" for name in names)
         return (*with_port, *names) if self.server_port == HTTP_PORT else with_port
@@ -61,24 +61,26 @@ class Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Server
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds that an open connection may be silent
+    timeout = 60  # seconds that an open connection may be idle
 
     def handle(self) -> None:
-        with suppress(ConnectionError):  # a page that asks something newer has left
+        with suppress(ConnectionError):  # a page closes the connection when it sends a newer question
             super().handle()
 
     def do_GET(self) -> None:
         host, site = self.headers.get("Host"), self.headers.get("Sec-Fetch-Site")
         if host not in self.server.hosts:
             wanted = " or ".join(self.server.hosts)
-            self._refuse(HTTPStatus.FORBIDDEN, f"this server is {wanted}; got the host {host!r}")
+            self._refuse(HTTPStatus.FORBIDDEN, f"the Host header must be {wanted}; got the host {host!r}")
         elif site not in _OUR_SITES:
-            remedy = f"open {self.server.address} yourself"
-            self._refuse(HTTPStatus.FORBIDDEN, f"pages of other sites may not ask; got a {site} request; {remedy}")
+            remedy = f"open {self.server.address} directly"
+            self._refuse(
+                HTTPStatus.FORBIDDEN, f"requests from pages of other sites are rejected; got a {site} request; {remedy}"
+            )
         else:
             try:
                 self._serve(urlsplit(self.path))
-            except ValueError as error:  # also one of urllib, for a query that is none
+            except ValueError as error:  # UserError, or an error of urllib for a malformed query
                 self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             except OverflowError as error:
                 self._refuse(HTTPStatus.BAD_REQUEST, beyond_floats(error))
@@ -89,10 +91,10 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/plan":
             self._plan(url.query)
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"there is / and /plan; got {url.path!r}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"only / and /plan exist; got {url.path!r}")
 
     def _plan(self, query: str) -> None:
-        """One search at a time, and none for a page that has left while it waited."""
+        """Answer a question. One search runs at a time, and none for a client that disconnects while it waits."""
         with self.server.searching if read_question(query).searches else nullcontext():
             if not self._has_left():
                 self._reply(HTTPStatus.OK, "application/json", self.server.answers(query))
@@ -116,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing: the terminal is the user's."""
+        """Log nothing, to keep the user's terminal clean."""
 
 
 def _answer(query: str) -> bytes:
@@ -124,4 +126,4 @@ def _answer(query: str) -> bytes:
     try:
         return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     except ValueError:
-        raise OverflowError("a figure of the answer is infinite") from None
+        raise OverflowError("a figure in the answer is infinite") from None

@@ -1,9 +1,9 @@
-"""The CPU platform: lets an unmodified megatron-core train on gloo ranks with no GPU.
+"""The CPU platform: lets an unmodified megatron-core train on gloo ranks without a GPU.
 
-megatron-core names CUDA throughout: ``device=torch.cuda.current_device()``, ``device="cuda"``, ``.cuda()``, CUDA
-random states, the string ``"torch.cuda.FloatTensor"``. :func:`install` gives each of those names its CPU meaning
-and :func:`revert` puts the originals back. What is replaced, and why, is the table :data:`POINTS` and the class
-:class:`CudaMeansCpu`; nothing else is touched. ``torch.cuda.is_available()`` keeps telling the truth.
+megatron-core uses CUDA throughout: ``device=torch.cuda.current_device()``, ``device="cuda"``, ``.cuda()``, CUDA random
+states, the string ``"torch.cuda.FloatTensor"``. :func:`install` replaces these names with CPU equivalents, and
+:func:`revert` restores the originals. The table :data:`POINTS` and the class :class:`CudaMeansCpu` define all
+replacements and their reasons. ``torch.cuda.is_available()`` is not changed.
 """
 
 from megatron.zero_bubble.platforms.cpu.install import install, installed, revert

@@ -1,4 +1,4 @@
-"""Runs a callback on chosen modules right after they are imported, before their importer sees them."""
+"""Runs a callback on selected modules right after their code has run, before the importing code continues."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from types import ModuleType
 
 
 class PostImportHook(MetaPathFinder):
-    """A finder that finds nothing itself: it lets the others find ``names`` and then watches the module execute.
+    """A meta-path finder that delegates to the other finders and wraps the execution of the modules they find.
 
     Args:
-        names: full module names to watch.
-        then: called with each of these modules once its own code has run.
+        names: full names of the modules to watch.
+        then: called with each of these modules after its code has run.
     """
 
     def __init__(self, names: Collection[str], then: Callable[[ModuleType], None]) -> None:
@@ -41,7 +41,7 @@ class PostImportHook(MetaPathFinder):
         execute = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            del loader.exec_module  # the instance attribute set below: nothing stays
+            del loader.exec_module  # removes the instance attribute that is set below
             execute(module)
             if self in sys.meta_path:
                 self._then(module)

@@ -1,4 +1,4 @@
-"""Putting the CPU platform in force, and out again."""
+"""Installs and reverts the CPU platform."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from megatron.zero_bubble.platforms.cpu.stand_ins import CudaMeansCpu
 
 
 def _not_about_shared_generator(record: logging.LogRecord) -> bool:
-    """Drops core's warning that the CPU generator moved while the device's was in use: here they are one."""
+    """Filter out core's warning that the CPU generator changed while the device's was used; here both are the same."""
     return "CPU RNG state changed" not in record.getMessage()
 
 
 class _Installation:
-    """What :func:`install` changed, in order, so that :func:`revert` can undo it backwards."""
+    """The changes of :func:`install` in order, which :func:`revert` undoes in reverse order."""
 
     def __init__(self, points: Iterable[Point]) -> None:
         self._points = tuple(points)
@@ -45,8 +45,8 @@ class _Installation:
     def revert(self) -> None:
         if torch.overrides._get_current_function_mode() is not self._mode:
             raise RuntimeError(
-                "the CPU platform is reverted in the reverse order of installation, by the thread that installed it; "
-                "leave the torch function modes entered since then first"
+                "the CPU platform must be reverted by the thread that installed it, after all torch function modes "
+                "that were entered later; leave those modes first"
             )
         self._mode.__exit__(None, None, None)
         self._logger.removeFilter(_not_about_shared_generator)
@@ -65,12 +65,12 @@ class _Installation:
             if point.module != module.__name__:
                 continue
             owner = getattr(module, point.owner.partition(":")[2]) if ":" in point.owner else module
-            # Read past the descriptor protocol, so that what is put back is the very object that was there.
+            # Bypass the descriptor protocol, so that revert() restores the identical object.
             original = vars(owner).get(point.name, ABSENT)
             if original is ABSENT and not point.optional:
                 raise RuntimeError(
-                    f"the CPU platform needs {point.owner}.{point.name} ({point.why}), and this version has no such "
-                    "name; use a megatron-core that is known (see README)"
+                    f"the CPU platform needs {point.owner}.{point.name} ({point.why}), which this version does not "
+                    "have; use a supported version of megatron-core (see README)"
                 )
             setattr(owner, point.name, point.make(original))
             self._undo.append((owner, point.name, original))
@@ -80,15 +80,15 @@ _installed: list[_Installation] = []
 
 
 def installed() -> bool:
-    """Whether the CPU platform is in force in this process."""
+    """Whether the CPU platform is installed in this process."""
     return bool(_installed)
 
 
 def install(more: Iterable[Point] = ()) -> None:
-    """Put the CPU platform in force; a second call does nothing. Call it before megatron.core is imported.
+    """Install the CPU platform; a second call does nothing. Call this before importing megatron.core.
 
     Args:
-        more: points beyond :data:`POINTS`, for jobs that use more of CUDA than megatron-core does.
+        more: points in addition to :data:`POINTS`, for jobs that use more of CUDA than megatron-core does.
     """
     if not _installed:
         installation = _Installation((*POINTS, *more))
@@ -97,7 +97,7 @@ def install(more: Iterable[Point] = ()) -> None:
 
 
 def revert() -> None:
-    """Put every name back, by identity. Functions that megatron-core decorated meanwhile stay uncompiled."""
+    """Restore the original object of every name. Functions that megatron-core has decorated stay uncompiled."""
     while _installed:
         _installed[-1].revert()
         _installed.pop()

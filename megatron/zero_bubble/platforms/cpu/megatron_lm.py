@@ -1,4 +1,4 @@
-"""What Megatron-LM's own scripts use of CUDA beyond megatron-core, with its CPU meaning (see ``platforms.cpu``)."""
+"""CPU equivalents of the CUDA functions that Megatron-LM's scripts use in addition to megatron-core's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.zero_bubble.platforms.cpu import Point, always
 
-# One device that is always current; Megatron-LM asks which kind it is before it chooses kernels.
+# The compute capability of the only device; Megatron-LM reads it to choose kernels.
 _COMPUTE_CAPABILITY = (8, 0)
 
 
@@ -21,7 +21,7 @@ class _Properties:
 
 
 def _returning(value: Any) -> Callable[[Any], Any]:
-    """A stand-in that gives ``value``; one of its own for each name, since torch.compile files them by identity."""
+    """Make a function that returns ``value``; a new one per name, because torch.compile registers them by identity."""
 
     def make(_original: Any) -> Any:
         return lambda *_args, **_kwargs: value
@@ -30,7 +30,7 @@ def _returning(value: Any) -> Callable[[Any], Any]:
 
 
 def _folders_of_helpers() -> list[str]:
-    """Where megatron-core's compiled dataset helpers are: in the installed wheel, seldom in a checkout."""
+    """Folders with megatron-core's compiled dataset helpers: usually an installed wheel, rarely a checkout."""
     folders = (Path(entry, "megatron", "core", "datasets") for entry in sys.path)
     return [str(folder) for folder in folders if any(folder.glob("helpers_cpp*.so"))]
 
@@ -44,13 +44,13 @@ def _unless_compiled(compile_helpers: Any) -> Any:
 
 
 JOB_POINTS: tuple[Point, ...] = (
-    Point("torch.cuda", "is_available", _returning(True), "Megatron-LM's scripts refuse to start without"),
-    Point("torch.accelerator", "is_available", _returning(False), "optimizers look for a graph under capture"),
+    Point("torch.cuda", "is_available", _returning(True), "Megatron-LM's scripts start only with CUDA"),
+    Point("torch.accelerator", "is_available", _returning(False), "optimizers check for graph capture"),
     Point("torch.cuda", "device_count", _returning(1), "Megatron-LM's choice of a device"),
-    Point("torch.cuda", "set_device", _returning(None), "the same"),
+    Point("torch.cuda", "set_device", _returning(None), "Megatron-LM's choice of a device"),
     Point("torch.cuda", "get_device_capability", _returning(_COMPUTE_CAPABILITY), "choice of kernels"),
-    Point("torch.cuda", "get_device_properties", _returning(_Properties()), "the same"),
-    Point("torch.cuda", "set_stream", _returning(None), "model building on a stream of its own"),
+    Point("torch.cuda", "get_device_properties", _returning(_Properties()), "choice of kernels"),
+    Point("torch.cuda", "set_stream", _returning(None), "model building on a separate stream"),
     Point("torch.cuda", "is_current_stream_capturing", _returning(False), "CUDA graphs"),
     Point("torch.cuda", "reset_peak_memory_stats", _returning(None), "memory reports"),
     Point("torch.cuda", "memory_stats", _returning({}), "memory reports"),
@@ -68,7 +68,7 @@ JOB_POINTS: tuple[Point, ...] = (
         "torch.utils.data._utils.pin_memory",
         "pin_memory",
         always(lambda data, device=None: data),
-        "data loaders pin what they read for the copy to a GPU",
+        "data loaders pin batches for the copy to a GPU",
     ),
     Point("torch.cuda.nvtx", "range_push", _returning(0), "profiler ranges"),
     Point("torch.cuda.nvtx", "range_pop", _returning(0), "profiler ranges"),
@@ -76,14 +76,19 @@ JOB_POINTS: tuple[Point, ...] = (
         "megatron.core.datasets",
         "__path__",
         _with_compiled_helpers,
-        "a checkout has its dataset helpers as source; those of an installed megatron-core do",
+        "a checkout has dataset helpers as source only; uses the compiled ones of an installed megatron-core",
     ),
-    Point("megatron.core.datasets.utils", "compile_helpers", _unless_compiled, "the same, with make"),
+    Point(
+        "megatron.core.datasets.utils",
+        "compile_helpers",
+        _unless_compiled,
+        "compiles the dataset helpers with make; not needed if compiled ones were found",
+    ),
     Point(
         "megatron.core.tensor_parallel.inference_layers",
         "is_inference_column_parallel_linear",
         always(lambda _module: False),
-        "core 0.20 asks it of multi-token prediction although only TransformerEngine binds the classes it names",
+        "core 0.20 calls it for multi-token prediction, but its classes exist only with TransformerEngine",
         optional=True,
     ),
     Point("megatron.legacy.fused_kernels", "load", _returning(None), "compiles CUDA kernels"),

@@ -1,4 +1,4 @@
-"""CPU cores over gloo, as a platform."""
+"""The CPU platform: CPU cores, with gloo as backend."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 
 class CpuPlatform:
-    """CPU cores over gloo. Marks are readings of the process clock."""
+    """The CPU platform, with gloo as backend. Marks are readings of the monotonic clock."""
 
     name = "cpu"
     backend = "gloo"
@@ -37,10 +37,10 @@ class CpuPlatform:
         return 1
 
     def describe(self) -> str:
-        return f"cpu ({torch.get_num_threads()} thread(s) a rank; no GPU is used)"
+        return f"cpu ({torch.get_num_threads()} thread(s) per rank; no GPU is used)"
 
     def synchronize(self) -> None:
-        """Nothing to wait for: CPU operators have finished when they return."""
+        """Do nothing: CPU operators have finished when they return."""
 
     def mark(self) -> float:
         return time.perf_counter()
@@ -49,7 +49,7 @@ class CpuPlatform:
         return (end - start) * 1000.0
 
     def reset_peak_memory(self) -> None:
-        """The operating system keeps one peak for the life of the process; it cannot be started anew."""
+        """Do nothing: the operating system's peak covers the lifetime of the process and cannot be reset."""
 
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -59,8 +59,10 @@ class CpuPlatform:
 
 
 def _keep_freed_memory() -> None:
-    """Have the C library keep what is freed, as torch's allocator does on a GPU. By default glibc gives every large
-    tensor back to the system: each pass then pays for its pages anew, up to a tenth of its time.
+    """Make the C library keep freed memory, as torch's allocator does on a GPU.
+
+    By default glibc returns the memory of large tensors to the system. Mapping the pages again takes up to a tenth of
+    the time of each pass.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None or platform.libc_ver()[0] != "glibc":

@@ -1,4 +1,4 @@
-"""The names that mean something else on the CPU platform, one table."""
+"""The table of all names that the CPU platform replaces."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ ABSENT = object()
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One name that means something else on the CPU platform.
+    """One name that the CPU platform replaces.
 
     Attributes:
-        owner: the module that holds the name, or ``module:Class``. A ``torch`` owner is changed at once; one of
-            ``megatron`` as soon as it is imported.
-        name: the attribute.
-        make: from the original to what stands in for it.
-        why: what needs it.
-        optional: the name may be absent; ``make`` is then given ``ABSENT``.
+        owner: the module that has the name, or ``module:Class``. A ``torch`` module is changed at once, a ``megatron``
+            module as soon as it is imported.
+        name: name of the attribute.
+        make: maps the original object to its replacement.
+        why: the code that needs the replacement, or the reason for it.
+        optional: whether the name may be absent; ``make`` then gets ``ABSENT``.
     """
 
     owner: str
@@ -46,7 +46,7 @@ class Point:
 
     @property
     def module(self) -> str:
-        """The module to wait for."""
+        """The module of the owner."""
         return self.owner.partition(":")[0]
 
 
@@ -55,25 +55,30 @@ def always(value: Any) -> Callable[[Any], Any]:
 
 
 POINTS: tuple[Point, ...] = (
-    Point("torch.cuda", "current_device", always(lambda: CPU), "device= of nearly every tensor core allocates"),
+    Point("torch.cuda", "current_device", always(lambda: CPU), "device= of nearly all tensors that core allocates"),
     Point("torch.cuda", "synchronize", always(nothing), "stock p2p and the collectives' barriers"),
     Point("torch.cuda", "current_stream", always(no_stream), "DDP and the MoE dispatchers order streams"),
     Point("torch.cuda", "default_stream", always(no_stream), "gradient reduction with several optimizer instances"),
-    Point("torch.cuda", "stream", always(lambda _stream: contextlib.nullcontext()), "with-blocks around the same"),
+    Point("torch.cuda", "stream", always(lambda _stream: contextlib.nullcontext()), "with-blocks that select a stream"),
     Point("torch.cuda", "Stream", always(NoStream), "created by DDP, the MoE dispatchers and the dataset exchange"),
     Point("torch.cuda", "Event", always(NoEvent), "recorded by the MoE dispatchers"),
-    Point("torch.cuda", "empty_cache", always(nothing), "gradient buffers being given back"),
+    Point("torch.cuda", "empty_cache", always(nothing), "release of gradient buffers"),
     Point("torch.cuda", "manual_seed", always(manual_seed), "random states per tensor-parallel rank"),
-    Point("torch.cuda", "get_rng_state", always(get_rng_state), "the same states, forked and put back"),
-    Point("torch.cuda", "set_rng_state", always(set_rng_state), "the same"),
-    Point("torch.cuda.random", "get_rng_state", always(get_rng_state), "the same, under its other name"),
+    Point("torch.cuda", "get_rng_state", always(get_rng_state), "random states, saved to be restored"),
+    Point("torch.cuda", "set_rng_state", always(set_rng_state), "random states, restored"),
+    Point("torch.cuda.random", "get_rng_state", always(get_rng_state), "random states, under another module name"),
     Point(
         "torch.distributed",
         "all_to_all_single",
         split_sizes_as_lists,
-        "the MoE dispatcher converts split sizes to lists only when it copies them off a GPU",
+        "the MoE dispatcher converts split sizes to lists only when it copies them from a GPU",
     ),
-    Point("megatron.core.jit", "jit_fuser", always(no_jit), "torch.compile at import: seconds, and a C++ compiler"),
+    Point(
+        "megatron.core.jit",
+        "jit_fuser",
+        always(no_jit),
+        "torch.compile at import takes seconds and needs a C++ compiler",
+    ),
     Point(
         "megatron.core.tensor_parallel.random",
         "_get_cuda_rng_state",
@@ -90,19 +95,19 @@ POINTS: tuple[Point, ...] = (
         "megatron.core.pipeline_parallel.p2p_communication",
         "_p2p_ops",
         send_aliases,
-        "stock schedules empty a sent tensor at once: safe on a CUDA stream, wrong data when gloo still reads it",
+        "stock schedules free a sent tensor at once, which is safe on a CUDA stream, but gloo may still read it",
     ),
     Point(
         "megatron.core.transformer.moe.moe_utils",
         "te_general_gemm",
         lambda original: None if original is ABSENT else original,
-        "core 0.16 reads the name in the router although only TransformerEngine binds it",
+        "core 0.16 reads the name in the router, but it exists only with TransformerEngine",
         optional=True,
     ),
     Point(
         "megatron.core.transformer.torch_norm:WrappedTorchNorm",
         "__new__",
         mark_sequence_parallel,
-        "torch's norms work under sequence parallelism once their weights are marked; core refuses them",
+        "core rejects torch's norms under sequence parallelism, but they work if their weights are marked",
     ),
 )

@@ -1,4 +1,4 @@
-"""What CUDA's names mean on a CPU."""
+"""CPU replacements for CUDA functions and classes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.zero_bubble.platforms.cpu.platform import CPU
 
 
 class CudaMeansCpu(TorchFunctionMode):
-    """Reads ``cuda`` as the CPU in every torch call of this thread, wherever the word stands.
+    """Interprets ``cuda`` as the CPU in every torch call of this thread.
 
-    ``device="cuda"`` (loss scale, gradient norms, token counts), ``.to("cuda")`` and ``.cuda()`` give CPU tensors;
-    ``tensor.type()`` says ``torch.cuda.FloatTensor``, the strings by which megatron-core's optimizers tell
-    parameter precisions apart.
+    ``device="cuda"`` (loss scale, gradient norms, token counts), ``.to("cuda")`` and ``.cuda()`` return CPU tensors.
+    ``tensor.type()`` returns ``torch.cuda.FloatTensor`` and the like, by which megatron-core's optimizers distinguish
+    parameter precisions.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -40,7 +40,7 @@ def names_cuda(value: object) -> bool:
 
 
 class NoStream:
-    """A stream on a device that runs everything in the order it is called."""
+    """A stream on a device that runs all work synchronously."""
 
     device = CPU
     cuda_stream = 0
@@ -65,7 +65,7 @@ class NoStream:
 
 
 class NoEvent:
-    """An event on such a device: always reached."""
+    """An event that has always completed, for a device that runs all work synchronously."""
 
     def __init__(self, *_args: object, **_kwargs: object) -> None:
         pass
@@ -84,7 +84,7 @@ class NoEvent:
 
 
 def nothing(*_args: object, **_kwargs: object) -> None:
-    """Stands in for what a CPU has no need of."""
+    """Replacement for functions that have no effect on a CPU."""
 
 
 def no_stream(*_args: object, **_kwargs: object) -> NoStream:
@@ -128,7 +128,7 @@ def split_sizes_as_lists(all_to_all_single: Callable[..., Any]) -> Callable[...,
 
 def send_aliases(p2p_ops: Callable[..., Any]) -> Callable[..., Any]:
     def alias(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        # A tensor of its own over the same storage: gloo's Work keeps it, and with it the storage, until sent.
+        # A separate tensor with the same storage: gloo's Work keeps it, and so the storage, until it is sent.
         return None if tensor is None else tensor.detach()
 
     def stand_in(*, tensor_send_prev: Any, tensor_send_next: Any, **kwargs: Any) -> Any:

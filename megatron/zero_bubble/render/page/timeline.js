@@ -1,5 +1,5 @@
-// Draws planned above measured passes, and below them what every rank keeps, all on one scale of time.
-// The wheel zooms around the pointer, dragging moves, a double click shows everything again.
+// Draws the planned passes above the measured ones, and the memory of every rank below, on one time scale.
+// The wheel zooms around the pointer, dragging moves the view, and a double click shows everything.
 "use strict";
 
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -26,7 +26,7 @@ for (const panel of panels) {
 }
 const HEIGHT = bottom + AXIS;
 
-// Where every pass is, in both panels.
+// The position of every pass in both panels.
 const places = new Map();
 for (const panel of panels.slice(0, 2)) {
   panel.rows.forEach((row, rank) => row.forEach((pass, index) => {
@@ -62,7 +62,7 @@ function y(panel, rank) {
   return panel.top + rank * (panel.row + GAP);
 }
 
-// The indices of the passes that the view shows; passes of a row are in order of time.
+// The range of passes that the view shows; the passes of a row are in order of time.
 function shown(row) {
   let low = 0, high = row.length;
   while (low < high) {
@@ -137,7 +137,7 @@ function drawPasses(panel, ink) {
         context.fillRect(from + drawn - slow, top, slow, panel.row);
       }
       const text = String(pass[MICROBATCH]);
-      // By the planned length, so that either all passes of a kind have a number or none.
+      // The planned length decides, so that either all passes of a kind have a number or none.
       const due = places.get(label(pass)).planned;
       if (6.5 * text.length + 2 < 0.97 * (x(due[END]) - x(due[START])) && panel.row > 12) {
         context.fillStyle = ink.label;
@@ -147,7 +147,7 @@ function drawPasses(panel, ink) {
   });
 }
 
-// What a rank stood still for before a pass: the host's part, and how much later than planned its input came.
+// Draw why a rank was idle before a pass: host gaps, and how much later than planned the input arrived.
 function drawGap(before, pass, top, ink) {
   const from = before ? before[END] : 0;
   const parts = [[from, pass[START], ink.host]];
@@ -240,7 +240,7 @@ function passAt(event) {
     const rank = Math.floor((at[1] - panel.top) / (panel.row + GAP));
     if (rank < 0 || rank >= ranks || at[1] < panel.top) continue;
     const time = ms(at[0]);
-    // In a gap of the measured timeline, the pass that follows tells what the rank stood still for.
+    // In a gap of the measured timeline, the following pass is selected: it shows why the rank was idle.
     const pass = panel.rows[rank].find((each) => time <= each[END]);
     if (pass && (time >= pass[START] || panel.name === "measured")) return label(pass);
   }
@@ -249,7 +249,8 @@ function passAt(event) {
 
 function describe(name) {
   const place = places.get(name), planned = place.planned, ran = place.measured;
-  const long = (pass) => `${number(pass[START])} to ${number(pass[END])} ms, ${number(pass[END] - pass[START])} long`;
+  const long = (pass) =>
+    `${number(pass[START])} to ${number(pass[END])} ms, takes ${number(pass[END] - pass[START])} ms`;
   const lines = [
     `${WORDS[ran[KIND]]} of microbatch ${ran[MICROBATCH]}, stage ${ran[STAGE]}, rank ${place.rank}`,
     `planned: ${long(planned)}`,
@@ -258,13 +259,14 @@ function describe(name) {
   if (ran[WAITS_FOR]) {
     const waited = ran[ARRIVED] - ran[AWAITED], late = ran[LATE];
     const other = places.get(ran[WAITS_FOR]).rank;
-    lines.push(`waited ${number(waited)} ms for ${ran[WAITS_FOR]} of rank ${other}, ${beside(late, "than planned")}`);
+    const difference = compared(late, "than planned");
+    lines.push(`waited ${number(waited)} ms for ${ran[WAITS_FOR]} from rank ${other}, ${difference}`);
   }
-  lines.push(`pass: ${beside(ran[SLOW], "than planned")}`, `host gap before it: ${number(ran[HOST])} ms`);
+  lines.push(`pass: ${compared(ran[SLOW], "than planned")}`, `host gap before it: ${number(ran[HOST])} ms`);
   return lines.join("\n");
 }
 
-function beside(difference, words) {
+function compared(difference, words) {
   const size = number(Math.abs(difference));
   return size === "0.00" ? "as planned" : `${size} ms ${difference > 0 ? "longer" : "shorter"} ${words}`;
 }

@@ -1,4 +1,4 @@
-"""The page: HTML, a style and scripts, written by hand and put together into one file that loads nothing else."""
+"""The playground's page: HTML, CSS and JavaScript, combined into one file that loads nothing else."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _SCRIPT = re.compile(r'<script src="([a-z]+\.js)"></script>')
 
 
 def build_page(catalogue: dict[str, Any]) -> str:
-    """``index.html`` with all that it names inside it, and what there is to ask for as the page's ``CATALOGUE``."""
+    """Inline all files that ``index.html`` names, and define ``catalogue`` as the page's constant ``CATALOGUE``."""
     folder = files(__package__)
 
     def text(name: str) -> str:
         return (folder / name).read_text(encoding="utf-8")
 
-    # In a script, </script> would end it wherever it stands.
+    # </script> would end the script even inside a string, so "<" is escaped.
     known = f"const CATALOGUE = {json.dumps(catalogue)};\n".replace("<", "\\u003c")
     page = _STYLE.sub(lambda match: f"<style>\n{text(match[1])}</style>", text("index.html"))
     page = page.replace("<!-- catalogue -->", f"<script>\n{known}</script>")

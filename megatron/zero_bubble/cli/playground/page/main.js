@@ -1,8 +1,8 @@
 "use strict";
-// A changed setting asks anew: what is built at once for all schedules together, then the searches one by one.
+// When the setting changes, the page asks for all schedules that need no search together, then searches one by one.
 
-const PAUSE_MS = 120;  // a slider that is being dragged asks no more often
-const PATIENCE_MS = 700;  // until then the last setting stays, and the next one comes as a whole
+const PAUSE_MS = 120;  // shortest time between questions while a slider is dragged
+const PATIENCE_MS = 700;  // how long the page shows the previous setting before it shows partial answers
 const pictures = new Map();
 const lines = new Map();
 let drawn = [];
@@ -10,21 +10,21 @@ let shown = {setting: null, rows: [], answers: new Map(), refusals: new Map()};
 let leave = new AbortController();
 let timer = 0;
 
-/** The server's answer; an Error with its sentence where it refuses. */
+/** Return the server's answer, or throw an Error with its message. */
 async function ask(query, signal) {
   let reply;
   try {
     reply = await fetch(`plan?${query}`, {signal});
   } catch (error) {
     if (signal.aborted) throw error;
-    throw new Error("the server does not answer: is zero-bubble playground still running?", {cause: error});
+    throw new Error("the server does not answer; check that zero-bubble playground is still running", {cause: error});
   }
   const content = await reply.json();
   if (!reply.ok) throw new Error(content.error);
   return content;
 }
 
-/** Ask for one row into `next`; true unless the setting has changed meanwhile. */
+/** Ask for one row and store the answer in `next`; return false if the setting has changed meanwhile. */
 async function askRow(row, next, signal) {
   try {
     next.answers.set(row.id, await ask(row.query, signal));
@@ -50,7 +50,7 @@ async function update() {
   }));
   if (signal.aborted) return;
   show(next);
-  // The widest search first: it is the one that people wait for.
+  // The widest search runs first, because users wait for it most.
   for (const row of wanted.filter(({searched}) => searched).reverse()) {
     say(`searching ${row.id}…`);
     if (!(await askRow(row, next, signal))) return;
@@ -70,7 +70,7 @@ function say(text) {
   document.getElementById("status").textContent = text;
 }
 
-/** The table, the list of what is missing and the drawings, of what is known so far. */
+/** Paint the table, the list of missing schedules and the drawings, from the answers so far. */
 function paint() {
   const {setting, rows, answers, refusals} = shown;
   const {objective} = setting;
@@ -102,7 +102,7 @@ function paintTable(known, pending, answers) {
   place(document.querySelector("tbody"), [...made, ...pending.map((row) => pendingLine(row, row.searched ? "searching…" : "planning…"))]);
 }
 
-/** Why a schedule is missing or over the limit; those with the same reason share a line. */
+/** List why schedules are missing or over the limit; schedules with the same reason share a line. */
 function paintAbsent(known, {rows, answers, refusals}) {
   const reasons = new Map();
   for (const {id} of rows.filter((row) => refusals.has(row.id))) {
@@ -125,8 +125,8 @@ function paintBest(known, answers, objective) {
   const best = known.find(({id}) => answers.get(id).limit.kept);
   const plain = answers.get("1f1b");
   const text = (plan) => percent(plan[`bubble_rate_${objective}`]);
-  const parts = best ? ["Least bubble within the limit: ", element("b", {textContent: best.id}),
-    `, ${text(answers.get(best.id).plan)}`] : ["There is no schedule within the limit"];
+  const parts = best ? ["Smallest bubble within the limit: ", element("b", {textContent: best.id}),
+    `, ${text(answers.get(best.id).plan)}`] : ["No schedule is within the limit"];
   if (best && plain) parts.push(` of ${objective} (1F1B: ${text(plain.plan)})`);
   document.getElementById("best").replaceChildren(...parts, ".");
 }

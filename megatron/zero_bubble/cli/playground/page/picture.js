@@ -1,10 +1,10 @@
 "use strict";
-// The drawing of one schedule: a row a rank, time to the right, and above it a layer for what is pointed at.
+// The drawing of one schedule: one row per rank, time to the right, and a layer above for the selected pass.
 
 const LEFT = 52, AXIS = 22;
 const COLOUR = Object.fromEntries(CATALOGUE.kinds.map(({kind, colour}) => [kind, colour]));
 
-/** The answer's passes by rank, each with all that is known of it and linked to what it waits for and what needs it. */
+/** The answer's passes by rank, each linked to the passes that it waits for and the passes that need it. */
 function linkPasses({plan, times, waits_for: waits}) {
   const chunks = {}, byText = new Map();
   const chunkOf = plan.stage_to_rank.map((rank) => (chunks[rank] = (chunks[rank] ?? -1) + 1));
@@ -25,7 +25,7 @@ function linkPasses({plan, times, waits_for: waits}) {
   return rows;
 }
 
-/** Times for an axis up to `longest` ms: ten at the most, at round figures. */
+/** Times for an axis up to `longest` ms: at most ten intervals between round numbers. */
 function ticks(longest) {
   if (!(longest > 0)) return [0];
   const magnitude = 10 ** Math.floor(Math.log10(longest / 8));
@@ -52,19 +52,19 @@ class Picture {
     this.layer.addEventListener("keydown", (event) => this.key(event));
   }
 
-  /** Show another answer; `draw` does it. */
+  /** Set the answer to show; `draw` draws it. */
   set(answer, summary) {
     this.rows = linkPasses(answer);
     this.plan = answer.plan;
     this.title.title = summary;
     this.command.textContent = answer.command;
     const {num_ranks: p, num_microbatches: m} = this.plan;
-    const way = "Arrow keys move between passes, Enter goes to what a pass waits for.";
+    const way = "Arrow keys move between passes; Enter moves to the pass that the selected pass waits for.";
     this.layer.setAttribute("aria-label", `${this.id}: ${p} ranks, ${m} microbatches. ${way}`);
     this.selected = null;
   }
 
-  /** Draw everything, `longest` ms over the whole width. */
+  /** Draw everything; the width represents `longest` ms. */
   draw(longest) {
     const width = this.element.querySelector(".board").clientWidth;
     this.pitch = this.rows.length <= 8 ? 24 : this.rows.length <= 16 ? 18 : 12;
@@ -108,12 +108,12 @@ class Picture {
     for (const pass of row) this.drawPass(ink, pass);
   }
 
-  /** One pass, with its microbatch where that fits. */
+  /** Draw one pass, with the number of its microbatch if it fits. */
   drawPass(ink, pass) {
     const {x, y, wide, high} = this.box(pass);
     ink.globalAlpha = 1 - pass.paleness;
     ink.fillStyle = COLOUR[pass.kind];
-    // A hair of background between neighbours, but never so much that a thin pass disappears.
+    // Leave a thin gap between neighbours, but never so wide that a short pass disappears.
     ink.fillRect(x, y, wide - Math.min(1, 0.15 * wide), high);
     ink.globalAlpha = 1;
     if (high < 14 || wide < 4 + 6.5 * pass.microbatch.length) return;
@@ -127,13 +127,13 @@ class Picture {
     return {x: LEFT + start * this.scale, y: rank * this.pitch, wide: (end - start) * this.scale, high};
   }
 
-  /** The pass at a point, or null. */
+  /** Return the pass at a point, or null. */
   at(x, y) {
     const ms = (x - LEFT) / this.scale;
     return this.rows[Math.floor(y / this.pitch)]?.find(({start, end}) => start <= ms && ms < end) ?? null;
   }
 
-  /** Mark a pass, what it waits for and what waits for it, and say so; null for none. */
+  /** Highlight a pass, the passes that it waits for and those that need it, and describe it; null clears everything. */
   select(pass) {
     if (pass === this.selected && pass !== null) return;
     this.selected = pass;
@@ -151,7 +151,7 @@ class Picture {
     for (const feed of pass.feeds) this.connect(ink, pass, feed, [3, 3]);
     this.outline(ink, pass, 2.5);
     for (const other of [...needs, ...pass.feeds]) this.outline(ink, other, 1);
-    // Beside all rows that have something marked, so that nothing marked is covered.
+    // The tip is placed outside the rows with highlighted passes, so that it covers none of them.
     const ranks = [pass, ...needs, ...pass.feeds].map(({rank}) => rank);
     const {x, wide} = this.box(pass), top = Math.min(...ranks) * this.pitch;
     const spot = {x: x + wide / 2, top, bottom: (Math.max(...ranks) + 1) * this.pitch};
@@ -166,7 +166,7 @@ class Picture {
     ink.strokeRect(x, y, Math.max(wide, 1), high);
   }
 
-  /** A line from the end of one pass to the start of another. */
+  /** Draw a line from the end of one pass to the start of another. */
   connect(ink, from, to, dash) {
     const a = this.box(from), b = this.box(to);
     const [x1, y1, x2, y2] = [a.x + a.wide, a.y + a.high / 2, b.x, b.y + b.high / 2];
@@ -182,12 +182,12 @@ class Picture {
 
   key(event) {
     const {rank, position, start, needs} = this.selected ?? this.rows[0][0];
-    const beside = (row) => row?.find(({end}) => end > start) ?? row?.at(-1);
+    const nearest = (row) => row?.find(({end}) => end > start) ?? row?.at(-1);
     const next = {
       ArrowLeft: this.rows[rank][position - 1],
       ArrowRight: this.rows[rank][position + 1],
-      ArrowUp: beside(this.rows[rank - 1]),
-      ArrowDown: beside(this.rows[rank + 1]),
+      ArrowUp: nearest(this.rows[rank - 1]),
+      ArrowDown: nearest(this.rows[rank + 1]),
       Enter: needs[0]?.pass,
     };
     if (event.key === "Escape") this.select(null);

@@ -1,5 +1,5 @@
 "use strict";
-// The setting: what the controls say, kept in the address bar behind the #, and the questions it stands for.
+// The setting: the values of the controls, stored in the address bar after the #, and the questions to ask for it.
 
 const {most, most_cells: mostCells} = CATALOGUE;
 const CONTROLS = [
@@ -9,20 +9,20 @@ const CONTROLS = [
   {key: "B", flag: "backward-ms", label: "B input gradient", unit: "ms", start: "10", min: 0.5, max: 40, step: 0.5},
   {key: "W", flag: "wgrad-ms", label: "W weight gradient", unit: "ms", start: "10", min: 0, max: 40, step: 0.5},
   {key: "comm", flag: "comm-ms", label: "communication", unit: "ms", start: "0.5", min: 0, max: 10, step: 0.1},
-  {key: "limit", flag: "memory-limit", label: "memory limit", hint: "1 p is what 1F1B keeps on a rank; empty for none",
+  {key: "limit", flag: "memory-limit", label: "memory limit", hint: "1 p is the peak of 1F1B; empty for no limit",
     unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
-  {key: "v", flag: "num-chunks", label: "stages a rank v", hint: "of the interleaved schedules", start: "2", min: 2,
+  {key: "v", flag: "num-chunks", label: "stages per rank v", hint: "for the interleaved schedules", start: "2", min: 2,
     max: most["num-chunks"]},
 ];
 const CHOICES = {placement: "any", objective: "span"};
 const form = document.getElementById("setting");
 
-/** What the form says: text as it was typed, so that the command gets the same. */
+/** The form's values, as the text that was typed, so that the command has the same text. */
 function readSetting() {
   return Object.fromEntries(new FormData(form).entries());
 }
 
-/** The setting behind the #; what is not there is as at the start. */
+/** The setting in the address after the #; missing values have their defaults. */
 function settingOfHash() {
   const given = new URLSearchParams(location.hash.slice(1));
   const starts = {...CHOICES, ...Object.fromEntries(CONTROLS.map(({key, start}) => [key, start]))};
@@ -33,7 +33,7 @@ function hashOf(setting) {
   return "#" + new URLSearchParams(setting);
 }
 
-/** A slider and a number beside it for every control; `changed` is called after either moved. */
+/** Build a slider and a number field for every control; both call `changed` on input. */
 function buildControls(changed) {
   for (const {key, label, hint, unit, min, max, step = 1} of CONTROLS) {
     const row = element("div", {className: "control"});
@@ -42,7 +42,7 @@ function buildControls(changed) {
     slider.setAttribute("aria-label", label);
     if (key === "limit") number.placeholder = "none";
     slider.addEventListener("input", () => {
-      // One step above the largest limit there is none.
+      // The slider's last position means no limit.
       number.value = key === "limit" && Number(slider.value) > max - step / 2 ? "" : slider.value;
       changed();
     });
@@ -61,7 +61,7 @@ function writeSetting(setting) {
   moveSliders(setting);
 }
 
-/** Put the sliders where the numbers are; there are fewer microbatches to choose from for many ranks. */
+/** Set the sliders to the numbers. With many ranks, the slider for microbatches has a smaller maximum. */
 function moveSliders(setting) {
   for (const {key, max} of CONTROLS) {
     const slider = document.getElementById(`slider-${key}`);
@@ -72,7 +72,7 @@ function moveSliders(setting) {
   }
 }
 
-/** A row a schedule: the query that asks for it, whether that is a search, or why it is not asked for. */
+/** One row per schedule: its query and whether that needs a search, or the reason why it is not asked for. */
 function rowsOf(setting) {
   const rows = [];
   for (const {name, shape, adapts, summary} of CATALOGUE.schedules) {
@@ -80,23 +80,23 @@ function rowsOf(setting) {
     if (adapts) own["equal-passes"] = "";
     if (shape === "interleaved") own["num-chunks"] = setting.v;
     const elsewhere = setting.placement !== "any" && setting.placement !== shape;
-    const why = elsewhere ? `stages lie ${WHERE[shape]}, and the placement asked for is ${setting.placement}` : "";
+    const why = elsewhere ? `has ${WHERE[shape]}, but the selected placement is ${setting.placement}` : "";
     const id = shape === "interleaved" ? `${name} x${setting.v}` : name;
     rows.push({id, summary, why, query: queryOf(own, setting)});
     if (adapts) {
       const query = queryOf({schedule: name}, setting);
-      rows.push({id: `${name} fitted`, summary: `${summary}; made anew for these costs`, why, query, searched: true});
+      rows.push({id: `${name} fitted`, summary: `${summary}; refitted to these costs`, why, query, searched: true});
     }
   }
   const own = {schedule: CATALOGUE.auto, placement: setting.placement === "any" ? "auto" : setting.placement};
-  const summary = "the shortest found for these costs within the memory limit";
+  const summary = "the shortest schedule found for these costs within the memory limit";
   rows.push({id: CATALOGUE.auto, summary, why: "", query: queryOf(own, setting), searched: true});
   return rows;
 }
 
-const WHERE = {linear: "one a rank", vee: "two a rank, in a V", interleaved: "interleaved"};
+const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", interleaved: "interleaved stages"};
 
-/** The flags of one command. Without a limit it has one that nothing reaches: a bound is always there. */
+/** The flags of one command. Without a limit, it uses one that no schedule reaches, so that there is always a bound. */
 function queryOf(own, setting) {
   const query = new URLSearchParams(own);
   for (const {key, flag} of CONTROLS) {
@@ -108,7 +108,7 @@ function queryOf(own, setting) {
   return String(query);
 }
 
-/** An element with properties. */
+/** Create an element with properties and children. */
 function element(tag, properties = {}, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
   made.append(...children);

@@ -1,10 +1,10 @@
 "use strict";
-// A line a schedule: what it takes, what it keeps, how far from the best it can be, and the command that says so.
+// One line per schedule: its length, its memory, its gap to the lower bound, and the command that prints them.
 
 const percent = (rate) => `${(100 * rate).toFixed(2)} %`;
 const ms = (value) => value.toLocaleString("en", {minimumFractionDigits: 2, maximumFractionDigits: 2});
 
-/** A cell whose exact value is in data-value. */
+/** Create a cell that has its exact value in data-value. */
 function cell(name, text, value, className = "") {
   const made = element("td", {className: `${name} ${className}`, textContent: text});
   made.dataset.value = value;
@@ -17,11 +17,11 @@ function bubbleCell(name, rate, worst) {
   return made;
 }
 
-/** The fullest rank in units of p microbatches, and a bar for every rank; the line is the limit. */
+/** The peak of the fullest rank in units of p microbatches, and one bar per rank; the line is the limit. */
 function memoryCell({peak_activation: peaks, num_ranks: p, memory_limit_microbatches: limit}, most) {
   const made = cell("memory", `${Number((Math.max(...peaks) / p).toFixed(3))} p`, Math.max(...peaks) / p);
-  made.title = `microbatches kept, by rank: ${peaks.map((peak) => Number(peak.toFixed(3))).join(" ")}`;
-  const scale = Math.min(most, 2 * limit);  // what keeps far too much must not flatten the others
+  made.title = `peak microbatches by rank: ${peaks.map((peak) => Number(peak.toFixed(3))).join(" ")}`;
+  const scale = Math.min(most, 2 * limit);  // a schedule far over the limit must not flatten the other bars
   const bars = peaks.map((peak) => {
     const bar = element("i", {className: peak > limit * (1 + 1e-9) ? "over" : ""});
     bar.style.height = `${100 * peak / scale}%`;
@@ -33,12 +33,12 @@ function memoryCell({peak_activation: peaks, num_ranks: p, memory_limit_microbat
   return made;
 }
 
-/** The table's line for an answer. `worst` has the largest bubble rates and peak of all. */
+/** The table's line for an answer. `worst` has the largest bubble rates and the largest peak in the table. */
 function answerLine({id, summary}, {plan, limit, command}, worst) {
   const line = element("tr", {className: limit.kept ? "" : "over"});
   const link = element("a", {textContent: id, href: `#picture-${id.replaceAll(" ", "-")}`, title: summary});
   link.addEventListener("click", (event) => {
-    event.preventDefault();  // the address is the setting's
+    event.preventDefault();  // the part after the # stores the setting
     document.querySelector(link.getAttribute("href").replace(/#(.*)/, (_, name) => `#${CSS.escape(name)}`))
       .scrollIntoView({behavior: "smooth", block: "start"});
   });
@@ -63,7 +63,7 @@ function pendingLine({id, summary}, text) {
 
 function copyButton(id, command) {
   const button = element("button", {type: "button", className: "copy", textContent: "copy", title: command});
-  button.setAttribute("aria-label", `copy the command of ${id}`);
+  button.setAttribute("aria-label", `copy the command for ${id}`);
   button.addEventListener("click", async () => {
     await copy(command);
     for (const other of document.querySelectorAll(".copy")) other.textContent = other === button ? "copied" : "copy";
@@ -73,14 +73,14 @@ function copyButton(id, command) {
 
 async function copy(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  const area = element("textarea", {value: text});  // a page opened from a file may have no clipboard
+  const area = element("textarea", {value: text});  // some pages, for example from a file, have no clipboard
   document.body.append(area);
   area.select();
   document.execCommand("copy");
   area.remove();
 }
 
-/** Make `parent` have just these children; those that stay in place keep the focus. */
+/** Replace the children of `parent`; children that stay in place keep the focus. */
 function place(parent, children) {
   children.forEach((child, at) => {
     if (parent.children[at] !== child) parent.insertBefore(child, parent.children[at] ?? null);

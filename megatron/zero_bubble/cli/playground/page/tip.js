@@ -1,5 +1,5 @@
 "use strict";
-// What is said of the pass that is pointed at.
+// The tip: a description of the selected pass.
 
 const MEANING = Object.fromEntries(CATALOGUE.kinds.map(({kind, meaning}) => [kind, meaning.replace(/^\S+ /, "")]));
 const tip = document.getElementById("tip");
@@ -7,21 +7,21 @@ const tip = document.getElementById("tip");
 const shortMs = (ms) => `${Number(ms.toFixed(3))} ms`;
 const named = ({text, rank}) => `${text} on rank ${rank}`;
 
-/** Sentences: what the pass is, what it waits for, why it starts when it does, and what needs it. */
+/** Describe a pass in sentences: what it is, what it waits for, why it starts when it does, and what needs it. */
 function describe(pass, before) {
   const {kind, microbatch, stage, rank, start, end, needs, feeds} = pass;
   const what = `${MEANING[kind]} of microbatch ${microbatch}, stage ${stage} on rank ${rank}`;
   const sentences = [`${what}: ${shortMs(start)} to ${shortMs(end)}.`];
-  const there = needs.map(({pass: need, arrives}) => `${named(need)}, there at ${shortMs(arrives)}`);
+  const there = needs.map(({pass: need, arrives}) => `${named(need)}, whose result arrives at ${shortMs(arrives)}`);
   sentences.push(there.length ? `Waits for ${there.join(", and for ")}.` : "Waits for no other pass.");
   const idle = start - (before?.end ?? 0);
   if (idle > 1e-9) sentences.push(`Rank ${rank} is idle for ${shortMs(idle)} before it.`);
-  else if (before) sentences.push(`Rank ${rank} comes from ${before.text} without a pause.`);
+  else if (before) sentences.push(`It directly follows ${before.text} on rank ${rank}.`);
   if (feeds.length) sentences.push(`Needed by ${feeds.map(named).join(" and by ")}.`);
   return sentences;
 }
 
-/** Say it below `spot`, in pixels of `canvas`, or above where there is no room; `before` is the rank's pass before. */
+/** Show the tip below `spot`, in pixels of `canvas`, or above it if there is no room; `before` is the previous pass. */
 function showTip(canvas, pass, before, spot) {
   const [first, ...rest] = describe(pass, before);
   tip.replaceChildren(element("b", {textContent: pass.text}), ` ${first}`,

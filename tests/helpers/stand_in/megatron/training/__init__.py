@@ -1,1 +1,1 @@
-"""The names of ``megatron.training`` that the launcher takes, for tests without a checkout of Megatron-LM."""
+"""A fake of the names of ``megatron.training`` that the launcher uses, for tests without a Megatron-LM checkout."""

@@ -1,4 +1,4 @@
-"""A few of the flags, with what a pipeline needs."""
+"""A subset of Megatron's flags, including those for pipelines."""
 
 import argparse
 from typing import Any
@@ -30,7 +30,7 @@ _SWITCHES = (
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """As upstream: adds all and returns the parser."""
+    """Add all flags and return the parser, as upstream does."""
     for name, default in _NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in (*_SWITCHES, "account-for-loss-in-pipeline-split"):
@@ -44,17 +44,17 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 
 def parse_args() -> argparse.Namespace:
-    """As upstream: refuses what it does not know."""
+    """Parse the flags and reject unknown ones, as upstream does."""
     return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args()
 
 
 def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (as upstream)
-    """As upstream: fills in what follows from other flags, such as how many stages a rank has."""
+    """Derive values from other flags, e.g. the number of stages per rank, as upstream does."""
     args.data_parallel_size = 1
     args.microbatch_group_size_per_vp_stage = args.microbatch_group_size_per_virtual_pipeline_stage
     args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
-    # Of 0.19: what is not given is one shard a rank.
+    # Since 0.19: the default is one shard per rank.
     args.tensor_parallel_num_weight_shards = args.tensor_parallel_num_weight_shards or args.tensor_model_parallel_size
     args.expert_tensor_parallel_num_weight_shards = (
         args.expert_tensor_parallel_num_weight_shards or args.expert_tensor_parallel_size

@@ -1,4 +1,4 @@
-"""Parses and validates, as upstream's ``initialize_megatron`` does before everything else."""
+"""Parse and validate the flags, as upstream's ``initialize_megatron`` does first."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from megatron.training.arguments import parse_args, validate_args
 
 
 def initialize_megatron() -> argparse.Namespace:
-    """The validated flags."""
+    """Return the validated flags."""
     args = parse_args()
     validate_args(args, {})
     return args

@@ -1,0 +1,18 @@
+"""What training needs and planning does not: the extra ``train``."""
+
+from importlib.util import find_spec
+
+from megatron.zero_bubble.errors import UserError
+
+INSTALL = "pip install 'megatron-zero-bubble[train]'"
+
+
+def check_installed(*modules: str) -> None:
+    """Check that these can be imported, without importing them.
+
+    Raises:
+        UserError: one of them is missing; planning alone does not need it.
+    """
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise UserError(f"training needs {' and '.join(missing)}, which is not installed: {INSTALL}", everywhere=False)

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Build the source distribution and one wheel per Python, then try each wheel in an environment that has nothing else.
+#
+#   bash scripts/check_packages.sh [PYTHON ...]    default: those of python3.10 to python3.13 that are installed
+#
+# What was built lies in dist/. A wheel holds the planner's compiled loops and no torch ops: those are compiled against
+# the torch of the machine that trains, see docs/getting-started.md.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/setup_env.sh
+pythons=("$@")
+if ((${#pythons[@]} == 0)); then
+    for minor in 10 11 12 13; do
+        "python3.$minor" -V >/dev/null 2>&1 && pythons+=("python3.$minor")
+    done
+fi
+work="$(mktemp -d)"
+trap 'rm -rf "$work"' EXIT
+
+unset PYTHONPATH  # only what pip installs counts
+rm -rf dist
+python -m build --sdist --outdir dist . >"$work/sdist.log" 2>&1 || { cat "$work/sdist.log"; exit 1; }
+for python in "${pythons[@]}"; do
+    venv="$work/$("$python" -c "import sys; print(sys.implementation.cache_tag)")"
+    printf '== %s\n' "$("$python" -V)"
+    "$python" -m venv "$venv"
+    "$venv/bin/pip" --quiet --disable-pip-version-check wheel --no-deps --wheel-dir "$venv/dist" dist/*.tar.gz
+    "$venv/bin/pip" --quiet --disable-pip-version-check install "$venv"/dist/*.whl
+    cp "$venv"/dist/*.whl dist/
+    # In another folder: the checkout's own package must not be found.
+    (cd "$work" && "$venv/bin/python" - "$venv/bin/zero-bubble" <"$OLDPWD/scripts/try_package.py")
+done
+ls -l dist

@@ -1,0 +1,57 @@
+"""``zero-bubble report`` and what an installation without the extra ``train`` answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = sys.modules['megatron.core'] = None; "
+
+
+def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+
+
+def command(*arguments: str, before: str = "") -> str:
+    code = f"{before}import sys; from megatron.zero_bubble.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    done = python(code, *arguments)
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout
+
+
+def test_report_names_versions_and_seams() -> None:
+    facts = json.loads(command("report", "--format", "json"))
+    import torch
+
+    assert facts["torch"] == torch.__version__
+    assert facts["seams"].startswith("all found: ")
+    assert facts["changed functions"] == "none"
+    assert facts["CUDA"] == (torch.version.cuda or "torch was built without CUDA")
+    assert {"megatron-core", "planner", "weight gradients", "device", "apex"} <= set(facts)
+
+
+def test_report_tells_of_an_unknown_megatron_core() -> None:
+    before = (
+        "import warnings; warnings.simplefilter('ignore'); import megatron.core; megatron.core.__version__ = '0.99.0'; "
+    )
+    (line,) = (line for line in command("report", before=before).splitlines() if line.startswith("seams"))
+    assert "broken: " in line
+    assert "0.99.0" in line
+
+
+def test_report_works_without_torch() -> None:
+    lines = command("report", before=WITHOUT_TORCH).splitlines()
+    assert lines[-1].startswith("training")
+    assert "pip install 'megatron-zero-bubble[train]'" in lines[-1]
+
+
+def test_training_without_torch_names_the_extra() -> None:
+    done = python(WITHOUT_TORCH + "import megatron.zero_bubble; megatron.zero_bubble.apply('zb-h1')")
+    assert "training needs torch and megatron.core" in done.stderr
+    assert "[train]" in done.stderr
+    code = "from megatron.zero_bubble.training.pretrain import main; sys.exit(main(['--mock-data']))"
+    done = python(WITHOUT_TORCH + code)
+    assert done.returncode == 2
+    assert "[train]" in done.stderr
+    assert "Traceback" not in done.stderr

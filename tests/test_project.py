@@ -1,0 +1,50 @@
+"""The files around the code: they agree with each other and with the package."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron.zero_bubble import __version__
+
+ROOT = Path(__file__).resolve().parents[1]
+YAML_FILES = ["CITATION.cff", ".pre-commit-config.yaml", ".github/workflows/ci.yml"]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_readme_is_short_and_states_gpu_status_first() -> None:
+    lines = read("README.md").splitlines()
+    assert len(lines) <= 130
+    assert "GPU" in " ".join(lines[:10])
+
+
+def test_readme_has_the_two_commands() -> None:
+    assert re.search(r"^bash scripts/quickstart\.sh\b", read("README.md"), re.MULTILINE)
+    assert re.search(r"^bash scripts/test\.sh\b", read("README.md"), re.MULTILINE)
+
+
+def test_version_is_the_same_everywhere() -> None:
+    citation: Any = yaml.safe_load(read("CITATION.cff"))
+    assert citation["version"] == __version__
+    assert f"\n## {__version__}\n" in read("CHANGELOG.md")
+
+
+@pytest.mark.parametrize("name", YAML_FILES)
+def test_scripts_named_in_yaml_files_exist(name: str) -> None:
+    text = read(name)
+    assert yaml.safe_load(text)
+    for script in re.findall(r"\b(?:scripts|\.ci)/[\w./]*\w", text):
+        assert (ROOT / script).is_file(), f"{name} names {script}"
+
+
+def test_ci_covers_every_supported_python() -> None:
+    workflow: Any = yaml.safe_load(read(".github/workflows/ci.yml"))
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == ["3.10", "3.11", "3.12", "3.13"]
+    assert 'python_requires=">=3.10"' in read("setup.py")
