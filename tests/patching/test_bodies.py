@@ -202,7 +202,7 @@ def names_what_changed(folder: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "__file__", str(folder / "schedules.so"))
         (line,) = says({}, ahead)
-        assert line.startswith("the source of megatron-core 0.16.1 cannot be read here, so")
+        assert line.startswith("the source of megatron-core 0.16.1 cannot be read, so")
 
 
 def test_changed_bodies_are_named_when_a_schedule_is_applied(ranks: RankPool, tmp_path: Path) -> None:
