@@ -1,8 +1,8 @@
-"""The memory-bubble frontier: the least bubble that zb-auto finds under every memory limit, beside public schedules.
+"""Memory-bubble frontier: the smallest bubble that zb-auto finds under each memory limit, next to public schedules.
 
-Eight ranks, 24 microbatches, limits from a third of what 1F1B keeps to twice that, in eighths; one panel for each
-profile of costs with M_W = M_B in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound and the
-peers' points.
+Eight ranks, 24 microbatches, and memory limits from a third of 1F1B's peak to twice that peak, in eighths. There is one
+panel per cost profile with M_W = M_B in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound
+and the peers' points.
 
     bash scripts/bench.sh frontier [--objective span] [--svg docs/frontier.svg]
 """
@@ -37,7 +37,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """One profile of costs: what zb-auto found at each limit, and what the peers have."""
+    """One cost profile: the answers of zb-auto at each limit, and the points of the peers."""
 
     case: Case
     found: tuple[Answer, ...]
@@ -56,7 +56,7 @@ class Panel:
 
 
 def main() -> int:
-    """Plan, draw, write; 1 when a frontier is not monotone."""
+    """Plan, draw and write; return 1 if a frontier is not monotone."""
     options = _parse()
     panels = list(_panels(options.objective, options.jobs))
     for panel in panels:
@@ -66,7 +66,7 @@ def main() -> int:
             print(f"  {limit / P:5.3f} of 1F1B: {found}, {answer.seconds:.1f} s")
     options.svg.parent.mkdir(parents=True, exist_ok=True)
     options.svg.write_text(draw(panels, options.objective), encoding="utf-8")
-    print(f"drawn in {options.svg}")
+    print(f"drawn to {options.svg}")
     content = {"bench": "frontier", "machine": ranks.machine(), "objective": options.objective, "limits": LIMITS}
     ranks.write(options.output, content | {"panels": [asdict(panel) for panel in panels]})
     return int(not all(panel.is_monotone for panel in panels))
@@ -97,7 +97,7 @@ def _panels(metric: Metric, jobs: int | None) -> Iterator[Panel]:
 
 
 def _follow(metric: Metric, profile: Case) -> tuple[Answer, ...]:
-    """The answers for all limits; what fits in less memory fits in more, so each search starts from the one before."""
+    """The answers for all limits; each search starts from the schedule before, which also fits in more memory."""
     found, schedule = [], None
     for limit in LIMITS:
         answer, schedule = peer_schedules.plan(replace(profile, limit=limit), metric, schedule)
@@ -106,7 +106,7 @@ def _follow(metric: Metric, profile: Case) -> tuple[Answer, ...]:
 
 
 def draw(panels: Sequence[Panel], objective: Metric) -> str:
-    """All panels as one SVG."""
+    """Draw all panels as one SVG."""
     rows = -(-len(panels) // COLUMNS)
     size = COLUMNS * WIDTH, rows * HEIGHT + 24
     what = f"Bubble rate ({objective}) over peak activation memory, p={P}, m={M}"

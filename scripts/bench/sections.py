@@ -1,4 +1,4 @@
-"""The report of each bench: its rows, their columns, and the words about them."""
+"""The report of each bench: its rows, their columns, and the text about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.tables import Column, Figures, Getter, Section, measured, named, rati
 
 
 def _whose(row: Figures) -> str:
-    """A variant's name with who runs it."""
+    """A variant's name with the package that runs it."""
     who, name = row["schedule"].partition(" ")[::2]
     if who not in ("stock", "torch"):
         return f"{row['schedule']}, ours"
@@ -38,7 +38,7 @@ def _real(content: Figures) -> list[dict[str, Any]]:
 
 
 def _passes(*keys: str) -> Getter:
-    """Gets the time of these passes of a microbatch in all stages, where a variant's passes were recorded."""
+    """Getter of the time of these passes per microbatch over all stages; None for variants that are not recorded."""
 
     def get(row: Figures) -> dict[str, float] | None:
         times = [sum(sum(costs[key]) for key in keys) for costs in row.get("costs", ())]
@@ -74,7 +74,7 @@ def _scaling(content: Figures) -> list[dict[str, Any]]:
 
 
 class _Thousands(Column):
-    """Tokens a second with a synchronous optimizer, and with post-validation."""
+    """Thousands of tokens per second with a synchronous optimizer, and with post-validation."""
 
     def cell(self, row: Figures) -> str:
         return " / ".join(f"{row[self.key][metric] / 1e3:.1f}" for metric in ("makespan", "span"))
@@ -83,23 +83,24 @@ class _Thousands(Column):
 def _scaling_columns(rows: Sequence[Figures]) -> list[Column]:
     sizes = [key for key in rows[0] if key.startswith("p=")]
     shown = sizes[::-2]  # every other one, the largest included
-    head = [Column("microbatches", "num_microbatches"), Column("schedule", "schedule"), Column("keeps", "memory")]
+    head = [Column("microbatches", "num_microbatches"), Column("schedule", "schedule"), Column("peak memory", "memory")]
     return [*head, *(_Thousands(key if key in shown else "", key) for key in sizes)]
 
 
 _STEPS = ("step_ms", "check_ms", "keep_ms", "undo_ms")
 _GPT = settings("hidden_size", "num_layers", "rounds", "device")
 _GPT_WORDS = (
-    "A GPT of hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens a microbatch, without the "
-    "optimizer, on %s; medians of {rounds} rounds, least and most in brackets. F, and B with W: a microbatch through "
-    'all layers. "exact" has the bits of stock.'
+    "A GPT with hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens per microbatch, without the "
+    "optimizer, on %s; medians of {rounds} rounds, minimum and maximum in parentheses. The times of F and of B + W are "
+    'those of one microbatch through all layers. "exact" computes the same bits as stock.'
 )
 _REAL_WORDS = (
-    _GPT_WORDS % "two ranks. One iteration over stock's in the same round, beside what the simulator predicts from the "
-    "median passes and transfers of these rounds, and the bound of that prediction for any order of such passes"
+    _GPT_WORDS % "two ranks. The time of one iteration over that of stock in the same round, next to the simulator's "
+    "prediction from the median passes and transfers of these rounds, and to the lower bound of that prediction for "
+    "any order of these passes"
 ) + "{fitted}"
 _PASSES_WORDS = (
-    _GPT_WORDS % "one rank, where nothing waits: the pipeline's loop of stock, and the same with every backward split"
+    _GPT_WORDS % "one rank, where nothing waits: stock's pipeline loop, and the same loop with every backward split"
 )
 _PASSES = (
     Column("schedule", "schedule", "", _whose),
@@ -126,16 +127,17 @@ _WGRAD = Section(
         Column("GFLOPS", "gflops", ".0f"),
         Column("time / first", "over_reference", ".3f", ratio("rounds_us", "reference_us")),
     ),
-    "The W of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), over the "
-    "library's bare GEMMs: in float32 with beta=1, in narrow dtypes a plain product that accumulates nothing. "
-    '"unfused" is what upstream does. The last rows of a dtype compute several microbatches of one weight one by one, '
-    "or folded into one GEMM; medians of {rounds} rounds, least and most in brackets.",
+    "The W pass of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), "
+    "compared with the library's bare GEMMs: in float32 with beta=1, in narrow dtypes a plain product without "
+    'accumulation. "unfused" is the computation of megatron-core. The last rows of each dtype compute several '
+    "microbatches of one weight one by one, or folded into one GEMM; medians of {rounds} rounds, minimum and maximum "
+    "in parentheses.",
 )
 
 
 def _fitted(figures: Figures) -> dict[str, str]:
     is_fitted = any(" fitted" in row["schedule"] for row in figures["rows"])
-    return {"fitted": ' "fitted" is made for these passes, in the same memory.' if is_fitted else ""}
+    return {"fitted": ' "fitted" is fitted to these passes, in the same memory.' if is_fitted else ""}
 
 
 def _peers(figures: Figures) -> dict[str, Any]:
@@ -145,7 +147,7 @@ def _peers(figures: Figures) -> dict[str, Any]:
 
 SECTIONS = {
     "emulated": Section(
-        "Passes that only take time",
+        "Emulated compute",
         settings("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds"),
         named("schedule", "variants"),
         (
@@ -155,14 +157,14 @@ SECTIONS = {
             Column("measured / planned", "over_planned", ".3f", ratio("rounds_ms", "planned_ms")),
         ),
         "{num_ranks} gloo ranks on {machine[cores]} cores, {num_microbatches} microbatches, passes that sleep (F "
-        "{f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), real messages of "
-        "{kib} KiB: all above the plan is the runtime's own. Every round runs each schedule once; medians of {rounds} "
-        "rounds, least and most in brackets.",
+        "{f:g}, B {b:g}, W {w:g} ms per rank, half of that per stage if a rank has two stages), real messages of "
+        "{kib} KiB: any excess over the plan is runtime overhead. Every round runs each schedule once; medians of "
+        "{rounds} rounds, minimum and maximum in parentheses.",
         lambda of: dict(zip("fbw", of["pass_ms"] * (3 // len(of["pass_ms"])), strict=True)),
         ("schedule", "planned ms", "measured ms", "measured / planned"),
     ),
     "virtual": Section(
-        "What it executes, against the plan",
+        "Execution against the plan",
         settings(),
         _virtual,
         (
@@ -170,8 +172,9 @@ SECTIONS = {
             Column("cases", "cases"),
             Column("largest difference, ms", "worst_ms", ".6f"),
         ),
-        "What the runtime executes, on clocks that travel with the tensors and see no overhead, against the plan: "
-        "every schedule, with 1, p and 3p microbatches and three ratios of costs, start and end of every pass.",
+        "Start and end of every pass that the runtime executes, on virtual clocks that travel with the tensors and do "
+        "not count overhead, compared with the plan: every schedule, with 1, p and 3p microbatches and three ratios of "
+        "costs.",
     ),
     "tracing": Section(
         "Recorded iterations",
@@ -180,13 +183,13 @@ SECTIONS = {
         (
             Column("schedule", "schedule"),
             Column("bubble by the wall clock, %", "wall", ".2f", rounds("wall_bubbles", 100)),
-            Column("by the trace, %", "trace", ".2f", rounds("trace_bubbles", 100)),
-            Column("apart at most, points", "apart", ".2f", lambda row: 100 * row["apart"]),
-            Column("recording, %", "overhead", "+.2f", rounds("overheads", 100)),
+            Column("bubble by the trace, %", "trace", ".2f", rounds("trace_bubbles", 100)),
+            Column("largest difference, points", "apart", ".2f", lambda row: 100 * row["apart"]),
+            Column("overhead of recording, %", "overhead", "+.2f", rounds("overheads", 100)),
         ),
-        "The bubble by the makespan of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
-        "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer an iteration "
-        "took than one that was not recorded, in {rounds} rounds of both.",
+        "Bubble rate by makespan of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
+        "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer iterations "
+        "take with recording, in {rounds} rounds of both.",
     ),
     "real-compute": Section(
         "Real compute",
@@ -212,22 +215,22 @@ SECTIONS = {
             Column("measured ms", "measured_ms", ".0f", rounds("rounds_ms")),
             Column("measured / predicted", "over_predicted", ".3f", ratio("rounds_ms", "predicted_ms")),
         ),
-        "From one iteration to the next with the optimizer between them: {num_ranks} gloo ranks, {num_microbatches} "
-        "microbatches, passes that sleep {pass_ms:g} ms, a step of {step_ms:g} ms, `zb-auto` in twice 1F1B's memory; "
+        "Time from one iteration to the next, including the optimizer: {num_ranks} gloo ranks, {num_microbatches} "
+        "microbatches, passes that sleep {pass_ms:g} ms, a step of {step_ms:g} ms, `zb-auto` with twice 1F1B's memory; "
         "medians of {rounds} rounds.",
         excerpt=("optimizer", "predicted ms", "measured ms", "measured / predicted"),
     ),
     "rollback": Section(
-        "Taking a step back",
+        "Rollback of an optimizer step",
         settings("device", "elements", "rounds"),
         _rollback,
         (
             Column("rollback", "rollback"),
             *(Column(key.replace("_", " "), key, ".1f", rounds(key)) for key in _STEPS),
-            Column("bytes an element", "bytes_per_element", ".1f"),
+            Column("bytes per element", "bytes_per_element", ".1f"),
         ),
-        "How a step of AdamW over {elements:,} elements is taken back, on {device}; medians of {rounds} rounds, beside "
-        "the step itself.",
+        "Cost of undoing a step of AdamW on {elements:,} elements, compared with the step itself, on {device}; medians "
+        "of {rounds} rounds.",
     ),
     "peers": Section(
         "zb-auto against public schedules",
@@ -246,22 +249,22 @@ SECTIONS = {
             Column("seconds to plan", "seconds", ".1f"),
         ),
         "`zb-auto` against {schedules} of {of_schedules} schedules of public schedulers (the authors' fork, Primus, "
-        "DualPipeV), each time with the same costs and in the same memory ({questions} of {of_questions} questions, "
-        "{drawn}), by the span and by the makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by "
-        "memory limit (1 p: the peak of 1F1B), next to the lower bound for any schedule.",
+        "DualPipeV), each with the same costs and in the same memory ({questions} of {of_questions} questions, "
+        "{drawn}), by span and by makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by memory "
+        "limit (1 p: the peak of 1F1B), next to the lower bound for any schedule.",
         _peers,
     ),
     "scaling": Section(
-        "Scaling on paper",
+        "Predicted scaling",
         settings("assumptions", "ideal_tokens_s"),
         _scaling,
         _scaling_columns,
-        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens a "
-        "second of the whole pipeline, {thousands:.1f} without bubbles, with a synchronous optimizer / with "
-        "post-validation. Every schedule was simulated pass by pass. Assumed:\n\n{lines}\n\nWhat a schedule keeps is "
-        "its limit: zb-h2 needs about twice 1F1B's activations, zb-v's and zb-h1's are 1F1B's, v-half and v-min need a "
-        "half and a third.",
+        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens per "
+        "second of the whole pipeline ({thousands:.1f} without bubbles), with a synchronous optimizer / with "
+        "post-validation. Every schedule was simulated pass by pass. Assumptions:\n\n{lines}\n\nMemory limits the "
+        "choice of a schedule: zb-h2 needs about twice the activation memory of 1F1B, zb-v and zb-h1 need the same, "
+        "v-half and v-min need a half and a third.",
         lambda of: {"thousands": of["ideal_tokens_s"] / 1e3, "lines": "\n".join(f"* {a}" for a in of["assumptions"])},
     ),
 }
-"""By the name of the bench, in the order of the page."""
+"""Sections by the name of the bench, in the order of the page."""
