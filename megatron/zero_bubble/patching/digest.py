@@ -20,7 +20,7 @@ _REST = r".*\n(?:(?:{0}[ \t)\]}}#].*|[ \t]*)\n)*"
 def digest_of(source: str, name: str) -> str | None:
     """Digest of the function or method (``Class.method``) in a module's source; None if the source does not define it.
 
-    Definitions that share a name, such as the getter and the setter of a property, have one digest together.
+    Definitions that share a name, such as the getter and the setter of a property, share one digest.
 
     Raises:
         SyntaxError: the source cannot be parsed.

@@ -105,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measurements").add_argument
-    add("--metrics-file", metavar="FILE", help="file to append one JSON object per iteration and evaluation to")
+    add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation to this file")
 
 
 def _add_parallel(parser: argparse.ArgumentParser) -> None:
@@ -164,7 +164,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add(
         "--transformer-impl",
         choices=("local", "transformer_engine"),
-        help="default: transformer_engine on GPUs if it is installed, else local",
+        help="implementation of the layers; default: transformer_engine on GPUs if it is installed, else local",
     )
     add("--attention-backend", default="auto", choices=("auto", "flash", "fused", "unfused", "local"))
 
@@ -289,7 +289,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("checkpoints").add_argument
     add("--save", metavar="DIR")
-    add("--save-interval", type=int, help="iterations between checkpoints; the end and a stop signal always save one")
+    add(
+        "--save-interval",
+        type=int,
+        help="number of iterations between checkpoints; the end of training and a stop signal always save",
+    )
     add("--load", metavar="DIR")
     add("--exit-on-missing-checkpoint", action="store_true")
     add("--finetune", action="store_true", help="load the weights only and start at iteration 0")

@@ -27,7 +27,7 @@ class BatchSizes:
         """Build from the batch-size flags.
 
         Raises:
-            UserError: the global batch size is no positive multiple of the granule, or the ramp-up does not reach it.
+            UserError: the global batch size is not a positive multiple of the granule, or not reached by the ramp-up.
         """
         granule = args.micro_batch_size * args.data_parallel_size
         final = granule if args.global_batch_size is None else args.global_batch_size

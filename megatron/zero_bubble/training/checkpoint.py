@@ -345,7 +345,7 @@ def _publish(writing: Path, final: Path, iteration: int) -> None:
 
 
 def incompleteness(path: Path) -> str | None:
-    """What is missing from the checkpoint at ``path``; None if it is complete or, as Megatron's, lists no files."""
+    """What is missing from the checkpoint at ``path``; None if it is complete or has no list of files (Megatron's)."""
     remedy = f"restore it, or write an earlier iteration into {path.parent / TRACKER}"
     if not (path / "metadata.json").is_file():
         return f"the checkpoint {path}, which {TRACKER} names, does not exist; {remedy}"

@@ -165,6 +165,6 @@ def _dataset_config(args: argparse.Namespace, tokenizer: Tokenizer) -> GPTDatase
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # megatron-core's attention builds the causal mask itself; only other masks, seq x seq per sample, are needed.
+        # megatron-core's attention builds the causal mask itself; a seq x seq mask per sample is only for other masks.
         create_attention_mask=args.reset_attention_mask,
     )
