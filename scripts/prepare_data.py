@@ -17,9 +17,17 @@ def main(argv: list[str]) -> int:
     """Write the data sets; return the exit code: 0, or 2 after a one-line error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", type=Path, metavar="FILE", help=".jsonl or text files")
     source.add_argument(
-        "--standard-library", action="store_true", help="the sources of this Python, split by file: _train _valid _test"
+        "--input",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl (one document per line) or text files (one per file)",
+    )
+    source.add_argument(
+        "--standard-library",
+        action="store_true",
+        help="the sources of this Python's standard library, split into PREFIX_train, PREFIX_valid and PREFIX_test",
     )
     parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl line; default: text")
     parser.add_argument("--output-prefix", required=True, help="path of the data set, without .bin")

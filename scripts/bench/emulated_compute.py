@@ -60,10 +60,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--clock", choices=["virtual", "wall"], default="wall")
     parser.add_argument("--kib", type=int, default=256, help="size of every message in KiB")
     parser.add_argument("--rounds", type=int, default=9, help="number of measured rounds (wall)")
-    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks; the maximum (virtual)")
-    parser.add_argument("--num-microbatches", type=int, default=16, help="microbatches (wall)")
     parser.add_argument(
-        "--pass-ms", type=float, nargs="+", default=[50.0], help="time of F B W, or one time for all (wall)"
+        "--num-ranks", type=int, default=8, help="number of pipeline ranks (wall), or their maximum (virtual)"
+    )
+    parser.add_argument("--num-microbatches", type=int, default=16, help="number of microbatches (wall)")
+    parser.add_argument(
+        "--pass-ms",
+        type=float,
+        nargs="+",
+        default=[50.0],
+        help="times of F, B and W, or one time for all of them (wall)",
     )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()

@@ -160,8 +160,8 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--sample", type=int, metavar="N", help="number of random questions; default: all questions")
-    parser.add_argument("--seed", type=int, default=0, help="seed of --sample")
+    parser.add_argument("--sample", type=int, metavar="N", help="answer N random questions; default: all questions")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/peer_schedules.json"))
     return parser.parse_args()
 

@@ -50,7 +50,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=int, default=24)
     parser.add_argument("--pass-ms", type=float, default=50.0, help="time of each of F, B and W")
     parser.add_argument("--step-ms", type=float, help="time of the optimizer step; default: half a pass")
-    parser.add_argument("--elements", type=int, default=16_000_000, help="number of parameters (rollback)")
+    parser.add_argument("--elements", type=int, default=16_000_000, help="number of parameter elements (rollback)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.step_ms = options.pass_ms / 2 if options.step_ms is None else options.step_ms

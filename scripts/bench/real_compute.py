@@ -73,9 +73,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8, help="on all ranks together; a multiple of four")
+    parser.add_argument(
+        "--num-layers", type=int, default=8, help="number of layers on all ranks together, a multiple of four"
+    )
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="variants to add to stock 1f1b")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="variants to run in addition to stock 1f1b; default: all"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()

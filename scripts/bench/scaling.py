@@ -95,16 +95,22 @@ def main() -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     configs = ranks.ROOT / "configs"
-    parser.add_argument("--config", default=str(configs / "gpt_28.3b.yaml"), help="model and its layers per rank")
-    parser.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU to estimate, with its links")
+    parser.add_argument(
+        "--config", default=str(configs / "gpt_28.3b.yaml"), help="configuration of the model and its layers per rank"
+    )
+    parser.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU for the estimate and the links")
     parser.add_argument("--costs", type=Path, help="costs file with pass times, instead of the estimate")
-    parser.add_argument("--latency-us", type=float, help="latency of a transfer (default: the GPU's)")
-    parser.add_argument("--link-gbs", type=float, help="GB/s between neighbours (default: the GPU's)")
+    parser.add_argument(
+        "--latency-us", type=float, help="latency of a transfer between neighbours (default: the GPU's)"
+    )
+    parser.add_argument("--link-gbs", type=float, help="bandwidth between neighbours in GB/s (default: the GPU's)")
     parser.add_argument("--num-ranks", type=int, nargs="+", default=[2**k for k in range(1, 9)])
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--schedules", nargs="+", choices=CHOICES, default=list(DRAWN))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--output", type=Path, default=Path("runs/bench/scaling.json"), help="the chart is next to it")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/bench/scaling.json"), help="results; the chart is written next to it"
+    )
     options = parser.parse_args()
     if (least := min(*options.num_ranks, *options.num_microbatches)) < 1:
         parser.error(f"--num-ranks and --num-microbatches must be 1 or more; got {least}; leave it out")

@@ -54,7 +54,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--microbatches", type=int, default=4, help="number to fold into one GEMM")
+    parser.add_argument("--microbatches", type=int, default=4, help="number of microbatches to fold into one GEMM")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/wgrad.json"))
