@@ -161,7 +161,7 @@ class TestDamage:
         pytest.param("--untie-embeddings-and-output-weights", marks=pytest.mark.full),
     ],
 )
-def test_another_model_is_refused(ranks: RankPool, saved: Path, other: str) -> None:
+def test_checkpoint_of_another_model_is_rejected(ranks: RankPool, saved: Path, other: str) -> None:
     assert "use the model flags it was saved with" in refusal(ranks, f"{PIPELINE} --load {saved} {other}")
 
 
