@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Format, lint, types and layer contracts: every step runs, and the exit status tells whether all were clean.
+# Check format, lint, types and layer contracts. Every step runs; the exit status is 0 if all of them succeed.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh || exit 1
@@ -17,6 +17,6 @@ step lint ruff check .
 step types mypy
 step layers lint-imports --no-cache
 if ((${#failed[@]})); then
-    printf 'check.sh: not clean: %s\n' "${failed[*]}" >&2
+    printf 'check.sh: failed: %s\n' "${failed[*]}" >&2
     exit 1
 fi

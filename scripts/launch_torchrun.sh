@@ -1,21 +1,21 @@
 #!/usr/bin/env bash
-# Start GPT pretraining on this node: one process a GPU, by torchrun. Run it once on every node of the job.
+# Start GPT pretraining on this node: one process per GPU, by torchrun. Run it once on every node of the job.
 #
 #   NPROC=2 scripts/launch_torchrun.sh --config configs/gpt_tiny.yaml --zero-bubble-device cpu
 #   NNODES=4 NODE_RANK=0 MASTER_ADDR=node-a scripts/launch_torchrun.sh --config configs/gpt_6.2b.yaml ...
 #   NNODES=4 GPUS_PER_NODE=8 scripts/launch_torchrun.sh --dry-run --gpu-memory 80GiB --config ...
 #
-# NNODES         nodes of the job (default: 1)
-# NODE_RANK      the number of this one, 0 to NNODES-1
-# GPUS_PER_NODE  processes on every node (default: the GPUs that nvidia-smi lists); NPROC is another name for it
-# MASTER_ADDR    the address of node 0, as the others reach it
+# NNODES         number of nodes of the job (default: 1)
+# NODE_RANK      number of this node, 0 to NNODES-1
+# GPUS_PER_NODE  processes per node (default: the number of GPUs that nvidia-smi lists); NPROC is an alias
+# MASTER_ADDR    address of node 0, as the other nodes reach it
 # MASTER_PORT    a free port on node 0 (default: 29500; on a single node torchrun finds one)
-# MEGATRON_PATH  a checkout of Megatron-LM, whose pretrain_gpt.py is run instead of ours, under our schedules
+# MEGATRON_PATH  checkout of Megatron-LM, whose pretrain_gpt.py runs under our schedules instead of our script
 # PYTHON         the interpreter that megatron.zero_bubble is installed for (default: python)
 #
-# --dry-run starts nothing: it prints who would be where, the plan, the memory and the command of every node, or the
-# sentence that says what is wrong. Its own options: --gpu-memory 80GiB, --gpu h100, --costs FILE. Every other argument
-# goes to the training script.
+# --dry-run starts nothing: it prints the placement of the ranks, the plan, the memory and the command of every node, or
+# the error that the job would end with. Its options are --gpu-memory 80GiB, --gpu h100 and --costs FILE. All other
+# arguments go to the training script.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -41,65 +41,66 @@ while (($#)); do
     shift
 done
 [[ -n "$dry_run" || ${#dry[@]} -eq 0 ]] ||
-    fail "${dry[0]} belongs to --dry-run, which is not given; add it or drop both"
+    fail "${dry[0]} requires --dry-run; add --dry-run or drop ${dry[0]}"
 
-command -v "$python" >/dev/null || fail "needs the Python of the training, but there is no '$python'; name it in PYTHON"
+command -v "$python" >/dev/null || fail "cannot find the Python interpreter '$python'; set PYTHON"
 processes="${NPROC:-${GPUS_PER_NODE:-$({ nvidia-smi -L 2>/dev/null || true; } | wc -l)}}"
 for number in "$nodes" "$processes"; do
     [[ "$number" =~ ^[1-9][0-9]*$ ]] ||
-        fail "NNODES and GPUS_PER_NODE must be 1 or more, got $nodes and $processes (without GPUS_PER_NODE: the GPUs" \
-            "that nvidia-smi lists); set them"
+        fail "NNODES and GPUS_PER_NODE must be 1 or more, got $nodes and $processes (by default, GPUS_PER_NODE is the" \
+            "number of GPUs that nvidia-smi lists); set them"
 done
 
 if ((nodes == 1)) && [[ -z "${MASTER_ADDR:-}" ]]; then
-    # Nobody else has to find this node: torchrun takes a port that is free.
+    # No other node has to find this one, so torchrun can choose a free port.
     rendezvous=(--standalone)
 else
-    # The nodes have fixed numbers, not those of who came first: a tensor-parallel group then lies on one node, and the
-    # ranks are where the dry run says.
+    # Nodes have fixed numbers, not those of arrival order, so that a tensor-parallel group lies on one node and the
+    # ranks are where the dry run shows them.
     node="${NODE_RANK:-}" address="${MASTER_ADDR:-}"
     if [[ -n "$dry_run" ]]; then
         node=@node@ address="${address:-ADDRESS_OF_NODE_0}"
     fi
     [[ "$node" == @node@ || ("$node" =~ ^[0-9]+$ && "$node" -lt "$nodes") ]] ||
-        fail "NODE_RANK must be 0 to $((nodes - 1)) with NNODES=$nodes, got '$node'; set another on every node"
+        fail "NODE_RANK must be 0 to $((nodes - 1)) with NNODES=$nodes, got '$node'; set a different one on every node"
     [[ -n "$address" ]] ||
-        fail "MASTER_ADDR must name node 0 with NNODES=$nodes, got nothing; set the same on every node"
+        fail "MASTER_ADDR must name node 0 with NNODES=$nodes, got nothing; set the same address on every node"
     rendezvous=(--node-rank "$node" --master-addr "$address" --master-port "${MASTER_PORT:-29500}")
 fi
 
 if [[ -n "${MEGATRON_PATH:-}" ]]; then
     [[ -f "$MEGATRON_PATH/pretrain_gpt.py" ]] ||
-        fail "MEGATRON_PATH must be a checkout of Megatron-LM, got $MEGATRON_PATH without a pretrain_gpt.py; mend it"
+        fail "MEGATRON_PATH must be a checkout of Megatron-LM, got $MEGATRON_PATH without a pretrain_gpt.py; correct it"
     script=(-m megatron.zero_bubble.launch "$MEGATRON_PATH/pretrain_gpt.py")
     dry+=(--megatron-lm)
 else
     script=("$root/scripts/pretrain_gpt.py")
 fi
 
-# What is set already stays as it is. None of this has been measured by us: it is what the runtime's order of operations
-# asks for, and what tells why a connection failed; the rest of NCCL is left to NCCL and to the cluster's nccl.conf.
+# Variables that are already set keep their values. We have not measured the effect of these defaults: they follow from
+# the runtime's order of operations, or show why a connection failed. All other settings of NCCL are left to NCCL and to
+# the cluster's nccl.conf.
 settings=(
-    # One hardware queue a GPU: kernels start in the order in which the host issued them. Megatron asks for it with
+    # One hardware queue per GPU: kernels start in the order in which the host issued them. Megatron requires it with
     # tensor or context parallelism on GPUs before Blackwell, so that a collective starts before the matrix product that
-    # is to hide it. For pipelines it means that a receive which waits for its sender holds up what was issued behind
-    # it; our plans are proved free of deadlock under that rule, and refused at start-up if they are not. 8 is useful
-    # without tensor and context parallelism, or from Blackwell on: what is issued behind a receive need not wait for
-    # it. breadth-first needs 8.
+    # hides it. In a pipeline, a receive that waits for its sender then delays all work issued after it; our plans are
+    # proved free of deadlock under that rule, and rejected at start-up if they are not. 8 is useful without tensor and
+    # context parallelism, or from Blackwell on: work issued after a receive then need not wait for it. breadth-first
+    # needs 8.
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    # Neighbours in the pipeline connect once at start-up, one communicator a direction; where that fails, for want of a
-    # network interface for example, WARN prints the reason and nothing else. INFO says which transport each pair took.
+    # Neighbours in the pipeline connect once at start-up, with one communicator per direction. If that fails, for
+    # example because a network interface is missing, WARN prints the reason. INFO adds the transport of each pair.
     "NCCL_DEBUG=${NCCL_DEBUG:-WARN}"
-    # One thread a process for what the CPU computes: the processes of a node share its cores, and only issue kernels.
+    # One CPU thread per process: the processes of a node share its cores, and only launch kernels.
     "OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}"
 )
-# These depend on the cluster, and are handed on when they are set:
-#   NCCL_SOCKET_IFNAME  the interface on which ranks of other nodes find each other, where there are several; the
-#                       pipeline's messages then go over what NCCL finds best, InfiniBand or RoCE before this interface.
-#   GLOO_SOCKET_IFNAME  the same for gloo, which moves the messages of CPU ranks over it as well.
-#   NCCL_IB_HCA         the adapters to use, where some are for storage; of these NCCL takes the nearest to the GPU.
-#   NCCL_NET_GDR_LEVEL  up to which distance an adapter reads the GPU's memory itself; beyond it, messages between
-#                       nodes are staged in host memory.
+# These variables depend on the cluster, and are passed on if they are set:
+#   NCCL_SOCKET_IFNAME  the interface on which ranks of different nodes find each other, if there are several; for the
+#                       pipeline's messages, NCCL chooses the best network and prefers InfiniBand or RoCE to it.
+#   GLOO_SOCKET_IFNAME  the same for gloo, which also sends the messages of CPU ranks over it.
+#   NCCL_IB_HCA         the adapters to use, if some are for storage; NCCL takes the one nearest to the GPU.
+#   NCCL_NET_GDR_LEVEL  maximum distance at which an adapter reads the GPU's memory directly; beyond it, messages
+#                       between nodes are staged in host memory.
 for name in NCCL_SOCKET_IFNAME GLOO_SOCKET_IFNAME NCCL_IB_HCA NCCL_NET_GDR_LEVEL; do
     [[ -z "${!name:-}" ]] || settings+=("$name=${!name}")
 done

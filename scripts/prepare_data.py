@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make data for pretraining: byte-level tokens in Megatron's indexed format (PREFIX.bin, PREFIX.idx).
+"""Prepare data for pretraining: byte-level tokens in Megatron's indexed format (PREFIX.bin, PREFIX.idx).
 
 python scripts/prepare_data.py --standard-library --output-prefix data/stdlib
 python scripts/prepare_data.py --input articles.jsonl notes.txt --output-prefix data/mine
@@ -14,17 +14,25 @@ from megatron.zero_bubble.training.quiet import quiet
 
 
 def main(argv: list[str]) -> int:
-    """Write the data sets; 0, or 2 after one sentence about what is wrong."""
+    """Write the data sets; return the exit code: 0, or 2 after a one-line error."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", type=Path, metavar="FILE", help=".jsonl, or text (one document a file)")
     source.add_argument(
-        "--standard-library", action="store_true", help="this Python's own sources, split by file: _train _valid _test"
+        "--input",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl (one document per line) or text files (one per file)",
     )
-    parser.add_argument("--json-key", default="text", help="the text's key in a .jsonl line (default: text)")
+    source.add_argument(
+        "--standard-library",
+        action="store_true",
+        help="the sources of this Python's standard library, split into PREFIX_train, PREFIX_valid and PREFIX_test",
+    )
+    parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl line; default: text")
     parser.add_argument("--output-prefix", required=True, help="path of the data set, without .bin")
     args = parser.parse_args(argv)
-    # Slow to import, so after the flags are known to be right.
+    # Imported after the flags are parsed, because it is slow.
     with quiet():
         from megatron.zero_bubble.training.data.corpus import prepare_standard_library, read_documents, write_documents
 

@@ -1,8 +1,9 @@
 """Train one GPT twice, under Megatron's own 1F1B and under a zero-bubble schedule, and compare.
 
 The corpus is the source of the Python standard library, byte by byte. Both runs take the same steps on the same data,
-so with ``--zero-bubble-exact`` their losses must be equal to the last bit. The last screen says whether they are, what
-the schedule gained, and what to try next. Timelines, metrics, traces and measured costs are left in the output folder.
+so with ``--zero-bubble-exact`` their losses must be equal to the last bit. The summary at the end shows whether they
+are, how much faster the schedule was, and what to try next. The output folder keeps timelines, metrics, traces and
+measured costs.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ MEASURED_SECONDS = 30  # of a run of 40 iterations of configs/gpt_tiny.yaml, on 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run and where it left its files."""
+    """One training run and the folder of its files."""
 
     title: str
     flags: tuple[str, ...]
     folder: Path
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The training iterations, as dictionaries."""
+        """Metrics of the training iterations."""
         lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [line for line in map(json.loads, lines) if line["kind"] == "train"]
 
     def trace(self) -> dict[str, Any]:
-        """What the last iterations measured."""
+        """The trace of the last iterations."""
         return json.loads((self.folder / "trace.json").read_text(encoding="utf-8"))
 
 
@@ -67,7 +68,7 @@ def main() -> int:
         print(f"\n[{number}/{len(runs)}] {run.title}", flush=True)
         _train(run, options.config, corpus, options.iterations, sharing)
     print(f"\n{_table(runs)}\n\n{_gain(*runs)}\n{_verdict(runs, options.schedule)}\n")
-    print("Timelines, the plan above what was measured:")
+    print("Timelines, planned above measured:")
     for run in runs:
         print(f"  {run.folder / 'timeline.svg'}")
     print(_next_commands(options.schedule, costs, runs[1].metrics()[-1]["num_microbatches"]))
@@ -75,7 +76,7 @@ def main() -> int:
 
 
 def _announcement(options: argparse.Namespace) -> str:
-    """What is about to happen, and how long it takes where that is known."""
+    """The steps of this script, with their duration if it is known."""
     steps = (
         "prepare a corpus: the source of Python's standard library",
         f"train {options.config.name} for {options.iterations} iterations on {NUM_RANKS} ranks under 1F1B",
@@ -116,7 +117,7 @@ def _parse() -> argparse.Namespace:
     options = parser.parse_args()
     if options.iterations <= WARM_UP:
         parser.error(
-            f"--iterations must be more than {WARM_UP}, the iterations that warm caches; got {options.iterations}"
+            f"--iterations must be more than {WARM_UP}, the number of warm-up iterations; got {options.iterations}"
         )
     return options
 
@@ -132,7 +133,7 @@ def _train(run: Run, config: Path, corpus: Path, iterations: int, sharing: list[
 
 
 def _shared_gpu() -> list[str]:
-    """With fewer GPUs than ranks, the ranks share them, which NCCL does not do."""
+    """Flags for ranks that share GPUs, if there are fewer GPUs than ranks; NCCL does not support that."""
     from megatron.zero_bubble.platforms import select
 
     platform = select("auto")
@@ -169,7 +170,7 @@ def _gain(baseline: Run, run: Run) -> str:
     before, after = _speed(baseline), _speed(run)
     change = after / before - 1
     comparison = f"{change:.1%} faster than" if change >= 0 else f"{-change:.1%} slower than"
-    hint = "" if change > 0 else "; if other programs share these cores, run this again"
+    hint = "" if change > 0 else "; if other programs used these cores, run this again without them"
     return f"{run.title} trained {comparison} {baseline.title}: {after:,.0f} and {before:,.0f} tokens/s{hint}."
 
 

@@ -4,11 +4,11 @@
 #   bash scripts/setup_env.sh      create or update it
 #   source scripts/setup_env.sh    the same, and activate it in this shell
 #
-# ZB_VENV    where it lives (default: .venv in the checkout)
-# ZB_PYTHON  the interpreter it is made from (default: python3)
+# ZB_VENV    folder of the environment (default: .venv in the checkout)
+# ZB_PYTHON  interpreter that creates it (default: python3)
 # ZB_BUILD   which compiled ops to build: auto (the default), cpu, cuda or none; see setup.py
 #
-# A stamp in the environment holds a hash of everything that went into it; while that matches, a start takes no time.
+# A stamp file in the environment has a hash of all its inputs; while the hash matches, this script has nothing to do.
 
 _zb_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 _zb_venv="${ZB_VENV:-$_zb_root/.venv}"
@@ -30,23 +30,23 @@ _zb_setup() (
     fi
 
     command -v "$python" >/dev/null ||
-        _zb_fail "needs Python 3.10 or newer, but there is no '$python': install it, or name one in ZB_PYTHON"
+        _zb_fail "needs Python 3.10 or newer, but '$python' is not installed: install it, or set ZB_PYTHON to another"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        _zb_fail "needs Python 3.10 or newer, but '$python' is $("$python" -V): name a newer one in ZB_PYTHON"
+        _zb_fail "needs Python 3.10 or newer, but '$python' is $("$python" -V): set ZB_PYTHON to a newer one"
     command -v "${CXX:-c++}" >/dev/null ||
-        _zb_fail "needs a C++ compiler, but there is no '${CXX:-c++}': install one (Debian: g++), or name one in CXX"
+        _zb_fail "needs a C++ compiler, but '${CXX:-c++}' is not installed: install one (Debian: g++), or set CXX"
 
-    echo "Setting up $_zb_venv: the first time this downloads torch and takes some minutes."
+    echo "Setting up $_zb_venv: the first time, this downloads torch and takes a few minutes."
     "$python" -m venv "$_zb_venv" ||
         _zb_fail "'$python -m venv' failed: install Python's venv module (Debian: python3-venv)"
     quiet=(--quiet)
     [[ -t 1 ]] && quiet=()
     install=("$_zb_venv/bin/python" -m pip install --disable-pip-version-check ${quiet[@]+"${quiet[@]}"}
         --constraint "$_zb_root/scripts/constraints.txt")
-    # First what the build must see (no isolation): our ops are compiled against torch, the search's loops with pybind11.
+    # First the build's requirements, since it is not isolated: our ops are compiled against torch, loops with pybind11.
     "${install[@]}" torch setuptools pybind11 &&
         "${install[@]}" --no-build-isolation --use-pep517 --editable "$_zb_root[train,dev,tensorboard]" ||
-        _zb_fail "pip could not install the dependencies, see above; run this again once that is mended"
+        _zb_fail "pip could not install the dependencies, see above; fix the cause and run this again"
     printf '%s\n' "$wanted" >"$stamp"
 )
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All checks, then all tests. With --full also the rows of the full matrix; other arguments go to pytest.
+# Run all checks, then all tests; with --full, also the rows of the full matrix. Other arguments go to pytest.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh

@@ -54,7 +54,7 @@ def test_planning_needs_neither_torch_nor_megatron_core(metadata: Any) -> None:
     assert metadata["requires"] == ["pyyaml"]
 
 
-def test_types_and_data_are_shipped(metadata: Any, tmp_path: Path) -> None:
+def test_py_typed_and_package_data_are_installed(metadata: Any, tmp_path: Path) -> None:
     _setup("setup.py", "--quiet", "build_py", "--build-lib", str(tmp_path))
     package = tmp_path / "megatron" / "zero_bubble"
     assert (package / "py.typed").is_file()

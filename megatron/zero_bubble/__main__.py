@@ -2,8 +2,8 @@
 
 ``list`` prints the schedules; ``plan`` builds a schedule, or reads one from a file, and prints its cost; ``compare``
 prints one line per schedule for the same costs; ``playground`` shows all schedules in a browser; ``trace`` draws
-recorded iterations; ``dry-run`` describes a training job without starting it. Invalid input prints one sentence on
-stderr and exits with code 2.
+recorded iterations; ``dry-run`` describes a training job without starting it; ``report`` prints the environment.
+Invalid input prints one sentence on stderr and exits with code 2.
 """
 
 from __future__ import annotations

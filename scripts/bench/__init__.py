@@ -1,5 +1,5 @@
-"""What zero-bubble schedules gain, and what they cost: one module per bench, and the page of their figures.
+"""Benches of the gains and costs of zero-bubble schedules: one module per bench, and modules that write their page.
 
-``bash scripts/bench.sh`` runs all of them, ``bash scripts/bench.sh NAME ...`` one; that is ``python -m bench.NAME ...``
-with ``scripts/`` on Python's path.
+``bash scripts/bench.sh`` runs all benches, and ``bash scripts/bench.sh NAME ...`` runs one, by ``python -m bench.NAME
+...`` with ``scripts/`` on Python's path.
 """

@@ -1,4 +1,4 @@
-"""Line charts as SVG: several panels with one legend, parts of a whole over powers of two, light and dark."""
+"""Line charts as SVG: several panels with one legend, shares over powers of two, in light and dark mode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT, COLUMNS = 430, 270, 2
 _LEFT, _RIGHT, _TOP, _BOTTOM, _TITLE, _ENTRY = 44, 14, 26, 34, 30, 18
-# Okabe and Ito's colours, which the colour-blind tell apart, dark enough for white and light enough for black.
+# Okabe and Ito's colours, which are safe for colour-blind readers, and visible on white and on black.
 _COLOURS = ("#8a8f98", "#b8860b", "#56a0d8", "#0072b2", "#009e73", "#d55e00", "#c060a0", "#7a6ff0")
 _STYLE = (
     "text{font:11px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
@@ -21,7 +21,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Line:
-    """A named line of (count, part of the whole)."""
+    """A named line of points (count, share)."""
 
     name: str
     points: tuple[tuple[int, float], ...]
@@ -29,14 +29,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes; lines of one name have one colour in all panels."""
+    """One pair of axes; lines with the same name have the same colour in all panels."""
 
     title: str
     lines: tuple[Line, ...]
 
 
 def draw(title: str, panels: Sequence[Panel], legend: Mapping[str, str]) -> str:
-    """All panels on the same axes; ``legend`` says what the name of each line stands for."""
+    """Draw all panels on the same axes; ``legend`` has the label of each line by its name."""
     counts = sorted({count for panel in panels for line in panel.lines for count, _ in line.points})
     lowest = min(part for panel in panels for line in panel.lines for _, part in line.points)
     floor = math.floor(lowest * 10) / 10

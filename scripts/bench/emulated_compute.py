@@ -1,10 +1,10 @@
-"""Emulated compute: how far the runtime is from its plan when passes only take time, with real tensors on gloo.
+"""Emulated compute: the deviation of the runtime from its plan when passes only take time, with real tensors on gloo.
 
-``--clock virtual``: nothing sleeps; every rank keeps a logical clock that travels with the tensors, so what was
-executed is compared with the plan exactly, for every schedule, 2, 4 and 8 ranks (as far as ``--num-ranks`` goes), 1, P
-and 3P microbatches and three ratios of costs. ``--clock wall``: passes sleep; every round runs one iteration of stock
-megatron-core, of our schedules and of torch.distributed.pipelining's, and the table says what each took over what its
-plan says.
+``--clock virtual``: passes do not sleep; every rank keeps a logical clock that travels with the tensors, so that the
+execution is compared with the plan exactly, for every schedule, 2, 4 and 8 ranks (up to ``--num-ranks``), 1, P and 3P
+microbatches and three ratios of costs. ``--clock wall``: passes sleep; every round runs one iteration of stock
+megatron-core, of our schedules and of those of torch.distributed.pipelining, and the table has the measured over the
+planned time of each.
 
     bash scripts/bench.sh emulated_compute --clock virtual
     bash scripts/bench.sh emulated_compute --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
@@ -33,7 +33,7 @@ HEAD_START_S = 0.1
 
 
 def main() -> int:
-    """Start the ranks, or be one of them; 1 when something ran otherwise than planned on the virtual clock."""
+    """Start the ranks, or run as one of them; return 1 if a pass differs from the plan on the virtual clock."""
     options = _parse()
     if not ranks.on_ranks():
         virtual = options.clock == "virtual"
@@ -58,19 +58,27 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--clock", choices=["virtual", "wall"], default="wall")
-    parser.add_argument("--kib", type=int, default=256, help="size of every message")
-    parser.add_argument("--rounds", type=int, default=9, help="measured rounds (wall)")
-    parser.add_argument("--num-ranks", type=int, default=8, help="pipeline ranks; at most (virtual)")
-    parser.add_argument("--num-microbatches", type=int, default=16, help="microbatches (wall)")
-    parser.add_argument("--pass-ms", type=float, nargs="+", default=[50.0], help="F B W, or one for all (wall)")
+    parser.add_argument("--kib", type=int, default=256, help="size of every message in KiB")
+    parser.add_argument("--rounds", type=int, default=9, help="number of measured rounds (wall)")
+    parser.add_argument(
+        "--num-ranks", type=int, default=8, help="number of pipeline ranks (wall), or their maximum (virtual)"
+    )
+    parser.add_argument("--num-microbatches", type=int, default=16, help="number of microbatches (wall)")
+    parser.add_argument(
+        "--pass-ms",
+        type=float,
+        nargs="+",
+        default=[50.0],
+        help="times of F, B and W, or one time for all of them (wall)",
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if len(options.pass_ms) not in (1, 3):
-        parser.error(f"--pass-ms takes one figure or three (F B W); got {len(options.pass_ms)}; leave the others out")
+        parser.error(f"--pass-ms takes one time or three (F B W); got {len(options.pass_ms)}; leave the others out")
     if not 64 <= options.kib <= 1024:
-        parser.error(f"--kib must be from 64 to 1024; got {options.kib}; choose a size that a stage may send")
+        parser.error(f"--kib must be from 64 to 1024; got {options.kib}; choose a size in that range")
     if not _virtual_ranks(options):
-        parser.error(f"--num-ranks must be {min(VIRTUAL_RANKS)} or more; got {options.num_ranks}; a pipeline has ranks")
+        parser.error(f"--num-ranks must be {min(VIRTUAL_RANKS)} or more; got {options.num_ranks}; raise it")
     return options
 
 
@@ -79,7 +87,7 @@ def _virtual_ranks(options: argparse.Namespace) -> list[int]:
 
 
 def _virtual(options: argparse.Namespace) -> dict[str, Any]:
-    """Every pass of every case against its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
+    """Compare every pass of every case with its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
     import torch.distributed as dist
 
     from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms
@@ -102,7 +110,7 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def differs(rows: list[dict[str, Any]]) -> bool:
-    """Whether a pass ran otherwise than planned; the first rank says which and where."""
+    """Whether any pass differs from its plan; the first rank prints which and where."""
     apart = [row for row in rows if row["worst"][0] > VIRTUAL_LIMIT_MS]
     for row in apart if ranks.is_first() else ():
         ms, where, at = row["worst"]
@@ -130,7 +138,7 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
-    """Everything that is compared, ready to run on this rank."""
+    """All contestants, ready to run on this rank."""
     import torch
     import torch.distributed as dist
 
@@ -164,8 +172,9 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
 
 
 def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) -> Callable[[], float]:
-    """Milliseconds from a start that all ranks share, after ``before``, to the last rank's end; one machine has one
-    monotonic clock.
+    """A function that returns the ms from a common start of all ranks, after ``before``, to the end of the last rank.
+
+    All ranks must be on one machine, so that they share one monotonic clock.
     """
     import torch
     import torch.distributed as dist

@@ -39,7 +39,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Panel:
-    """One profile of costs: what zb-auto found at each limit, and what the peers have."""
+    """One cost profile: the answers of zb-auto at each limit, and the points of the peers."""
 
     case: Case
     limits: tuple[float, ...]
@@ -59,7 +59,7 @@ class Panel:
 
 
 def main() -> int:
-    """Plan, draw, write; 1 when a frontier is not monotone."""
+    """Plan, draw and write; return 1 if a frontier is not monotone."""
     options = _parse()
     panels = list(_panels(options.objective, options.jobs))
     for panel in panels:
@@ -114,7 +114,7 @@ def _follow(metric: Metric, profile: Case, limits: Sequence[float]) -> tuple[Ans
 
 
 def draw(panels: Sequence[Panel], objective: Metric) -> str:
-    """All panels as one SVG."""
+    """Draw all panels as one SVG."""
     rows = -(-len(panels) // COLUMNS)
     size = COLUMNS * WIDTH, rows * HEIGHT + 24
     what = f"Bubble rate ({objective}) over peak activation memory, p={P}, m={M}"

@@ -3,7 +3,7 @@
 ``docs/benchmarks.json`` has the figures of the run that the page shows; ``scripts/generate_docs.py`` takes the README's
 results from it. Neither is edited by hand:
 
-    bash scripts/bench.sh page                    again from docs/benchmarks.json
+    bash scripts/bench.sh page                    from docs/benchmarks.json
     bash scripts/bench.sh page runs/bench/RUN     from another run
 """
 
@@ -29,7 +29,7 @@ STORED, PAGE = Path("docs/benchmarks.json"), Path("docs/benchmarks.md")
 def main() -> None:
     """Write the page from stored figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path, nargs="?", help=f"of a run; default: the one in {STORED}")
+    parser.add_argument("folder", type=Path, nargs="?", help=f"folder of a run; default: the run in {STORED}")
     folder = parser.parse_args().folder
     try:
         summary = summarize(folder) if folder else _read(ranks.ROOT / STORED)
@@ -37,13 +37,13 @@ def main() -> None:
         parser.error(str(error))
     if summary["quick"]:
         parser.error(
-            f"the page shows full runs; {summary['run']} was a quick one; run scripts/bench.sh without --quick"
+            f"the page shows only full runs, got the quick run {summary['run']}; run scripts/bench.sh without --quick"
         )
     publish(summary, ranks.ROOT, (folder or ranks.ROOT / STORED.parent) / CHART)
 
 
 def summarize(folder: Path) -> dict[str, Any]:
-    """Of a run's JSON what the page shows."""
+    """Extract from a run's JSON what the page shows."""
     record = _read(folder / RECORD)
     for bench in record["benches"]:
         if bench["status"] == OK:
@@ -85,7 +85,7 @@ Written by `bash scripts/bench.sh` from its JSON; run it again instead of editin
 def render(summary: Figures) -> str:
     """The page as Markdown."""
     load = {when: " ".join(f"{part:.1f}" for part in parts) for when, parts in summary["load_average"].items()}
-    quickly = ", quick: its figures mean nothing" if summary["quick"] else ""
+    quickly = ", quick: its figures are meaningless" if summary["quick"] else ""
     parts = [_HEAD.format_map({**summary, **load, "quickly": quickly, "minutes": summary["seconds"] / 60})]
     for bench in summary["benches"]:
         section = SECTIONS[bench["name"]]
@@ -100,7 +100,7 @@ def render(summary: Figures) -> str:
 
 
 def report(bench: str, content: Figures, path: Path) -> None:
-    """Write the results of ``bench`` as JSON, and print what the page has of them."""
+    """Write the results of ``bench`` as JSON, and print them as the page shows them."""
     section, content = SECTIONS[bench], {"bench": bench, "machine": ranks.machine(), **content}
     ranks.write(path, content)
     summary = section.summary(content)
@@ -112,7 +112,7 @@ def report(bench: str, content: Figures, path: Path) -> None:
 
 
 def _wrapped(words: str) -> str:
-    """Every line of ``words`` as a paragraph, or an entry of a list, of the width of our texts."""
+    """Wrap every line of ``words``, a paragraph or an entry of a list, to 120 characters."""
     lines = []
     for line in words.split("\n"):
         indent = "  " if line.startswith("* ") else ""

@@ -1,10 +1,10 @@
-"""zb-auto against the schedules of public schedulers: never a longer one in the same memory, for the same costs.
+"""Compare zb-auto with public schedulers: its schedules must never be longer for the same costs in the same memory.
 
 ``configs/published/peer_schedules.csv`` has 936 schedules of the authors' fork, of Primus and of DualPipeV, each with
-the costs it was made for, its peak memory and its bubble rates. For each, zb-auto plans with the same costs under that
-peak, once for the span and once for the makespan. The table has the medians of each memory class beside the bound.
-Where a peer has its ZB-V, so does ``zb-v``, as ``zero-bubble plan`` fits it to the costs: on a V, in the memory that
-its pattern keeps.
+the costs it was made for, its peak memory and its bubble rates. For each, zb-auto plans with the same costs and with
+that peak as its memory limit, once for the span and once for the makespan. The table has the medians of each memory
+class next to the lower bound. Each ZB-V of a peer is also compared with our ``zb-v``, fitted to the costs as by
+``zero-bubble plan``: on a V, in the memory of its pattern.
 
     bash scripts/bench.sh peer_schedules [--jobs 2] [--sample N]
 """
@@ -34,12 +34,12 @@ PEERS = ranks.ROOT / "configs/published/peer_schedules.csv"
 METRICS: tuple[Metric, ...] = ("span", "makespan")
 TOLERANCE = 0.0005
 CLASSES = ((0.4, "up to 0.4 p"), (0.7, "0.4 to 0.7 p"), (1.0, "0.7 to 1 p"), (float("inf"), "above 1 p"))
-"""Upper ends of the memory classes, in parts of what 1F1B keeps (p microbatches)."""
+"""Upper ends of the memory classes, as multiples of 1F1B's peak (p microbatches)."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One question: costs of a rank in ms, M_W in units of M_B, and a limit in microbatches a rank."""
+    """One question: costs of a rank in ms, M_W in units of M_B, and a memory limit in microbatches per rank."""
 
     p: int
     m: int
@@ -52,7 +52,7 @@ class Case:
 
     @property
     def equal_costs(self) -> bool:
-        """Whether all passes take the same and transfers nothing: what V-Half and V-Min were made for."""
+        """Whether all passes take the same time and transfers take none, which V-Half and V-Min were made for."""
         return self.forward_ms == self.backward_ms == self.wgrad_ms and self.comm_ms == 0
 
 
@@ -67,7 +67,7 @@ class Peer:
 
 @dataclass(frozen=True)
 class Answer:
-    """What zb-auto found for one objective."""
+    """The result of zb-auto for one objective."""
 
     bubble: float
     bound: float
@@ -77,7 +77,7 @@ class Answer:
 
 
 def read(path: Path) -> dict[Case, list[Peer]]:
-    """The peers' schedules by the question they answer."""
+    """Read the peers' schedules, by the question that they answer."""
     with path.open(encoding="utf-8") as file:
         rows = list(csv.DictReader(line for line in file if not line.startswith("#")))
     cases: dict[Case, list[Peer]] = {}
@@ -91,7 +91,7 @@ def read(path: Path) -> dict[Case, list[Peer]]:
 
 
 def answer(case: Case, objective: Metric) -> Answer:
-    """Plan, and bound what any plan on either placement could reach."""
+    """Plan, and compute the lower bound for any plan on either placement."""
     return plan(case, objective)[0]
 
 
@@ -106,7 +106,7 @@ def plan(case: Case, objective: Metric, start: Schedule | None = None) -> tuple[
     fitted = costs.fit(schedule.placement), memory.fit(schedule.placement)
     timeline = simulate(schedule, *fitted)
     peak = max(timeline.peak_activation)
-    assert peak <= case.limit + 1e-6, f"{case}: keeps {peak}"
+    assert peak <= case.limit + 1e-6, f"{case}: the peak is {peak}"
     shortest = min(
         lower_bound(costs.fit(on), memory.fit(on), on, case.m, case.limit, objective).value_ms
         for on in (Placement.linear(case.p), finest)
@@ -127,7 +127,7 @@ def zb_v_bubble(case: Case, objective: Metric) -> float:
 
 
 def main() -> int:
-    """Answer every question; 1 when a peer is better by more than the tolerance, or not beaten where it must be."""
+    """Answer every question; return 1 if a peer is better beyond the tolerance, or is not beaten where it must be."""
     options = _parse()
     cases = read(PEERS)
     chosen = list(cases)
@@ -160,14 +160,14 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--sample", type=int, metavar="N", help="take N questions, drawn at random; default: all")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing")
+    parser.add_argument("--sample", type=int, metavar="N", help="answer N random questions; default: all questions")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/peer_schedules.json"))
     return parser.parse_args()
 
 
 def lost(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], Answer]) -> Iterable[dict[str, Any]]:
-    """Where a peer is better, or as good where its pattern was made for other costs."""
+    """Questions where a peer is better, or as good although its pattern was made for other costs."""
     for (case, metric), found in answers.items():
         for peer in cases[case]:
             excess = found.bubble - peer.bubble[metric]
@@ -177,12 +177,12 @@ def lost(cases: dict[Case, list[Peer]], answers: dict[tuple[Case, Metric], Answe
 
 
 def is_zb_v(peer: Peer) -> bool:
-    """Whether the peer calls it ZB-V."""
+    """Whether the peer's schedule is its ZB-V."""
     return peer.schedule == "zbv"
 
 
 def lost_by_zb_v(cases: dict[Case, list[Peer]], bubbles: dict[tuple[Case, Metric], float]) -> Iterable[dict[str, Any]]:
-    """Where a peer's ZB-V is better than ours."""
+    """Questions where a peer's ZB-V is better than ours."""
     for (case, metric), bubble in bubbles.items():
         for peer in filter(is_zb_v, cases[case]):
             excess = bubble - peer.bubble[metric]
@@ -219,7 +219,7 @@ def _sentence(loss: dict[str, Any]) -> str:
     question = f"p={loss['p']} m={loss['m']} {costs} M_W {loss['wgrad_memory']:g} limit {loss['limit']:g}"
     rate = loss["bubble"][loss["objective"]]
     return (
-        f"not won as promised: {loss['objective']} {question}: {loss['schedule']} {rate:.4f}, "
+        f"comparison lost: {loss['objective']} {question}: {loss['schedule']} {rate:.4f}, "
         f"ours {loss['ours']:.4f} ({loss['excess']:+.4f})"
     )
 

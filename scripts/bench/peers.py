@@ -1,4 +1,4 @@
-"""What else runs pipelines, over a model that only sleeps: stock megatron-core and torch.distributed.pipelining."""
+"""Other pipeline runtimes, with a model that only sleeps: stock megatron-core and torch.distributed.pipelining."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TORCH_KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}
 
 @dataclass(frozen=True)
 class Emulation:
-    """A pipeline of ``num_ranks`` whose passes sleep; times in ms for a rank's whole share of the model."""
+    """A pipeline of ``num_ranks`` whose passes sleep; times in ms are for a rank's whole share of the model."""
 
     num_ranks: int
     num_microbatches: int
@@ -39,13 +39,13 @@ class Emulation:
 
     @property
     def message_shape(self) -> tuple[int, int, int]:
-        """Sequence, microbatch, hidden: Megatron's order; float32."""
+        """[sequence, microbatch, hidden], which is Megatron's order; float32."""
         return (self.kib, 1, HIDDEN_SIZE)
 
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to run an iteration on this rank, and what it plans to do."""
+    """A runtime's iteration on this rank, with the schedule and the costs that it was planned for."""
 
     schedule: Schedule
     costs: PassCosts
@@ -57,9 +57,9 @@ class Contestant:
 
 
 def stock(emulation: Emulation, num_chunks: int = 1) -> Contestant:
-    """megatron-core's own 1F1B, interleaved if a rank has several chunks, over its own P2P.
+    """megatron-core's 1F1B, interleaved if a rank has several chunks, with its own P2P communication.
 
-    The CPU platform is in force and the parallel groups are laid out.
+    The CPU platform must be set up and the parallel groups created.
     """
     from megatron.core import parallel_state
     from megatron.core.enums import ModelType
@@ -106,8 +106,8 @@ def stock(emulation: Emulation, num_chunks: int = 1) -> Contestant:
 def torch_1f1b(emulation: Emulation, rank: int) -> Contestant:
     """torch's ``Schedule1F1B``.
 
-    It runs the order of our ``1f1b``; what its ``_get_pipeline_order`` shows (torch 2.13) starts the last rank with
-    microbatch 1, and is not used.
+    It runs in the order of our ``1f1b``. The order of its ``_get_pipeline_order`` (torch 2.13), which starts the last
+    rank with microbatch 1, is not used.
     """
     stages = [_torch_stage(rank, emulation.num_ranks, _fused(emulation))]
     schedule = Schedule1F1B(stages[0], emulation.num_microbatches, _loss, scale_grads=False)
@@ -116,7 +116,7 @@ def torch_1f1b(emulation: Emulation, rank: int) -> Contestant:
 
 
 def torch_zb1p(emulation: Emulation, rank: int) -> Contestant:
-    """torch's ``ScheduleInterleavedZeroBubble`` with one stage a rank: the paper's ZB1P."""
+    """torch's ``ScheduleInterleavedZeroBubble`` with one stage per rank: the paper's ZB1P."""
     model = _SleepingModel(emulation.forward_ms, emulation.backward_ms, emulation.wgrad_ms)
     stages = [_torch_stage(rank, emulation.num_ranks, model)]
     schedule = ScheduleInterleavedZeroBubble(stages, emulation.num_microbatches, _loss, scale_grads=False)
@@ -124,7 +124,7 @@ def torch_zb1p(emulation: Emulation, rank: int) -> Contestant:
 
 
 def torch_interleaved_zero_bubble(emulation: Emulation, rank: int) -> Contestant:
-    """torch's ``ScheduleInterleavedZeroBubble`` with two stages a rank, each of half the cost."""
+    """torch's ``ScheduleInterleavedZeroBubble`` with two stages per rank, each with half the cost."""
     placement = Placement.interleaved(emulation.num_ranks, 2)
     model = _SleepingModel(emulation.forward_ms / 2, emulation.backward_ms / 2, emulation.wgrad_ms / 2)
     stages = [_torch_stage(s, placement.num_stages, model) for s in placement.stages_of(rank)]
@@ -133,7 +133,7 @@ def torch_interleaved_zero_bubble(emulation: Emulation, rank: int) -> Contestant
 
 
 def torch_zbv(emulation: Emulation, rank: int) -> Contestant:
-    """torch's ``ScheduleZBVZeroBubble``: two stages a rank, each of half the cost."""
+    """torch's ``ScheduleZBVZeroBubble``: two stages per rank, each with half the cost."""
     placement = Placement.vee(emulation.num_ranks)
     model = _SleepingModel(emulation.forward_ms / 2, emulation.backward_ms / 2, emulation.wgrad_ms / 2)
     stages = [_torch_stage(s, placement.num_stages, model) for s in placement.stages_of(rank)]
@@ -142,9 +142,9 @@ def torch_zbv(emulation: Emulation, rank: int) -> Contestant:
 
 
 def schedule_of(name: str, order: Mapping[int, Iterable[Any]], placement: Placement, num_microbatches: int) -> Schedule:
-    """A ``pipeline_order`` of torch.distributed.pipelining as a validated schedule.
+    """Convert a ``pipeline_order`` of torch.distributed.pipelining to a validated schedule.
 
-    torch writes I for our B and B for our BW; its idle slots (None) and its reductions are no passes.
+    torch writes I for our B and B for our BW; its idle slots (None) and its reductions are left out.
     """
     rows = tuple(
         tuple(
@@ -164,7 +164,7 @@ def _torch_split(
 ) -> Contestant:
     planned = schedule_of(name, schedule.pipeline_order, placement, emulation.num_microbatches)
     costs = emulation.costs(placement)
-    # On stage 0 torch skips the B and runs the whole backward as its W.
+    # On stage 0, torch skips B and runs the whole backward as W.
     backward_ms = (0.0, *costs.backward_ms[1:])
     wgrad_ms = (costs.backward_ms[0] + costs.wgrad_ms[0], *costs.wgrad_ms[1:])
     return Contestant(
@@ -173,12 +173,12 @@ def _torch_split(
 
 
 def _torch_stage(stage: int, num_stages: int, model: torch.nn.Module) -> Any:
-    # Any: the schedules take lists of a private base class, and a list of its subclass is another type.
+    # Any: the schedules take lists of a private base class, and a list of a subclass is another type.
     return PipelineStage(model, stage, num_stages, torch.device("cpu"), group=dist.group.WORLD)
 
 
 def _torch_step(emulation: Emulation, stages: list[PipelineStage], schedule: Any) -> Callable[[], None]:
-    """One iteration; the first stage is given the batch, the last one the targets."""
+    """A function that runs one iteration; the first stage gets the batch, the last stage gets the targets."""
     sequence, _, hidden = emulation.message_shape
     batch = torch.zeros(emulation.num_microbatches * sequence, 1, hidden)
     inputs = (batch,) if any(stage.is_first for stage in stages) else ()
@@ -195,7 +195,7 @@ def _loss(output: torch.Tensor, _target: torch.Tensor) -> torch.Tensor:
 
 
 class _Sleep(torch.autograd.Function):
-    """A copy that takes its time, forward and backward; the copying is part of it."""
+    """A copy whose forward and backward take the given times, which include the copying."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward_ms: float, backward_ms: float) -> torch.Tensor:
@@ -214,7 +214,7 @@ class _Sleep(torch.autograd.Function):
 
 
 class _Join(torch.autograd.Function):
-    """``x``, of which the gradient of ``weight`` hangs: where torch cuts a backward into its two halves."""
+    """Returns ``x`` and also sends a gradient to ``weight``: the node where torch splits a backward into two parts."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -226,7 +226,7 @@ class _Join(torch.autograd.Function):
 
 
 class _SleepingModel(torch.nn.Module):
-    """A stage whose forward, input gradient and weight gradient sleep, the last two in nodes of their own."""
+    """A stage whose forward, input gradient and weight gradient sleep, the last two in separate autograd nodes."""
 
     def __init__(self, forward_ms: float, backward_ms: float, wgrad_ms: float) -> None:
         super().__init__()
@@ -240,13 +240,13 @@ class _SleepingModel(torch.nn.Module):
 
 
 def _fused(emulation: Emulation, num_chunks: int = 1) -> _SleepingModel:
-    """For schedules that never split a backward: it sleeps once."""
+    """A model for schedules that never split a backward: each backward sleeps once."""
     backward_ms = emulation.backward_ms + emulation.wgrad_ms
     return _SleepingModel(emulation.forward_ms / num_chunks, backward_ms / num_chunks, 0.0)
 
 
 class _MegatronModel(torch.nn.Module):
-    """The same, as megatron-core's schedules want it."""
+    """The same model, with the interface that megatron-core's schedules require."""
 
     def __init__(self, emulation: Emulation, config: Any, model_type: Any, num_chunks: int) -> None:
         super().__init__()

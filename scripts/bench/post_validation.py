@@ -1,8 +1,8 @@
-"""Post-validation: what stepping ahead of the global norm gains, and what taking a step back costs.
+"""Post-validation: the gain of optimizer steps before the global norm is known, and the cost of undoing a step.
 
-``period``: passes and optimizer steps that only take time, on the real runtime and gloo: milliseconds from one
-iteration to the next under zb-auto in twice the memory of 1F1B, with a synchronous optimizer and with steps taken
-ahead, beside what the simulator predicts. ``rollback``: what each way of taking a step back costs and keeps.
+``period``: passes and optimizer steps that only sleep, on the real runtime and gloo: milliseconds from one iteration to
+the next under zb-auto with twice the memory of 1F1B, with a synchronous optimizer and with post-validation, next to the
+simulator's prediction. ``rollback``: time and memory of each way to undo a step.
 
     bash scripts/bench.sh post_validation period [--num-ranks 8] [--num-microbatches 24] [--pass-ms 50]
     bash scripts/bench.sh post_validation rollback [--elements 16000000]
@@ -30,7 +30,7 @@ _KIB = 256
 
 
 def main() -> int:
-    """Run one of the two; ``period`` starts the ranks, or is one of them."""
+    """Run one of the two benches; ``period`` starts the ranks, or runs as one of them."""
     options = _parse()
     if options.what == "period" and not ranks.on_ranks():
         ranks.launch("post_validation", options.num_ranks, sys.argv[1:])
@@ -48,9 +48,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-ranks", type=int, default=8)
     parser.add_argument("--num-microbatches", type=int, default=24)
-    parser.add_argument("--pass-ms", type=float, default=50.0, help="of F, B and W")
-    parser.add_argument("--step-ms", type=float, help="of the optimizer step; default: half a pass")
-    parser.add_argument("--elements", type=int, default=16_000_000, help="of the parameters (rollback)")
+    parser.add_argument("--pass-ms", type=float, default=50.0, help="time of each of F, B and W")
+    parser.add_argument("--step-ms", type=float, help="time of the optimizer step; default: half a pass")
+    parser.add_argument("--elements", type=int, default=16_000_000, help="number of parameter elements (rollback)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     options.step_ms = options.pass_ms / 2 if options.step_ms is None else options.step_ms
@@ -58,7 +58,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _period(options: argparse.Namespace) -> dict[str, Any]:
-    """Both optimizers in turn, and what the simulator predicts for them."""
+    """Measure both optimizers in turn, and predict them with the simulator."""
     import torch.distributed as dist
 
     from megatron.zero_bubble import PassCosts, PassMemory, Placement
@@ -83,7 +83,7 @@ def _period(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[str, Callable[[], float]]:
-    """A few iterations under each optimizer: ms from one to the next, on the slowest rank."""
+    """A function per optimizer that runs a few iterations; it returns the ms per iteration on the slowest rank."""
     import torch
     import torch.distributed as dist
 
@@ -116,7 +116,7 @@ def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[st
 
 
 def _rollback(options: argparse.Namespace) -> dict[str, Any]:
-    """A step of AdamW, then what the two ways take and keep."""
+    """Measure a step of AdamW, and the time and memory of both ways to undo it."""
     import torch
 
     from megatron.zero_bubble.optimizer.rollback import ROLLBACKS

@@ -1,4 +1,4 @@
-"""What the benches share: start the ranks, interleave the variants, write the JSON."""
+"""Functions that the benches share: start the ranks, interleave the variants, and write the JSON."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def environment() -> dict[str, str]:
-    """That of this process, in which Python also finds the benches and the package of this checkout."""
+    """The environment of this process, with the benches and the package of this checkout on Python's path."""
     paths = [str(ROOT / "scripts"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def launch(bench: str, num_ranks: int, arguments: Sequence[str]) -> None:
-    """Run ``bench`` on ``num_ranks`` single-threaded processes; ends this process if they fail."""
+    """Run ``bench`` on ``num_ranks`` single-threaded processes; exit this process if they fail."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     command += ["--module", f"bench.{bench}", *arguments]
     code = subprocess.run(command, env=environment() | {"OMP_NUM_THREADS": "1"}, check=False).returncode
@@ -38,7 +38,7 @@ def on_ranks() -> bool:
 
 
 def leave() -> None:
-    """End the process groups, those in reference cycles too: gloo aborts if one lives until Python ends."""
+    """End all process groups, also those in reference cycles: gloo aborts if one still exists when Python exits."""
     import torch.distributed as dist
 
     gc.collect()
@@ -46,14 +46,14 @@ def leave() -> None:
 
 
 def is_first() -> bool:
-    """Whether this process speaks for all ranks."""
+    """Whether this process prints and writes for all ranks."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def interleaved(variants: dict[str, Callable[[], float]], rounds: int, warm_up: int = 1) -> dict[str, list[float]]:
-    """Run every variant once a round, so that a slow minute of the machine slows all of them; values by variant.
+    """Run every variant once per round, so that a slow minute of the machine slows all of them; values by variant.
 
-    Each round starts with the next variant, so that none always pays for what the one before it left behind.
+    Each round starts with the next variant, so that the order within a round favours none of them.
     """
     names = list(variants)
     values: dict[str, list[float]] = {name: [] for name in names}
@@ -70,13 +70,13 @@ def interleaved(variants: dict[str, Callable[[], float]], rounds: int, warm_up: 
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:
-    """The first and the third; both the value where there is one only."""
+    """The first and the third quartile; for a single value, both are that value."""
     low, _, high = quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
     return low, high
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on, and by which versions."""
+    """The machine and the versions with which figures were measured."""
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
@@ -90,7 +90,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of this checkout, with ``-dirty`` behind it where files differ; "unknown" where git cannot tell."""
+    """The commit of this checkout, with ``-dirty`` appended if files differ; "unknown" if git fails."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12", "--exclude", "*"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -99,7 +99,7 @@ def commit() -> str:
 
 
 def _processor() -> str:
-    """Its model's name, where Linux tells."""
+    """The model name of the processor from /proc/cpuinfo, or else what Python's platform module has."""
     facts = Path("/proc/cpuinfo")
     lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -107,7 +107,7 @@ def _processor() -> str:
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """The results as JSON."""
+    """Write results as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     print(f"written to {path}")

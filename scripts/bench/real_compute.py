@@ -1,18 +1,18 @@
-"""Real compute: what a zero-bubble schedule gains on a real GPT, on CPU ranks of one thread each, or GPUs.
+"""Real compute: the gain of zero-bubble schedules on a real GPT, on single-threaded CPU ranks or on GPUs.
 
-One rank (--num-ranks 1) has no bubble to lose: there it shows the times of the passes, and what the split costs.
+With one rank (--num-ranks 1) there is no bubble: the bench then shows pass times and the cost of the split.
 
 Every round runs one iteration (all forward and backward passes, without the optimizer) of stock megatron-core and of
-each schedule; a ratio is the median over rounds, so it compares neighbours in time. Beside the measured ratio stands
-the one that the simulator predicts from the median passes and transfers of the same turn, and the bound of that
-prediction: what it could not be less than for any order of such passes on the same ranks
+each schedule. A ratio is the median over rounds of ratios within a round, so it compares iterations that ran close in
+time. Next to the measured ratio is the ratio that the simulator predicts from the median passes and transfers of the
+same turn, and the lower bound of that prediction for any order of these passes on the same ranks
 (megatron.zero_bubble.analysis.bounds).
 
-What the split costs is seen where everything else is the same: in "1f1b, split", which runs each B with its W right
-behind it in the order of 1F1B; what fused weight gradients gain, beside the variants with upstream's arithmetic
-("exact"). The published zb-v is made for passes of one length; "zb-v fitted" is what ``zero-bubble plan --objective
-makespan`` makes of it in the same memory for the passes of its turns in a few trial rounds before the others. (Turns
-right behind one another would fit it to what the machine does at that moment.)
+The cost of the split is the difference between 1F1B and "1f1b, split", which runs every W directly after its B in the
+order of 1F1B. The gain of fused weight gradients is the difference to the "exact" variants, which compute weight
+gradients as megatron-core does. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as
+``zero-bubble plan --objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds.
+(Fitting to consecutive iterations would fit it to the machine's state at that moment.)
 
     bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
@@ -50,11 +50,11 @@ _FLAGS = {
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
     "zb-v": "--zero-bubble-schedule zb-v",
 }
-"""The models that are needed, by the first variant that runs on them; the others run on stock's."""
+"""Flags of each model, by the first variant that runs on it; all other variants run on the model of stock 1F1B."""
 
 
 def main() -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     options = _parse()
     if not ranks.on_ranks():
         ranks.launch("real_compute", options.num_ranks, sys.argv[1:])
@@ -73,9 +73,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--num-layers", type=int, default=8, help="of all ranks together, a multiple of four")
+    parser.add_argument(
+        "--num-layers", type=int, default=8, help="number of layers on all ranks together, a multiple of four"
+    )
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these beside stock 1f1b; default: all")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="variants to run in addition to stock 1f1b; default: all"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
@@ -90,7 +94,7 @@ def _parse() -> argparse.Namespace:
 
 
 class _Job:
-    """A GPT over the ranks, with 256 tokens a microbatch; ``flags`` place its stages."""
+    """A GPT on all ranks, with 256 tokens per microbatch; ``flags`` select the placement of its stages."""
 
     def __init__(self, options: argparse.Namespace, num_microbatches: int, flags: str = "") -> None:
         import torch
@@ -139,21 +143,21 @@ class _Job:
         self.tokens = torch.randint(0, 256, (1, 257), generator=generator).to(self.device)
 
     def take_turn(self) -> None:
-        """Tell Megatron how many chunks a rank has, as its initialization would: models of several kinds take turns."""
+        """Set Megatron's number of chunks per rank, which its initialization sets only once, to that of this model."""
         from megatron.core import parallel_state
 
         parallel_state.set_virtual_pipeline_model_parallel_world_size(self.args.virtual_pipeline_model_parallel_size)
 
     def zero_grad(self) -> None:
-        """Before every iteration, and no part of it."""
+        """Zero the gradients; called before every iteration and not timed."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
 
     def iteration(self) -> None:
-        """All passes of one global batch."""
+        """Run all passes of one global batch."""
         from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 
-        # Megatron runs one rank in a loop of its own; its pipeline runs there too, and is what others replace.
+        # Megatron runs a single rank without its pipeline, but the pipeline supports one rank, and variants replace it.
         alone = self.args.pipeline_model_parallel_size == 1
         run = schedules.forward_backward_pipelining_without_interleaving if alone else get_forward_backward_func()
         run(
@@ -191,7 +195,7 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
 
 
 def _base(name: str) -> str:
-    """A variant's name without how it is run."""
+    """The name of a variant without its suffixes."""
     return name.removesuffix(EXACT).removesuffix(FITTED)
 
 
@@ -214,12 +218,12 @@ class _Variant:
         self.fitted_to: PassCosts | None = None
 
     def _write(self) -> None:
-        """The schedule to where this rank reads it."""
+        """Write the schedule to the file from which this rank reads it."""
         on = self._schedule.placement
         self._file.write_text(plan_to_json(simulate(self._schedule, PassCosts.uniform(on, 1, 1, 1))))
 
     def fit(self) -> None:
-        """From now on, run what the schedule becomes for the passes of all turns so far; all ranks make the same."""
+        """Fit the schedule to the passes of all turns so far; all ranks compute the same schedule."""
         from megatron.zero_bubble.measure.gather import median_costs
 
         self.fitted_to = median_costs(self._timelines)
@@ -228,7 +232,7 @@ class _Variant:
         self._write()
 
     def __call__(self) -> float:
-        """Milliseconds of one iteration, from the meeting of the ranks to the last rank's end."""
+        """Milliseconds of one iteration, from the common start of the ranks to the end of the last rank."""
         from megatron.zero_bubble.job.config import ZeroBubbleConfig
         from megatron.zero_bubble.measure.gather import gather_trace, median_costs
         from megatron.zero_bubble.patching import apply, observe, revert
@@ -247,7 +251,7 @@ class _Variant:
         if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
             timeline = gather_trace(self._schedule.name, marks, self._group).timeline
             if timeline.schedule.order != self._schedule.order:
-                raise RuntimeError(f"{self._schedule.name} ran another order than its own; its figures mean nothing")
+                raise RuntimeError(f"{self._schedule.name} ran in another order than planned; its figures are invalid")
             self.costs.append(median_costs([timeline]))
             self._timelines.append(timeline)
         return elapsed
@@ -266,11 +270,11 @@ class _Variant:
         return elapsed, self._recorder.stop()
 
     def planned(self) -> list[float]:
-        """What each turn's iteration would have taken without any overhead, its passes as they were."""
+        """Simulated time of each turn's iteration, from its measured passes and without any overhead."""
         return [simulate(self._schedule, costs).makespan_ms for costs in self.costs]
 
     def bounds(self) -> list[float]:
-        """What ``planned`` could not be less than for any order of such passes, whatever it keeps in memory."""
+        """Lower bounds of ``planned`` for any order of the same passes, without a memory limit."""
         on, m = self._schedule.placement, self._schedule.num_microbatches
         memory = PassMemory.uniform(on, 1.0)
         return [lower_bound(costs, memory, on, m, None, "makespan").value_ms for costs in self.costs]

@@ -1,4 +1,4 @@
-"""The benches in one run, each in a process of its own, and the page of their figures.
+"""Run all benches, each in a separate process, and write the page of their figures.
 
 Results go to ``runs/bench/<run>/``: a JSON and a log for each bench, ``run.json`` and ``benchmarks.md``. A full run
 then replaces ``docs/benchmarks.json``, ``docs/benchmarks.md`` and ``docs/scaling.svg``; ``scripts/generate_docs.py``
@@ -27,9 +27,9 @@ from bench import page, ranks
 from megatron.zero_bubble.platforms import select
 
 LAST_LINES = 12
-"""Of a failed bench's log, on the page."""
+"""Number of lines of a failed bench's log that the page shows."""
 _PATIENCE = 3.0
-"""How many times the expected time a bench may take: machines differ, but a bench that hangs must end."""
+"""Time limit as a multiple of the expected time: machines differ, but a bench that hangs must end."""
 _GRACE_S = 20.0
 
 
@@ -37,7 +37,7 @@ _GRACE_S = 20.0
 class Bench:
     """One bench: a section of the page, a module and its arguments, and the seconds it takes on two idle cores.
 
-    ``num_gpus`` are needed for it; ``--output`` is added to the arguments.
+    It needs ``num_gpus`` GPUs; ``--output`` is added to the arguments.
     """
 
     name: str
@@ -64,7 +64,7 @@ FULL = (
     Bench("peers", "peer_schedules", "--sample 50", 90),
     Bench("scaling", "scaling", PUBLISHED_TIMES, 75),
 )
-"""What a full run does: under 20 minutes on two idle cores."""
+"""The benches of a full run: under 20 minutes on two idle cores."""
 ON_GPUS = (
     Bench("wgrad-cuda", "wgrad", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
     Bench(
@@ -82,7 +82,7 @@ ON_GPUS = (
         num_gpus=2,
     ),
 )
-"""What a full run adds where there are GPUs."""
+"""The benches that a full run adds on a machine with GPUs."""
 QUICK = (
     Bench(
         "emulated",
@@ -102,11 +102,11 @@ QUICK = (
     Bench("peers", "peer_schedules", "--sample 4", 10),
     Bench("scaling", "scaling", f"{PUBLISHED_TIMES} --num-ranks 2 4 8 --num-microbatches 16", 10),
 )
-"""The same benches at sizes that say nothing."""
+"""The same benches at small sizes, whose figures are meaningless."""
 
 
 def main() -> int:
-    """Run, write, and say where; 1 when a bench failed."""
+    """Run the benches, write the results and print where they are; return 1 if a bench failed."""
     options = _parse()
     folder = options.folder / options.name
     folder.mkdir(parents=True, exist_ok=False)
@@ -114,7 +114,7 @@ def main() -> int:
     ranks.write(folder / page.RECORD, record)
     summary = page.summarize(folder)
     (folder / page.PAGE.name).write_text(page.render(summary), encoding="utf-8")
-    print(f"the page is {folder / page.PAGE.name}")
+    print(f"page written to {folder / page.PAGE.name}")
     if not options.quick:
         page.publish(summary, ranks.ROOT, folder / page.CHART)
         print(f"{page.PAGE} and {page.STORED} are those of this run; scripts/generate_docs.py updates the README")
@@ -126,29 +126,29 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="bench.sh", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="small sizes, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to check that all benches run")
     now = datetime.now(timezone.utc)
-    parser.add_argument("--name", default=f"{now:%Y-%m-%d-%H%M%S}", help="of the run (default: the time)")
-    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="where runs are kept")
+    parser.add_argument("--name", default=f"{now:%Y-%m-%d-%H%M%S}", help="name of the run; default: the time")
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench"), help="folder of all runs")
     options = parser.parse_args()
     if (options.folder / options.name).exists():
-        parser.error(f"a run needs a name of its own; {options.name} is in {options.folder} already; leave --name out")
+        parser.error(f"--name must be new; {options.name} is in {options.folder} already; give another or drop --name")
     return options
 
 
 def _possible(benches: Sequence[Bench]) -> list[Bench]:
-    """Those that this machine has the GPUs for."""
+    """The benches for which this machine has enough GPUs."""
     platform = select("auto")
     num_gpus = platform.device_count() if platform.name == "cuda" else 0
     return [bench for bench in benches if bench.num_gpus <= num_gpus]
 
 
 def run(benches: Sequence[Bench], folder: Path, quick: bool, package: str = "bench") -> dict[str, Any]:
-    """Every bench in turn; how each ended, and on what.
+    """Run every bench in turn; return how each ended, and on which machine.
 
     Args:
-        folder: exists; gets a JSON and a log for every bench.
-        package: has the benches' modules.
+        folder: existing folder for one JSON and one log per bench.
+        package: package of the benches' modules.
     """
     began, before = datetime.now(timezone.utc), os.getloadavg()
     expected = sum(bench.expected_s for bench in benches)
@@ -169,7 +169,7 @@ def run(benches: Sequence[Bench], folder: Path, quick: bool, package: str = "ben
 
 
 def _result(bench: Bench, folder: Path, head: str, package: str) -> dict[str, Any]:
-    """Run one bench; how it ended, with its last words where it failed."""
+    """Run one bench; return how it ended, with the last lines of its log if it failed."""
     print(head, end="" if sys.stdout.isatty() else "\n", flush=True)
     output, log = folder / f"{bench.name}.json", folder / f"{bench.name}.log"
     module = f"{package}.{bench.module}"
@@ -198,7 +198,7 @@ def _result(bench: Bench, folder: Path, head: str, package: str) -> dict[str, An
 
 
 def _wait(process: subprocess.Popen[bytes], timeout_s: float, head: str) -> int | None:
-    """Its exit code, with the time shown meanwhile; None where it had to be ended, as it is when we are interrupted."""
+    """Wait and show the time; return the exit code, or None after a timeout. The process is ended in any case."""
     started = time.monotonic()
     try:
         while (seconds := time.monotonic() - started) < timeout_s:
@@ -214,20 +214,20 @@ def _wait(process: subprocess.Popen[bytes], timeout_s: float, head: str) -> int 
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of its process group; ask first, so that a launcher of ranks ends these before itself."""
+    """End the rest of the process group, first by SIGTERM, so that a launcher of ranks ends its ranks before itself."""
     for how in (signal.SIGTERM, signal.SIGKILL):
         if not _signal(process, how):
             return
         until = time.monotonic() + _GRACE_S
         while time.monotonic() < until:
-            process.poll()  # else its own entry keeps the group
+            process.poll()  # reap the process, which would otherwise keep the group alive
             if not _signal(process, 0):
                 return
             time.sleep(0.1)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Whether there was anyone left in its group to be told."""
+    """Send a signal to the process group; return whether the group still exists."""
     try:
         os.killpg(process.pid, number)
     except ProcessLookupError:

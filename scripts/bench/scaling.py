@@ -1,9 +1,9 @@
-"""Scaling on paper: the throughput that each schedule reaches with 2 to 256 ranks, from pass times and link figures.
+"""Predicted scaling: the throughput of each schedule with 2 to 256 ranks, from pass times and link figures.
 
-Weak scaling at a fixed global batch: every rank holds as many layers as in the configuration, so its passes take the
-same whatever the number of ranks, and a pipeline without bubbles would do the same tokens a second at any size. Pass
-times are those of a costs file (recorded by a run, or published), or else estimated from the model's shapes. Every
-schedule of every size is simulated pass by pass; nothing is extrapolated.
+Weak scaling at a fixed global batch: every rank has as many layers as in the configuration, so its passes take the same
+time with any number of ranks, and a pipeline without bubbles would process the same number of tokens per second at any
+size. Pass times come from a costs file (recorded by a run, or published), or are estimated from the model's shapes.
+Every schedule of every size is simulated pass by pass; nothing is extrapolated.
 
     bash scripts/bench.sh scaling [--config FILE [--gpu NAME]] [--costs FILE] [--latency-us US --link-gbs GBS]
         [--num-ranks 2 ... 256] [--num-microbatches 256 2048]
@@ -41,7 +41,7 @@ OPTIMIZERS: dict[Metric, str] = {"makespan": "synchronous optimizer", "span": "p
 
 @dataclass(frozen=True)
 class Setting:
-    """One rank's passes of a microbatch and a transfer between neighbours in ms, and the microbatch's tokens."""
+    """Times in ms of a rank's passes of one microbatch and of a transfer between neighbours; tokens per microbatch."""
 
     forward_ms: float
     backward_ms: float
@@ -51,13 +51,13 @@ class Setting:
 
     @property
     def ideal_tokens_s(self) -> float:
-        """Of a pipeline without bubbles."""
+        """Tokens per second of a pipeline without bubbles."""
         return self.tokens / (self.forward_ms + self.backward_ms + self.wgrad_ms) * 1e3
 
 
 @dataclass(frozen=True)
 class Point:
-    """One schedule at one size: what it takes, and the tokens a second of the whole pipeline, by optimizer."""
+    """One schedule at one size: its length, bubble rate and tokens per second of the whole pipeline, by optimizer."""
 
     schedule: str
     num_ranks: int
@@ -68,13 +68,13 @@ class Point:
 
 
 def main() -> None:
-    """Simulate, write, draw."""
+    """Simulate, write and draw."""
     options = _parse()
     try:
         setting, assumptions = _setting(options)
     except ValueError as error:
         sys.exit(f"scaling.py: {error}")
-    # The largest first, so that no core is left alone with one at the end.
+    # The largest sizes first, so that all cores are busy until the end.
     sizes = sorted(product(options.num_ranks, options.num_microbatches), key=math.prod, reverse=True)
     with ProcessPoolExecutor(options.jobs) as pool:
         points = list(pool.map(partial(predict, setting), *zip(*product(options.schedules, sizes), strict=True)))
@@ -89,22 +89,28 @@ def main() -> None:
     page.report("scaling", content, options.output)
     chart = options.output.with_suffix(".svg")
     chart.write_text(chart_of(points, setting), encoding="utf-8")
-    print(f"drawn in {chart}")
+    print(f"drawn to {chart}")
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     configs = ranks.ROOT / "configs"
-    parser.add_argument("--config", default=str(configs / "gpt_28.3b.yaml"), help="the model and its layers a rank")
-    parser.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="of the estimate, and of the links")
-    parser.add_argument("--costs", type=Path, help="measured pass times of a rank, in place of the estimate")
-    parser.add_argument("--latency-us", type=float, help="of a transfer between neighbours (default: the GPU's)")
-    parser.add_argument("--link-gbs", type=float, help="GB/s between neighbours (default: the GPU's)")
+    parser.add_argument(
+        "--config", default=str(configs / "gpt_28.3b.yaml"), help="configuration of the model and its layers per rank"
+    )
+    parser.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU for the estimate and the links")
+    parser.add_argument("--costs", type=Path, help="costs file with pass times, instead of the estimate")
+    parser.add_argument(
+        "--latency-us", type=float, help="latency of a transfer between neighbours (default: the GPU's)"
+    )
+    parser.add_argument("--link-gbs", type=float, help="bandwidth between neighbours in GB/s (default: the GPU's)")
     parser.add_argument("--num-ranks", type=int, nargs="+", default=[2**k for k in range(1, 9)])
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--schedules", nargs="+", choices=CHOICES, default=list(DRAWN))
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
-    parser.add_argument("--output", type=Path, default=Path("runs/bench/scaling.json"), help="the chart lies beside it")
+    parser.add_argument(
+        "--output", type=Path, default=Path("runs/bench/scaling.json"), help="results; the chart is written next to it"
+    )
     options = parser.parse_args()
     if (least := min(*options.num_ranks, *options.num_microbatches)) < 1:
         parser.error(f"--num-ranks and --num-microbatches must be 1 or more; got {least}; leave it out")
@@ -112,7 +118,7 @@ def _parse() -> argparse.Namespace:
 
 
 def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
-    """The figures of a rank that is neither first nor last, and what is assumed, in sentences."""
+    """The setting of a rank that is neither first nor last, and the assumptions in sentences."""
     model, _, _ = read_model(options.config, None, flash=True)
     f, b, w = _times(options, model)
     device = DEVICES[options.gpu]
@@ -136,7 +142,7 @@ def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
 
 
 def _times(options: argparse.Namespace, model: Model) -> tuple[float, float, float]:
-    """F, B and W of a rank in the middle: the median over ranks."""
+    """F, B and W of a typical rank: the median over ranks."""
     placement = Placement.linear(len(model.layers))
     if options.costs is None:
         costs, _ = estimate(model, DEVICES[options.gpu], placement)
@@ -150,7 +156,7 @@ def _shown(path: Path) -> str:
 
 
 def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
-    """The schedule called ``name`` with ``size`` ranks and microbatches."""
+    """Predict schedule ``name`` with ``size``, the numbers of ranks and of microbatches."""
     num_ranks, num_microbatches = size
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     figures = setting.forward_ms, setting.backward_ms, setting.wgrad_ms, setting.comm_ms
@@ -168,17 +174,17 @@ def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
 
 
 def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
-    """What ``simulate`` says of a schedule's makespan and span, by the search's compiled loop: millions of passes.
+    """Makespan and span of a schedule, as of ``simulate``, by the search's compiled loop: fast for millions of passes.
 
-    That loop knows B and W only: where all backwards are fused, B takes the time of both and W none.
+    The loop supports only B and W: if all backwards are fused, B takes the time of both, and W takes none.
 
     Raises:
-        ValueError: for a schedule with fused and split backwards, or whose microbatches change places within a stage.
+        ValueError: the schedule has fused and split backwards, or its microbatches change their order in a stage.
     """
     kinds = {p.kind for p in schedule.passes()}
     if Kind.BW in kinds:
         if Kind.B in kinds:
-            raise ValueError(f"backwards must be all fused or all split; {schedule.name} has both; simulate it")
+            raise ValueError(f"backwards must be all fused or all split; {schedule.name} has both; use simulate()")
         both = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
         costs = PassCosts(costs.forward_ms, both, (0.0,) * costs.num_stages, costs.comm_ms, costs.links)
     on = schedule.placement
@@ -193,7 +199,7 @@ def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
 
 
 def chart_of(points: list[Point], setting: Setting) -> str:
-    """A panel an optimizer and a number of microbatches: throughput, as a part of the ideal, over ranks."""
+    """One panel per optimizer and number of microbatches: throughput, as a share of the ideal, over ranks."""
     sizes = sorted({point.num_microbatches for point in points})
     panels = [
         Panel(f"{m} microbatches, {optimizer}", tuple(_lines(points, m, metric)))

@@ -1,4 +1,4 @@
-"""The report of each bench: its rows, their columns, and the words about them."""
+"""The report of each bench: its rows, their columns, and the text about them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from bench.tables import Column, Figures, Getter, Section, measured, named, rati
 
 
 def _whose(row: Figures) -> str:
-    """A variant's name with who runs it."""
+    """A variant's name with the package that runs it."""
     who, name = row["schedule"].partition(" ")[::2]
     if who not in ("stock", "torch"):
         return f"{row['schedule']}, ours"
@@ -38,7 +38,7 @@ def _real(content: Figures) -> list[dict[str, Any]]:
 
 
 def _passes(*keys: str) -> Getter:
-    """Gets the time of these passes of a microbatch in all stages, where a variant's passes were recorded."""
+    """Getter of the time of these passes per microbatch over all stages; None for variants that are not recorded."""
 
     def get(row: Figures) -> dict[str, float] | None:
         times = [sum(sum(costs[key]) for key in keys) for costs in row.get("costs", ())]
@@ -83,7 +83,7 @@ class _Thousands(Column):
 def _scaling_columns(rows: Sequence[Figures]) -> list[Column]:
     sizes = [key for key in rows[0] if key.startswith("p=")]
     shown = sizes[::-2]  # every other one, the largest included
-    head = [Column("microbatches", "num_microbatches"), Column("schedule", "schedule"), Column("keeps", "memory")]
+    head = [Column("microbatches", "num_microbatches"), Column("schedule", "schedule"), Column("peak memory", "memory")]
     return [*head, *(_Thousands(key if key in shown else "", key) for key in sizes)]
 
 
@@ -146,7 +146,7 @@ def _peers(figures: Figures) -> dict[str, Any]:
 
 SECTIONS = {
     "emulated": Section(
-        "Passes that only take time",
+        "Emulated compute",
         settings("num_ranks", "num_microbatches", "pass_ms", "kib", "rounds"),
         named("schedule", "variants"),
         (
@@ -180,9 +180,9 @@ SECTIONS = {
         (
             Column("schedule", "schedule"),
             Column("bubble by the wall clock, %", "wall", ".2f", rounds("wall_bubbles", 100)),
-            Column("by the trace, %", "trace", ".2f", rounds("trace_bubbles", 100)),
-            Column("apart at most, points", "apart", ".2f", lambda row: 100 * row["apart"]),
-            Column("recording, %", "overhead", "+.2f", rounds("overheads", 100)),
+            Column("bubble by the trace, %", "trace", ".2f", rounds("trace_bubbles", 100)),
+            Column("largest difference, points", "apart", ".2f", lambda row: 100 * row["apart"]),
+            Column("overhead of recording, %", "overhead", "+.2f", rounds("overheads", 100)),
         ),
         "The bubble (makespan) of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
         "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer an iteration "
@@ -211,8 +211,8 @@ SECTIONS = {
             Column("measured ms", "measured_ms", ".0f", rounds("rounds_ms")),
             Column("measured / predicted", "over_predicted", ".3f", ratio("rounds_ms", "predicted_ms")),
         ),
-        "From one iteration to the next with the optimizer between them: {num_ranks} gloo ranks, {num_microbatches} "
-        "microbatches, passes that sleep {pass_ms:g} ms, a step of {step_ms:g} ms, `zb-auto` in twice 1F1B's memory; "
+        "Time from one iteration to the next, including the optimizer: {num_ranks} gloo ranks, {num_microbatches} "
+        "microbatches, passes that sleep {pass_ms:g} ms, a step of {step_ms:g} ms, `zb-auto` with twice 1F1B's memory; "
         "medians of {rounds} rounds.",
     ),
     "rollback": Section(
@@ -244,13 +244,13 @@ SECTIONS = {
             Column("seconds to plan", "seconds", ".1f"),
         ),
         "`zb-auto` against {schedules} of {of_schedules} schedules of public schedulers (the authors' fork, Primus, "
-        "DualPipeV), each time with the same costs and in the same memory ({questions} of {of_questions} questions, "
-        "{drawn}), by the span and by the makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by "
-        "memory limit (1 p: the peak of 1F1B), next to the lower bound for any schedule.",
+        "DualPipeV), each with the same costs and in the same memory ({questions} of {of_questions} questions, "
+        "{drawn}), by span and by makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by memory "
+        "limit (1 p: the peak of 1F1B), next to the lower bound for any schedule.",
         _peers,
     ),
     "scaling": Section(
-        "Scaling on paper",
+        "Predicted scaling",
         settings("assumptions", "ideal_tokens_s"),
         _scaling,
         _scaling_columns,
@@ -262,4 +262,4 @@ SECTIONS = {
         lambda of: {"thousands": of["ideal_tokens_s"] / 1e3, "lines": "\n".join(f"* {a}" for a in of["assumptions"])},
     ),
 }
-"""By the name of the bench, in the order of the page."""
+"""Sections by the name of the bench, in the order of the page."""

@@ -1,4 +1,4 @@
-"""What the report of a bench is made of: a table of columns, and words about its settings."""
+"""Parts of the report of a bench: a table of columns, and a text about its settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Getter = Callable[[Figures], Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One figure of every row: ``getter`` takes it from a row of the bench's JSON, the summary has it as ``key``.
+    """One figure per row: ``getter`` takes it from a row of the bench's JSON, and the summary has it as ``key``.
 
     ``unit`` is the format of the figure. A column without a name is in the summary only.
     """
@@ -24,11 +24,11 @@ class Column:
     getter: Getter | None = None
 
     def value(self, row: Figures) -> Any:
-        """The figure of a row of the bench's JSON; None where there is none."""
+        """The figure of a row of the bench's JSON; None if the row has none."""
         return self.getter(row) if self.getter else row.get(self.key)
 
     def cell(self, row: Figures) -> str:
-        """The figure of a row of the summary, with the range or quartiles that it may have; a dash without one."""
+        """Format the figure of a row of the summary, with its range or quartiles if it has any; a dash for None."""
         value, ends = row.get(self.key), row.get(f"{self.key}_quartiles", ())
         if isinstance(value, Mapping):
             value, ends = value["median"], (value["least"], value["most"])
@@ -54,7 +54,7 @@ class Section:
     facts: Getter = lambda _: {}
 
     def summary(self, content: Figures) -> dict[str, Any]:
-        """What the page shows of a bench's JSON."""
+        """Extract from a bench's JSON what the page shows."""
         rows = self.rows(content)
         columns = self._columns(rows)
         return self.settings(content) | {
@@ -62,7 +62,7 @@ class Section:
         }
 
     def text(self, summary: Figures, machine: Figures) -> str:
-        """What was compared with what."""
+        """The text that describes the comparison."""
         return self.words.format_map({**summary, "machine": machine, **self.facts(summary)})
 
     def table(self, summary: Figures) -> list[list[str]]:
@@ -76,17 +76,17 @@ class Section:
 
 
 def measured(values: Sequence[float]) -> dict[str, float]:
-    """The median of some rounds, and their range."""
+    """The median and the range of values, one per round."""
     return {"median": median(values), "least": min(values), "most": max(values)}
 
 
 def rounds(key: str, scale: float = 1.0) -> Getter:
-    """Gets a figure of every round."""
+    """Getter of a figure measured in every round."""
     return lambda row: measured([scale * value for value in row[key]])
 
 
 def ratio(key: str, other: str) -> Getter:
-    """Gets a figure of every round over another of the same round, or of all."""
+    """Getter of a ratio in every round, to another figure of the same round or to one for all rounds."""
 
     def get(row: Figures) -> dict[str, float]:
         base = row[other] if isinstance(row[other], list) else [row[other]] * len(row[key])
@@ -96,7 +96,7 @@ def ratio(key: str, other: str) -> Getter:
 
 
 def settings(*keys: str) -> Getter:
-    """Gets these of the bench's settings, which stand beside its results, in each of them or with the machine."""
+    """Getter of these settings, which the bench's JSON has at its top level, in every result, or with the machine."""
 
     def get(content: Figures) -> dict[str, Any]:
         first = (content.get("results") or [{}])[0]
@@ -106,5 +106,5 @@ def settings(*keys: str) -> Getter:
 
 
 def named(label: str, key: str) -> Getter:
-    """Gets rows that stand under their names, each with its name under ``label`` and the machine."""
+    """Getter of rows that are stored by name; each row gets its name, as ``label``, and the machine."""
     return lambda content: [{**row, label: name, "machine": content["machine"]} for name, row in content[key].items()]

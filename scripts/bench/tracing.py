@@ -1,8 +1,8 @@
-"""Recorded iterations against the wall clock: is the bubble of the trace the real one, and what does recording cost?
+"""Recorded iterations: compare the bubble in the trace with that of the wall clock, and measure the recording overhead.
 
-Passes that sleep, real tensors on gloo (as ``emulated_compute.py --clock wall``). Every round runs an iteration of each
-schedule with and without recording. The wall clock's bubble is of the recorded iterations: all that the passes of the
-busiest rank do not fill, from the start that the ranks share to the end of the last one.
+Passes sleep, and real tensors go over gloo, as in ``emulated_compute.py --clock wall``. Every round runs one iteration
+of each schedule with and one without recording. The wall clock's bubble is that of the recorded iterations: the time
+between the common start of the ranks and the end of the last rank that the passes of the busiest rank do not fill.
 
     bash scripts/bench.sh tracing [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
 """
@@ -24,7 +24,7 @@ RECORDED = ", recorded"
 
 
 def main() -> int:
-    """Start the ranks, or be one of them."""
+    """Start the ranks, or run as one of them."""
     options = _parse()
     if not ranks.on_ranks():
         ranks.launch("tracing", options.num_ranks, sys.argv[1:])
@@ -45,12 +45,12 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", nargs="+", choices=OURS, default=OURS, help="these schedules")
-    parser.add_argument("--rounds", type=int, default=5, help="measured rounds")
+    parser.add_argument("--only", nargs="+", choices=OURS, default=OURS, help="schedules to run")
+    parser.add_argument("--rounds", type=int, default=5, help="number of measured rounds")
     parser.add_argument("--num-ranks", type=int, default=8)
     parser.add_argument("--num-microbatches", type=int, default=16)
-    parser.add_argument("--pass-ms", type=float, default=50.0, help="of F, B and W of a rank each")
-    parser.add_argument("--kib", type=int, default=256, help="size of every message")
+    parser.add_argument("--pass-ms", type=float, default=50.0, help="time of each of F, B and W on a rank")
+    parser.add_argument("--kib", type=int, default=256, help="size of every message in KiB")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/tracing.json"))
     return parser.parse_args()
 
@@ -78,18 +78,18 @@ class _Variant:
         transport.open(self._plan.channels)
 
     def plain(self) -> None:
-        """An iteration."""
+        """Run one iteration."""
         from megatron.zero_bubble.emulate.execute import execute
 
         execute(self._plan, self._stage, self._transport, self._like)
 
     def start(self) -> None:
-        """Begin to record: the ranks meet, which they would do in the iteration's first messages."""
+        """Start recording; this synchronizes the ranks, as the iteration's first messages would do otherwise."""
         assert self._group is not None
         self._recorder.start(self._group)
 
     def recorded(self) -> None:
-        """The same iteration, recorded."""
+        """Run the same iteration, recorded."""
         from megatron.zero_bubble.emulate.execute import execute
 
         execute(self._plan, self._stage, self._transport, self._like, observer=self._recorder)

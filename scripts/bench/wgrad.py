@@ -1,9 +1,10 @@
-"""The deferred weight gradients as the runtime computes them, beside the library's own GEMM.
+"""Deferred weight gradients: compare the runtime's computation with the library's GEMM.
 
-One line a shape and one for the W pass of a whole layer: microseconds, rate, and how many times the time of the
-library's bare GEMM of the same shape and dtype: for float32 ``main_grad.addmm_`` (beta=1, no temporary), for narrow
-dtypes ``torch.mm`` into a narrow result, which accumulates nothing. "unfused" is what upstream does: a product of its
-own, rounded, then added to the float32 gradient. The last lines fold several microbatches into one GEMM.
+There is one line per shape and one for the W pass of a whole layer: microseconds, rate, and the ratio to the time of
+the library's bare GEMM of the same shape and dtype. For float32 that is ``main_grad.addmm_`` (beta=1, no temporary),
+for narrow dtypes ``torch.mm`` into a narrow result, without accumulation. "unfused" is the computation of
+megatron-core: a separate product, rounded, then added to the float32 gradient. The last lines fold several microbatches
+into one GEMM.
 
     bash scripts/bench.sh wgrad [--device cpu] [--hidden-size 1024] [--tokens 2048] [--dtype float32 bfloat16]
 """
@@ -26,7 +27,7 @@ LIBRARY, FUSED, SINGLE, FOLDED = "library", "fused", "one by one", "folded"
 
 
 class Shape(NamedTuple):
-    """A weight: (out, in)."""
+    """A weight of shape (out, in)."""
 
     name: str
     out: int
@@ -34,7 +35,7 @@ class Shape(NamedTuple):
 
 
 def main() -> None:
-    """Every dtype in turn."""
+    """Measure every dtype in turn."""
     options = _parse()
     torch.set_num_threads(options.threads)
     kernels = select(options.device)
@@ -53,7 +54,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, default=1024)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dtype", nargs="+", default=["float32", "bfloat16"])
-    parser.add_argument("--microbatches", type=int, default=4, help="that are folded into one GEMM")
+    parser.add_argument("--microbatches", type=int, default=4, help="number of microbatches to fold into one GEMM")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/wgrad.json"))
@@ -124,7 +125,7 @@ def _variants(
 def _folding(
     options: argparse.Namespace, kernels: Kernels, layer: list[Shape], dtype: torch.dtype
 ) -> list[dict[str, Any]]:
-    """Several microbatches of one weight: a GEMM each, or one over all their tokens, which must lie together first."""
+    """Several microbatches of one weight: one GEMM each, or one GEMM over the concatenated tokens of all of them."""
     rows = []
     count, tokens = options.microbatches, options.tokens
     for share in (tokens // count, tokens):
@@ -147,7 +148,7 @@ def _folding(
 
 
 def _timed(run: Callable[[], None], device: str) -> Callable[[], float]:
-    """Microseconds of one call: on a GPU of its work there, over several calls."""
+    """Microseconds per call; on a GPU, the time of its work there, averaged over several calls."""
     if device == "cpu":
 
         def on_cpu() -> float:

@@ -106,7 +106,7 @@ def test_only_full_runs_are_published(tmp_path: Path) -> None:
     (tmp_path / page.RECORD).write_text(json.dumps({"run": "it", "quick": True, "benches": []}))
     command = [sys.executable, "-m", "bench.page", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, env=ranks.environment(), capture_output=True, text=True, check=False)
-    assert result.returncode == 2 and "the page shows full runs" in result.stderr
+    assert result.returncode == 2 and "the page shows only full runs" in result.stderr
 
 
 @pytest.mark.full

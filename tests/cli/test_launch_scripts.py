@@ -128,7 +128,7 @@ def test_invalid_layout_is_rejected_before_the_start(script: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "zero-bubble dry-run: the number of processes must be divisible by tensor * pipeline parallel size, got 9 and "
-        "1 * 2; start a multiple of 2 (torchrun --nproc-per-node 2) or change the sizes\n"
+        "1 * 2; start a multiple of 2 processes (torchrun --nproc-per-node 2) or change the sizes\n"
     )
 
 
@@ -150,10 +150,10 @@ def test_dry_run_options_are_passed_on() -> None:
             "",
             "MASTER_ADDR must name node 0 with NNODES=2, got nothing",
         ),
-        ({"NPROC": "2"}, "--gpu-memory 80GiB", "--gpu-memory belongs to --dry-run, which is not given"),
+        ({"NPROC": "2"}, "--gpu-memory 80GiB", "--gpu-memory requires --dry-run; add --dry-run or drop --gpu-memory"),
         ({"NPROC": "2"}, "--dry-run --gpu", "--gpu takes a value, got none"),
         ({"NPROC": "2", "MEGATRON_PATH": "/none"}, "", "MEGATRON_PATH must be a checkout of Megatron-LM, got /none"),
-        ({"NPROC": "2", "PYTHON": "no-python"}, "", "there is no 'no-python'; name it in PYTHON"),
+        ({"NPROC": "2", "PYTHON": "no-python"}, "", "cannot find the Python interpreter 'no-python'; set PYTHON"),
     ],
 )
 def test_invalid_settings_are_rejected_in_one_sentence(
@@ -203,7 +203,7 @@ def test_slurm_script_passes_node_rank_and_master_address(stubs: Path) -> None:
     assert "'scontrol show hostnames elsewhere-[1-2]', which failed; set MASTER_ADDR" in unknown.stderr
     wrong = launch("launch_slurm.sh", *JOB, **environment, NNODES="3")
     assert wrong.returncode == 2
-    assert "NNODES must be the nodes of the allocation, 2, got 3" in wrong.stderr
+    assert "NNODES must be the number of allocated nodes, 2, got 3" in wrong.stderr
 
 
 def test_two_nodes_train_with_the_slurm_script(stubs: Path, tmp_path: Path) -> None:

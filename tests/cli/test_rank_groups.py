@@ -62,7 +62,7 @@ def test_tensor_group_across_nodes_causes_a_warning() -> None:
     assert groups_of(4, 1, 2, 2, 4).warning() == ""
     warning = groups_of(4, 1, 1, 2, 2).warning()
     assert "got ranks 0-3 on nodes 0-1; make the number of processes per node, 2, a multiple of" in warning
-    # Only the second group crosses: 3 processes on a node.
+    # With 3 processes per node, only the second group spans two nodes.
     assert "got ranks 2-3 on nodes 0-1" in groups_of(2, 1, 1, 2, 3).warning()
 
 

@@ -48,7 +48,7 @@ def test_balanced_layout_differs_by_at_most_one_layer_per_rank(p: int, make, lay
     assert max(by_rank(layout, placement)) - min(by_rank(layout, placement)) <= 1
 
 
-def test_too_few_layers() -> None:
+def test_too_few_layers_are_rejected() -> None:
     with pytest.raises(ValueError, match="5 layers with .* do not fill 8 pipeline stages; use at least 6 layers"):
         balanced_layout(Placement.vee(4), 5)
 
@@ -113,6 +113,6 @@ def test_layout_is_parsed_as_in_megatron(flags: str, layers: list[int]) -> None:
     assert list(job_layers(args)) == layers == [stage.count(LayerType.decoder) for stage in stages]
 
 
-def test_a_layout_of_other_stages_or_layers_is_refused() -> None:
+def test_layout_with_other_numbers_of_stages_or_layers_is_rejected() -> None:
     with pytest.raises(ValueError, match="has 2 stages and 3 layers, but the job has 2 stages and 4 layers"):
         job_layers(job("2 --num-layers 4 --pipeline-model-parallel-layout Et|ttL"))

@@ -18,7 +18,7 @@ def test_source_by_name() -> None:
         assert source.make(count) == build("interleaved-1f1b", num_ranks=2, num_microbatches=count, num_chunks=3)
 
 
-def test_a_name_that_has_no_such_stages() -> None:
+def test_name_with_another_number_of_stages_is_rejected() -> None:
     with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3; leave the number out"):
         ScheduleSource.by_name("zb-v", 2, 3)
 

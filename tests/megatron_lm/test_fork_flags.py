@@ -1,4 +1,4 @@
-"""The authors' fork's flags, in today's spelling."""
+"""Flags of the authors' fork are replaced by ours."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def test_other_flags_are_unchanged() -> None:
 def test_every_translation_is_reported_once() -> None:
     old = "--enable-zero-bubble --enable-optimizer-post-validation --allow-padding-num-layers"
     assert modernize(old.split())[1] == [
-        "--enable-zero-bubble is --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1p now",
-        "--enable-optimizer-post-validation is --zero-bubble-post-validation now",
+        "--enable-zero-bubble is replaced by --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 1p",
+        "--enable-optimizer-post-validation is replaced by --zero-bubble-post-validation",
         (
-            "--allow-padding-num-layers is not needed any more: stages get a balanced layout where layers do not "
+            "--allow-padding-num-layers is no longer needed: stages get a balanced layout if the layers do not "
             "divide evenly"
         ),
     ]
@@ -69,9 +69,9 @@ def test_every_translation_is_reported_once() -> None:
     [
         (
             "--enable-1f1b-v",
-            "--enable-1f1b-v of the authors' fork has no equal here; give --zero-bubble-schedule v-half",
+            "--enable-1f1b-v of the authors' fork has no equivalent; give --zero-bubble-schedule v-half",
         ),
-        ("--num-seq-splits 2", "has no equal here; drop it: sequences are not split here"),
+        ("--num-seq-splits 2", "has no equivalent; drop it: splitting of sequences is not supported"),
         ("--enable-zero-bubble --zero-bubble-schedule zb-h1", "got both; drop the fork's"),
         (f"--enable-zero-bubble --zero-bubble-max-pending-backward x {PIPELINE}", "got 'x' and .* 8; give"),
         ("--enable-zero-bubble --zero-bubble-max-pending-backward 8", "got '8' and .* None; give"),

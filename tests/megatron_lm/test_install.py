@@ -110,7 +110,7 @@ def missing_name() -> None:
 def unknown_version() -> None:
     rejects(
         lambda patch: patch.setattr("megatron.core.__version__", "0.21.0"),
-        r"knows the seams of megatron-core 0\.13, 0\.14, .*, 0\.20; this is 0\.21\.0; install a known one",
+        r"supports megatron-core 0\.13, 0\.14, .*, 0\.20; this is 0\.21\.0; install a supported version",
     )
 
 
@@ -205,8 +205,8 @@ def loads_a_tied_embedding_on_one_rank() -> None:
     with pytest.raises(UserError) as caught:
         job("0.14.0")
     assert str(caught.value) == (
-        "megatron-core 0.14.0 cannot load a checkpoint where one rank holds both ends of a tied embedding, as under "
-        "this schedule; take Megatron-LM core_r0.15 or newer, a schedule with one stage a rank, or "
+        "megatron-core 0.14.0 cannot load a checkpoint if one rank holds both ends of a tied embedding, as under "
+        "this schedule; use Megatron-LM core_r0.15 or newer, a schedule with one stage per rank, or "
         "--untie-embeddings-and-output-weights"
     )
 
@@ -248,15 +248,15 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
             "--zero-bubble-schedule zb-h1 --hybrid-layer-pattern M-M*",
             (
                 "zero-bubble schedules need --num-layers, which a hybrid layer pattern replaces; got 'M-M*'; train "
-                "models of other than transformer layers without a schedule"
+                "hybrid models without a zero-bubble schedule"
             ),
         ),
         (
             "--zero-bubble-schedule zb-h1 --tensor-model-parallel-size 2 --tensor-parallel-num-weight-shards 4",
             (
-                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be 2, one for each of the "
-                "tensor-parallel ranks, because the gradients of weights in more shards are reduced where they are "
-                "computed; got 4; drop it"
+                "zero-bubble schedules need --tensor-parallel-num-weight-shards to be 2, one per tensor-parallel rank, "
+                "because the gradients of weights in more shards are reduced where they are computed; got 4; drop the "
+                "flag"
             ),
         ),
         (
@@ -265,16 +265,16 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
                 "--expert-tensor-parallel-num-weight-shards 2"
             ),
             (
-                "zero-bubble schedules need --expert-tensor-parallel-num-weight-shards to be 1, one for each of the "
-                "expert tensor-parallel ranks, because the gradients of weights in more shards are reduced where they "
-                "are computed; got 2; drop it"
+                "zero-bubble schedules need --expert-tensor-parallel-num-weight-shards to be 1, one per expert "
+                "tensor-parallel rank, because the gradients of weights in more shards are reduced where they are "
+                "computed; got 2; drop the flag"
             ),
         ),
         (
             "--zero-bubble-schedule zb-v --num-layers 5 --mtp-num-layers 1",
             (
-                "--num-layers must be divisible by the 4 stages where there is multi-token prediction, got 5; change "
-                "it, or give --pipeline-model-parallel-layout"
+                "with multi-token prediction, --num-layers must be divisible by the number of stages, got 5 and 4; "
+                "change it, or give --pipeline-model-parallel-layout"
             ),
         ),
         (
@@ -305,8 +305,8 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-v --save x --ckpt-format torch",
             (
-                "checkpoints of --ckpt-format torch are files of ranks, and this schedule has its stages on other "
-                "ranks; give --ckpt-format torch_dist"
+                "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "
+                "Megatron's schedules; use --ckpt-format torch_dist"
             ),
         ),
         (

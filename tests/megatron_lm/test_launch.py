@@ -38,7 +38,7 @@ def test_script_is_unchanged_without_our_flags(tmp_path: Path) -> None:
     plain = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, check=False)
     lines, code = launch(*flags, script=script)
     assert lines == [
-        "zero-bubble: no --zero-bubble-schedule; the script runs as it is",
+        "zero-bubble: no --zero-bubble-schedule; the script runs unchanged",
         *plain.stdout.splitlines(),
     ]
     assert code == plain.returncode == 7
@@ -48,7 +48,7 @@ def test_our_flags_are_in_the_jobs_arguments() -> None:
     lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-exact")
     assert code == 0, lines
     device, *taken = [line for line in lines if line.startswith("zero-bubble: ")]
-    assert device == "zero-bubble: on CPU ranks, over gloo"
+    assert device == "zero-bubble: running on CPU ranks over gloo"
     assert len(taken) == 1
     assert taken[0].startswith("zero-bubble: schedule zb-h1 in megatron-core 0.")
     assert "training.arguments.add_megatron_arguments, training.initialize.validate_args, core.pipeline" in taken[0]
@@ -84,7 +84,7 @@ def test_our_flags_are_in_the_jobs_help() -> None:
         ("--zero-bubble-shedule zb-h1", "unknown flag --zero-bubble-shedule; --help lists all flags"),
         (
             "--yaml-cfg=x.yaml --zero-bubble-schedule zb-h1",
-            "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead",
+            "--yaml-cfg is not supported with a zero-bubble schedule; give the options as flags instead",
         ),
         ("--use-megatron-fsdp --zero-bubble-schedule zb-h1", FSDP),
         (
@@ -136,9 +136,9 @@ def test_unused_schedule_is_reported() -> None:
     script = STAND_IN / "idle.py"
     lines, _ = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
     assert [line for line in lines if line == "done" or line.startswith("zero-bubble")] == [
-        "zero-bubble: on CPU ranks, over gloo",
+        "zero-bubble: running on CPU ranks over gloo",
         "done",
-        f"zero-bubble: {script} has not validated Megatron's flags, so the schedule was never in force",
+        f"zero-bubble: {script} did not call Megatron's validate_args, so the schedule was never enabled",
     ]
 
 
@@ -148,8 +148,8 @@ def test_script_without_megatron_training_is_rejected(tmp_path: Path) -> None:
     lines, code = launch(*PIPELINE, "--zero-bubble-schedule", "zb-h1", script=script)
     assert [line for line in lines if line == "done" or line.startswith("zero-bubble")][1:] == [
         (
-            "zero-bubble: there is no megatron.training, whose get_model zero-bubble training replaces; run a script "
-            "of a checkout of Megatron-LM, or put apply() into a training loop of your own"
+            "zero-bubble: cannot import megatron.training, whose get_model zero-bubble training replaces; run a script "
+            "from a Megatron-LM checkout, or call apply() in your own training loop"
         )
     ]
     assert code == 1
@@ -157,5 +157,5 @@ def test_script_without_megatron_training_is_rejected(tmp_path: Path) -> None:
 
 def test_missing_script_is_rejected() -> None:
     lines, code = launch(script=Path("nowhere.py"))
-    assert lines == ["zero-bubble: the first argument is the script to run, got 'nowhere.py', which is no file"]
+    assert lines == ["zero-bubble: the first argument must be the script to run, got 'nowhere.py', which is not a file"]
     assert code == 2

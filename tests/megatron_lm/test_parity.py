@@ -313,7 +313,7 @@ def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
     assert "exiting program at iteration 2" in saved.text, saved.text[-2000:]
     own = pretrain_gpt(*job, "zb-v", load)
     if checkout.minor in ("0.13", "0.14") and "--untie-embeddings-and-output-weights" not in row.flags:
-        assert "cannot load a checkpoint where one rank holds both ends of a tied embedding" in own.text
+        assert "cannot load a checkpoint if one rank holds both ends of a tied embedding" in own.text
         return
     _same(own, stock(*job, tuple(load)))
 

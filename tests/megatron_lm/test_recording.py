@@ -91,7 +91,7 @@ def test_chosen_iterations_are_recorded(
     (said, at_end), _ = ranks.run(2, job, str(tmp_path / "x"), iterations, args)
     if recorded == [5, 6]:
         assert said == []
-        assert at_end == ["the job ended before iteration 8, the last to record: no trace is written"]
+        assert at_end == ["the job ended before iteration 8, the last to record, so no trace was written"]
         assert not list((tmp_path / "x").iterdir())
         return
     assert at_end == []

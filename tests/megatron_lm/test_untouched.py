@@ -39,7 +39,7 @@ def test_log_without_our_flags_differs_from_stock_by_one_line(checkout: Checkout
     plain = replace(job, before=(str(ROOT / "tests/helpers/on_cpu.py"),)).run()
     assert ours.exit_codes == plain.exit_codes == (0, 0), ours.text[-4000:]
     own = ours.of("zero-bubble: ")
-    assert own == ["zero-bubble: no --zero-bubble-schedule; the script runs as it is, on CPU ranks"]
+    assert own == ["zero-bubble: no --zero-bubble-schedule; the script runs unchanged, on CPU ranks"]
     assert ours.figures == plain.figures
     without = [line for line in _lines(ours.text) if line not in own]
     assert list(difflib.unified_diff(without, _lines(plain.text), n=0, lineterm="")) == []

@@ -146,7 +146,7 @@ def test_digest_of_every_body_is_in_the_table(ranks: RankPool, folder: Path) -> 
     assert {name: digest for name, digest in found.items() if digest is not None} == read
 
 
-def says(environment: dict[str, str], config: dict[str, Any]) -> list[str]:
+def apply_messages(environment: dict[str, str], config: dict[str, Any]) -> list[str]:
     """Return the messages of ``apply`` with these environment variables."""
     from megatron.zero_bubble.job.config import ZeroBubbleConfig
     from megatron.zero_bubble.patching import apply, revert
@@ -183,26 +183,26 @@ def names_what_changed(folder: Path) -> None:
     from megatron.core.pipeline_parallel import schedules
 
     ahead = {"post_validation": True}
-    assert says({}, {}) == says({}, ahead) == []
+    assert apply_messages({}, {}) == apply_messages({}, ahead) == []
     with pytest.MonkeyPatch.context() as patch:
         of_schedules = edited(schedules, STEP, f"{STEP}    # a comment, and an empty line\n\n", folder)
         patch.setattr(schedules, "__file__", of_schedules)
-        assert says({}, {}) == []
+        assert apply_messages({}, {}) == []
         patch.setattr(schedules, "__file__", edited(schedules, STEP, f"{STEP}    check(config)\n", folder))
-        assert says({}, {}) == [OF_SCHEDULE]
+        assert apply_messages({}, {}) == [OF_SCHEDULE]
         patch.setattr(dist, "is_initialized", lambda: False)  # as with the launcher
-        assert says({"RANK": "0"}, {}) == [OF_SCHEDULE]
-        assert says({"RANK": "1"}, {}) == []
+        assert apply_messages({"RANK": "0"}, {}) == [OF_SCHEDULE]
+        assert apply_messages({"RANK": "1"}, {}) == []
     with pytest.MonkeyPatch.context() as patch:
         clip = "clip_coeff = max_norm / (total_norm + 1.0e-6)"
         patch.setattr(clip_grads, "__file__", edited(clip_grads, clip, "clip_coeff = max_norm / total_norm", folder))
-        assert says({}, {}) == [], "without post-validation the optimizer is not checked"
-        (line,) = says({}, ahead)
+        assert apply_messages({}, {}) == [], "without post-validation the optimizer is not checked"
+        (line,) = apply_messages({}, ahead)
         assert "megatron.core.optimizer.clip_grads.clip_grad_by_total_norm_fp32 in megatron-core" in line
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedules, "__file__", str(folder / "schedules.so"))
-        (line,) = says({}, ahead)
-        assert line.startswith("the source of megatron-core 0.16.1 cannot be read here, so")
+        (line,) = apply_messages({}, ahead)
+        assert line.startswith("the source of megatron-core 0.16.1 cannot be read, so")
 
 
 def test_changed_bodies_are_named_when_a_schedule_is_applied(ranks: RankPool, tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def rejects_second_apply() -> None:
     apply(ZeroBubbleConfig(schedule="zb-h1"))
     patched = changed(before)
     try:
-        with pytest.raises(PatchError, match=r"patched already; call revert\(\) before"):
+        with pytest.raises(PatchError, match=r"already patched; call revert\(\) before"):
             apply(ZeroBubbleConfig(schedule="zb-h2"))
         assert changed(before) == patched
     finally:
@@ -103,7 +103,7 @@ def rejects_unknown_version() -> None:
     before, version = names(), megatron.core.__version__
     megatron.core.__version__ = "0.99.1"
     try:
-        with pytest.raises(SeamError, match=r"the seams of megatron-core 0\.13, .*0\.20; this is 0\.99\.1; install"):
+        with pytest.raises(SeamError, match=r"supports megatron-core 0\.13, .*0\.20; this is 0\.99\.1; install"):
             apply(ZeroBubbleConfig(schedule="zb-h1"))
     finally:
         megatron.core.__version__ = version

@@ -50,7 +50,7 @@ def test_breadth_first_length_and_memory_match_closed_forms(p: int, m: int, v: i
     assert max(timeline.peak_activation) == pytest.approx(m)
 
 
-def test_one_chunk_is_not_interleaved() -> None:
+def test_unsupported_chunk_counts_are_rejected() -> None:
     with pytest.raises(ValueError, match="needs 2 or more stages per rank; got 1; use 1f1b"):
         build("interleaved-1f1b", num_ranks=2, num_microbatches=2, num_chunks=1)
     with pytest.raises(ValueError, match="'zb-v' has 2 stages per rank; got 3"):

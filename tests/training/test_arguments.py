@@ -111,9 +111,9 @@ class TestConfigFile:
         [
             ("no-such-flag: 1\n", "job.yaml: unrecognized arguments: --no-such-flag 1"),
             ("num-layers: four\n", "job.yaml: argument --num-layers: invalid int value"),
-            ("num_layers: 4\n", "names flags without their dashes"),
-            ("--num-layers: 4\n", "names flags without their dashes"),
-            ("config: other.yaml\n", "cannot name another one"),
+            ("num_layers: 4\n", "without leading dashes"),
+            ("--num-layers: 4\n", "without leading dashes"),
+            ("config: other.yaml\n", "cannot include another one"),
             ("- 1\n- 2\n", "must map flags to values"),
             ("a: [1\n", "must be YAML"),
             ("\xff", "must map flags to values"),

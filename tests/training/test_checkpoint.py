@@ -105,7 +105,7 @@ def test_missing_checkpoint_starts_from_scratch_unless_forbidden(ranks: RankPool
 
 def test_unwritable_save_directory_is_rejected_before_training(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "--save needs a directory that can be written" in refusal(ranks, f"{PIPELINE} --save {tmp_path}/file/x")
+    assert "--save needs a writable directory" in refusal(ranks, f"{PIPELINE} --save {tmp_path}/file/x")
 
 
 def test_foreign_checkpoint_requires_finetune(ranks: RankPool, own: Path) -> None:
@@ -138,13 +138,13 @@ class TestDamage:
 
     def test_invalid_tracker_is_rejected(self, own: Path) -> None:
         (own / TRACKER).write_text("noise\n")
-        with pytest.raises(UserError, match="must hold the number of an iteration, got 'noise'"):
+        with pytest.raises(UserError, match="must contain an iteration number, got 'noise'"):
             latest_iteration(own)
 
     def test_missing_directory_is_rejected_by_every_rank(self, ranks: RankPool, own: Path) -> None:
         (own / TRACKER).write_text("7")
         sentence = refusal(ranks, f"{PIPELINE} --load {own}")
-        assert f"iter_0000007 that {TRACKER} names is not there" in sentence
+        assert f"iter_0000007, which {TRACKER} names, does not exist" in sentence
 
     def test_corrupt_file_is_rejected_by_every_rank(self, ranks: RankPool, own: Path) -> None:
         """Only one rank reads the corrupt file; the other must not wait for it."""
@@ -161,8 +161,8 @@ class TestDamage:
         pytest.param("--untie-embeddings-and-output-weights", marks=pytest.mark.full),
     ],
 )
-def test_another_model_is_refused(ranks: RankPool, saved: Path, other: str) -> None:
-    assert "give the model flags it was saved with" in refusal(ranks, f"{PIPELINE} --load {saved} {other}")
+def test_checkpoint_of_another_model_is_rejected(ranks: RankPool, saved: Path, other: str) -> None:
+    assert "use the model flags it was saved with" in refusal(ranks, f"{PIPELINE} --load {saved} {other}")
 
 
 def resume_with_a_smaller_batch(_rank: int, num_samples: int) -> None:

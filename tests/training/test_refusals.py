@@ -178,8 +178,8 @@ def test_invalid_memory_limit_is_rejected(tmp_path: Path) -> None:
     check_all_refuse(words, tmp_path, None, "a memory limit is written like 1p .* or 60GiB; got '60GB'")
 
 
-def test_an_unknown_megatron_core(tmp_path: Path) -> None:
-    sentence = "core 0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.19, 0.20; this is 0.99.0; install a known one"
+def test_unknown_megatron_core_is_rejected(tmp_path: Path) -> None:
+    sentence = "core 0.13, 0.14, 0.15, 0.16, 0.17, 0.18, 0.19, 0.20; this is 0.99.0; install a supported version"
     check_all_refuse([*BASE, *PAIR, *ZERO_BUBBLE], tmp_path, another_version, sentence)
 
 

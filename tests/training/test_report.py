@@ -105,7 +105,7 @@ def test_metrics_file_is_appended_and_exact(tmp_path: Path) -> None:
 
 def test_unwritable_metrics_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="--metrics-file needs a file that can be written") as caught:
+    with pytest.raises(UserError, match="--metrics-file needs a writable file") as caught:
         Progress(True, 10, str(tmp_path / "file" / "metrics"))
     assert not caught.value.everywhere, "only the reporting rank raises this error"
 

@@ -285,7 +285,7 @@ def gradients_in_a_shared_buffer(store: WgradStore) -> None:
     engine.Linear(IN, OUT, parallel_mode="row", ub_overlap_ag=True)
 
 
-def outside_of_a_schedule(store: WgradStore) -> None:
+def outside_a_schedule(store: WgradStore) -> None:
     Run(Layers, False, store).ddp.module(torch.ones(2, IN, requires_grad=True), 0).sum().backward()
 
 
@@ -322,7 +322,7 @@ def a_bias_used_alone(store: WgradStore) -> None:
         (bulk_reduction, r"of --tp-comm-overlap; got tp_comm_bulk_wgrad=True; .* \(--disable-tp-comm-bulk-wgrad\)"),
         (inputs_in_a_shared_buffer, "got tp_comm_bulk_dgrad=True; set it to False"),
         (gradients_in_a_shared_buffer, "got tp_comm_overlap_ag=True; set it to False"),
-        (outside_of_a_schedule, "outside a zero-bubble schedule, so its deferred weight gradient"),
+        (outside_a_schedule, "outside a zero-bubble schedule, so its deferred weight gradient"),
         (without_data_parallelism, "Linear has none; wrap the model in it"),
         (a_later_microbatch_first, "runs microbatch 1 before it; sort the backwards"),
         (a_weight_used_elsewhere, "a weight of Linear got another gradient than TransformerEngine's"),
@@ -377,6 +377,6 @@ def test_users_ddp_config_is_not_changed() -> None:
     assert ddp_config.delay_wgrad_compute is False
 
 
-def test_w_out_of_order_is_refused() -> None:
+def test_w_out_of_order_is_rejected() -> None:
     with split() as store, pytest.raises(AssertionError, match="must run in the order of B"):
         Run(Layers, False, store).passes("F0 F1 B0 B1 W1")

@@ -111,10 +111,10 @@ class _Row:
 
 
 class Blocked(Exception):
-    """No rank can go on.
+    """Raised when no rank can proceed.
 
     Attributes:
-        positions: how far every rank came.
+        positions: the position that each rank reached.
         waits_for: by rank, the token that its next op waits for.
     """
 
@@ -125,14 +125,14 @@ class Blocked(Exception):
 
 
 def advance(rows: Sequence[Sequence[Step]], given: Sequence[Hashable] = ()) -> Iterator[tuple[int, int, Step]]:
-    """Follow all ranks at once, each as far as it gets: yield (rank, position, step), every step after the steps of
-    other ranks whose tokens it waits for. Linear in the number of ops.
+    """Run all ranks, each as far as possible, and yield (rank, position, step). Every step comes after the steps of
+    other ranks whose tokens it waits for. The time is linear in the number of ops.
 
     Args:
         given: tokens that hold from the start.
 
     Raises:
-        Blocked: when no rank can go on.
+        Blocked: when no rank can proceed.
     """
     made = set(given)
     waiting: dict[Hashable, list[int]] = {}

@@ -1,1 +1,1 @@
-"""A Megatron-LM job under a zero-bubble schedule: its launcher, its checks, its models and its measurements."""
+"""Run Megatron-LM jobs under zero-bubble schedules: launcher, checks, building of models, and measurements."""

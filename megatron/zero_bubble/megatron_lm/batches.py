@@ -1,4 +1,4 @@
-"""How many microbatches the iterations and evaluations of a Megatron-LM job have, read off its flags."""
+"""Numbers of microbatches in the iterations and evaluations of a Megatron-LM job, derived from its flags."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megatron.core import num_microbatches_calculator
 
 
 def num_microbatches(args: Any) -> list[int]:
-    """Every number of microbatches of a data-parallel rank, by the job's validated flags.
+    """All numbers of microbatches that a data-parallel rank may run, by the job's validated flags.
 
-    A batch that Megatron decreases to a multiple of a microbatch on every data-parallel rank loses its remainder, as in
-    this division.
+    The division rounds down, as Megatron does where it decreases a batch to a multiple of one microbatch per
+    data-parallel rank.
     """
     together = args.micro_batch_size * args.data_parallel_size
     counts = [size // together for size in _batch_sizes(args)]
     if args.eval_iters != 0:
-        # From core_r0.18 on evaluations have flags of their own.
+        # Since core_r0.18, evaluations have separate flags.
         size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
         each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
         counts.append(size // (each * args.data_parallel_size))
@@ -24,14 +24,16 @@ def num_microbatches(args: Any) -> list[int]:
 
 
 def _batch_sizes(args: Any) -> list[int]:
-    """Of the iterations. Upstream: ``megatron.core.num_microbatches_calculator``, which has ramps until core_r0.17, and
-    steps from then on, when it ignores ramps. What is wrong with a ramp is left to Megatron.
+    """Global batch sizes of the iterations.
+
+    Upstream: ``megatron.core.num_microbatches_calculator``, which has ramps until core_r0.17; from then on it has steps
+    and ignores ramps. An invalid ramp is left for Megatron to report.
     """
     steps = getattr(args, "step_batch_size_schedule", None)
     if steps is not None:
         calculator = num_microbatches_calculator.StepBatchsizeNumMicroBatchesCalculator
         sizes = (args.micro_batch_size, args.data_parallel_size)
-        quiet = 1  # it logs on rank 0
+        quiet = 1  # the calculator logs on rank 0 only
         return [size for _, size in calculator(*sizes, False, quiet, steps, args.seq_length).schedule]
     ramp = [int(number) for number in getattr(args, "rampup_batch_size", None) or ()]
     has_ramps = hasattr(num_microbatches_calculator, "RampupBatchsizeNumMicroBatchesCalculator")

@@ -1,4 +1,4 @@
-"""``--zero-bubble-log-bubble`` in a Megatron-LM job: one line every --log-interval, and scalars next to its own."""
+"""``--zero-bubble-log-bubble`` in a Megatron-LM job: one log line per ``--log-interval``, and TensorBoard scalars."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from megatron.zero_bubble.platforms import select
 
 
 class JobBubble(BubbleMeter):
-    """Measures the bubble of a job's training iterations, and logs it.
+    """Measure the bubble of a job's training iterations, and log it.
 
     Args:
-        args: the job's, validated; read when it trains, because it counts its iterations late.
+        args: the job's validated arguments, read during training, because Megatron sets their iteration count late.
     """
 
     def __init__(self, args: Any) -> None:
@@ -27,11 +27,11 @@ class JobBubble(BubbleMeter):
         super().end_iteration(completed)
         iteration = self._args.curr_iteration + 1
         if completed and iteration % self._args.log_interval == 0 and iteration != self._logged:
-            self._logged = iteration  # Megatron runs one again where it doubts a loss
+            self._logged = iteration  # Megatron runs an iteration again if its loss is suspicious
             self._log(iteration)
 
     def _log(self, iteration: int) -> None:
-        """On the last rank, as Megatron does."""
+        """Log the bubble on the last rank, where Megatron logs; a collective call."""
         bubble = self.read(parallel_state.get_pipeline_model_parallel_group())
         if bubble is None or dist.get_rank() != dist.get_world_size() - 1:
             return
@@ -39,7 +39,7 @@ class JobBubble(BubbleMeter):
             f"zero-bubble: iteration {iteration}: bubble {bubble.measured:.1%} (planned {bubble.planned:.1%})",
             flush=True,
         )
-        from megatron.training import global_vars  # only a Megatron-LM job has it
+        from megatron.training import global_vars  # exists only in a Megatron-LM job
 
         writer = global_vars.get_tensorboard_writer()
         if writer is not None:

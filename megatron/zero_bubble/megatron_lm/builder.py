@@ -1,4 +1,4 @@
-"""Model chunks of a Megatron-LM job, built where a placement has them."""
+"""Build the model chunks of a Megatron-LM job on the ranks where a placement has them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def grouping_ends(initialize: Callable[..., None], placement: Placement) -> Call
 
 
 class Builder:
-    """Builds model chunks, each as if on the rank where Megatron would have it."""
+    """Build model chunks, each as if on the pipeline rank where Megatron would place it."""
 
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
@@ -53,7 +53,7 @@ class Builder:
         return build
 
     def asked_for_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:
-        """The replacement for the function that a chunk asks for its pipeline group."""
+        """The replacement for the function from which a chunk gets its pipeline group."""
 
         @functools.wraps(get_group)
         def get_pipeline_model_parallel_group(*args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class Builder:
         return get_pipeline_model_parallel_group
 
     def _build(self, build_chunk: Callable[..., Any], *groups: Any, vp_stage: int, **kwargs: Any) -> torch.nn.Module:
-        """One chunk; Megatron hands over the process groups first, or among the keywords, or not at all."""
+        """Build one chunk; Megatron passes process groups as the first argument, by keyword, or not at all."""
         rank = parallel_state.get_pipeline_model_parallel_group().rank()
         stage = self._placement.stages_of(rank)[vp_stage]
         rank_of_chunk = megatron_rank(self._placement, rank, vp_stage)
@@ -82,7 +82,7 @@ class Builder:
 
 
 def _describe_state_where(chunk: Any, rank_of_chunk: int) -> None:
-    """Have a chunk describe its state for checkpoints as Megatron would on the rank where it expects the chunk."""
+    """Make a chunk describe its checkpoint state as if on the pipeline rank where Megatron would place the chunk."""
     describe = chunk.sharded_state_dict
 
     def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Whether a Megatron-LM job and a zero-bubble schedule fit each other, read off the job's flags."""
+"""Check from the flags of a Megatron-LM job that the job and its zero-bubble schedule fit each other."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from megatron.zero_bubble.patching.seams import installed_seams
 
 
 def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, ScheduleSource]:
-    """What the job's flags, not validated yet, make of ours; the job learns how many stages a rank has.
+    """Build our configuration before Megatron validates the job's flags, and set the job's number of stages per rank.
 
     Raises:
-        UserError: flags that exclude each other, no pipeline, or stages that the schedule does not have.
+        UserError: mutually exclusive flags, no pipeline, or a number of stages that the schedule does not have.
     """
     _check_hybrid(args)
     check_flags(Job(options, under_launcher=True))
@@ -33,7 +33,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     if placement.stage_to_rank[:ranks] != tuple(range(ranks)):
         raise UserError(
             f"Megatron-LM needs stages 0 to {ranks - 1} on ranks 0 to {ranks - 1}, in this order; the schedule has "
-            f"them on ranks {list(placement.stage_to_rank[:ranks])}; choose another"
+            f"them on ranks {list(placement.stage_to_rank[:ranks])}; choose another schedule"
         )
     chunks = placement.num_stages // ranks
     if chunks > 1 and asked is None:
@@ -42,10 +42,10 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
 
 
 def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
-    """Refuse what the job's validated flags ask for and the schedule cannot honour.
+    """Reject options of the job, whose flags are now validated, that the schedule does not support.
 
     Raises:
-        UserError: the rule, the value and the remedy.
+        UserError: an unsupported option; the message has the rule, the value and the remedy.
     """
     placement = source.placement
     own = is_megatrons_own(placement)
@@ -56,33 +56,33 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> Non
     tied = not args.untie_embeddings_and_output_weights
     if ends_meet and tied and args.load and not installed_seams().loads_both_ends:
         raise UserError(
-            f"megatron-core {megatron.core.__version__} cannot load a checkpoint where one rank holds both ends of a "
-            "tied embedding, as under this schedule; take Megatron-LM core_r0.15 or newer, a schedule with one stage a "
+            f"megatron-core {megatron.core.__version__} cannot load a checkpoint if one rank holds both ends of a tied "
+            "embedding, as under this schedule; use Megatron-LM core_r0.15 or newer, a schedule with one stage per "
             "rank, or --untie-embeddings-and-output-weights"
         )
     if not own and (args.save or args.load) and args.ckpt_format == "torch":
         raise UserError(
-            "checkpoints of --ckpt-format torch are files of ranks, and this schedule has its stages on other ranks; "
-            "give --ckpt-format torch_dist"
+            "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "
+            "Megatron's schedules; use --ckpt-format torch_dist"
         )
 
 
 def _check_weight_shards(args: Any) -> None:
-    """From core_r0.19 on every job says how many; one a tensor-parallel rank is tensor parallelism and no more."""
+    """Reject more weight shards than tensor-parallel ranks; every job of core_r0.19 or newer sets their number."""
     for expert in ("", "expert_"):
         flag = f"{expert}tensor_parallel_num_weight_shards"
         ranks = args.expert_tensor_parallel_size if expert else args.tensor_model_parallel_size
         shards = getattr(args, flag, ranks)
         if shards != ranks:
             raise UserError(
-                f"zero-bubble schedules need --{flag.replace('_', '-')} to be {ranks}, one for each of the "
-                f"{expert.replace('_', ' ')}tensor-parallel ranks, because the gradients of weights in more shards are "
-                f"reduced where they are computed; got {shards}; drop it"
+                f"zero-bubble schedules need --{flag.replace('_', '-')} to be {ranks}, one per "
+                f"{expert.replace('_', ' ')}tensor-parallel rank, because the gradients of weights in more shards are "
+                f"reduced where they are computed; got {shards}; drop the flag"
             )
 
 
 def _chunks_of_job(args: Any) -> int | None:
-    """Stages a rank, where the job says how many."""
+    """Stages per rank that the job's flags set; None if they set none."""
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
     ranks = args.pipeline_model_parallel_size
@@ -99,28 +99,28 @@ def _check_hybrid(args: Any) -> None:
     if pattern is not None:
         raise UserError(
             f"zero-bubble schedules need --num-layers, which a hybrid layer pattern replaces; got {pattern!r}; train "
-            "models of other than transformer layers without a schedule"
+            "hybrid models without a zero-bubble schedule"
         )
 
 
 def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
-    """Have Megatron put ``chunks`` stages on a rank, of equal size or else about equal work."""
+    """Set the job's flags to ``chunks`` stages per rank: of equal size, or else balanced by their work."""
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is not None or last is not None or _counted_layers(args) % placement.num_stages == 0:
         args.num_virtual_stages_per_pipeline_rank = chunks
         return
     if args.mtp_num_layers:
         raise UserError(
-            f"--num-layers must be divisible by the {placement.num_stages} stages where there is multi-token "
-            f"prediction, got {args.num_layers}; change it, or give --pipeline-model-parallel-layout"
+            f"with multi-token prediction, --num-layers must be divisible by the number of stages, got "
+            f"{args.num_layers} and {placement.num_stages}; change it, or give --pipeline-model-parallel-layout"
         )
     args.pipeline_model_parallel_layout = balanced_layout(placement, args.num_layers)
-    # The layout counts them already, and Megatron takes the one or the other.
+    # The layout already includes embedding and loss, and Megatron accepts either the layout or these flags.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
 
 
 def _counted_layers(args: Any) -> int:
     if args.num_layers is None:
-        raise UserError("zero-bubble schedules need --num-layers, got none; only models of one stack of layers have it")
+        raise UserError("zero-bubble schedules need --num-layers, got none; train a model with one stack of layers")
     embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
     return int(args.num_layers) + bool(embedding) + bool(loss)

@@ -1,4 +1,4 @@
-"""Whether the data of a Megatron-LM job have documents for each of its splits: Megatron itself would hang without."""
+"""Check that the data of a Megatron-LM job have documents for every split; Megatron would hang without documents."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check
 
 
 def check_data(args: Any) -> None:
-    """Look at the indices of the job's data files.
+    """Check the splits by the indices of the job's data files.
 
     Raises:
-        ValueError: a split without the documents that it needs.
+        ValueError: a split lacks the documents that it needs.
     """
     if getattr(args, "mock_data", False) or getattr(args, "dataloader_type", None) == "external":
         return
     if getattr(args, "sft", False):
-        return  # its files are of another format
+        return  # its files have another format
     blend = get_blend_from_list(_paths(args, "data_path", "data_args_path") or None)
     if blend is not None:
         if args.split is not None:
@@ -34,7 +34,7 @@ def check_data(args: Any) -> None:
 
 
 def _paths(args: Any, flag: str, flag_of_file: str) -> list[str] | None:
-    """As given, or as a file lists them."""
+    """Paths that ``flag`` gives, or that the file of ``flag_of_file`` lists."""
     file = getattr(args, flag_of_file, None)
     if file is not None and Path(file).is_file():
         return Path(file).read_text().split()

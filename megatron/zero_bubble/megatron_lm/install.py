@@ -1,7 +1,7 @@
-"""A Megatron-LM job under a zero-bubble schedule, unmodified: its flags, the groups and models it builds.
+"""Run an unmodified Megatron-LM job under a zero-bubble schedule: patch its flags, process groups and model building.
 
-``install`` comes before the job parses its flags. What the schedule needs of the job is decided when Megatron has
-validated them: the schedule is put in force then, before a process group or a model exists.
+``install`` is called before the job parses its flags. The schedule is enabled when Megatron has validated the flags,
+before any process group or model exists.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 
 _job = Replaced()
-_placed = Replaced()  # what a placement needs beyond megatron-core's schedules
+_placed = Replaced()  # names that are replaced only for placements other than Megatron's
 
 
 def install(
     options: argparse.Namespace, say: Callable[[str], None] = print, joined: Callable[[], None] = lambda: None
 ) -> None:
-    """Join a job that has not parsed its flags yet.
+    """Patch a job that has not parsed its flags yet.
 
     Args:
-        options: our flags, as given on the job's command line.
-        say: where the line that lists the seams goes, on rank 0.
-        joined: called under a schedule on every rank, when the ranks have joined and have no other groups yet.
+        options: our flags from the job's command line.
+        say: prints the line that lists the replaced names, on rank 0.
+        joined: with a schedule, called on every rank when the ranks have joined and have no other groups yet.
 
     Raises:
-        SeamError: an unknown Megatron-LM, or one whose names are not as expected.
-        PatchError: a job is joined already.
+        SeamError: Megatron-LM has an unsupported version, or a name in it is not as expected.
+        PatchError: ``install`` was already called.
     """
     if _job:
-        raise PatchError("a job is joined already; call revert() before joining another")
+        raise PatchError("install() was already called in this process; call revert() first")
     seams = installed_seams()
     replacements: list[Replacement] = [(seams.flags, _with_our_flags)]
     if has_schedule(options):
-        # What comes later must be there as well: a job is refused before it starts, or not at all.
+        # Check the names that are replaced later as well, so that a job is rejected before it starts or not at all.
         for seam in (seams.schedule, seams.schedule_of_chunks, seams.linear, seams.process_groups, *seams.models):
             seam.resolve()
         meeting = Meeting()
@@ -67,13 +67,13 @@ def install(
 
 
 def revert() -> None:
-    """Give the job, and megatron-core, every name back."""
+    """Restore all names of the job and of megatron-core."""
     _withdraw()
     _job.revert()
 
 
 def in_force() -> bool:
-    """Whether the job has validated its flags and its schedule is in its place."""
+    """Whether the job has validated its flags, so that the schedule is enabled."""
     return bool(report_schedule())
 
 
@@ -83,7 +83,7 @@ def _withdraw() -> None:
 
 
 def report() -> list[str]:
-    """One line for each name that is replaced now."""
+    """One line per name that is currently replaced."""
     return [*_job.report(), *_placed.report(), *report_schedule()]
 
 

@@ -1,9 +1,9 @@
-"""Run a Megatron-LM script as it is, under a zero-bubble schedule.
+"""Run an unmodified Megatron-LM script under a zero-bubble schedule.
 
     torchrun ... -m megatron.zero_bubble.launch pretrain_gpt.py <its arguments> --zero-bubble-schedule zb-h1
 
-Without a schedule the script runs untouched. With --zero-bubble-device cpu, or on a machine without a GPU where the job
-asks for gloo, it runs on CPU ranks. Our flags are listed in the script's own --help.
+Without a schedule, the script runs unchanged. It runs on CPU ranks with --zero-bubble-device cpu, or on a machine
+without a GPU with --distributed-backend gloo. The --help of the script lists the zero-bubble flags with its own.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``argv[0]`` with the rest as its arguments; returns the exit code if it is not the script that exits."""
+    """Run the script ``argv[0]`` with the other arguments; return the exit code unless the script itself exits."""
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{__doc__}\n{_USAGE}" if argv else _USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
-        _say(f"the first argument is the script to run, got {argv[0]!r}, which is no file", sys.stderr)
+        _say(f"the first argument must be the script to run, got {argv[0]!r}, which is not a file", sys.stderr)
         return 2
-    # As `python script.py` has it: the script's folder comes first, and a checkout's megatron.core before any other.
+    # As with `python script.py`, the script's folder comes first, so a checkout's megatron.core precedes any other.
     sys.path[0] = str(script.resolve().parent)
     sys.argv = list(argv)
     ending = _Ending(sys.excepthook)
@@ -53,11 +53,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def join() -> None:
-    """Join the job whose script this process runs, before it imports megatron: ``patches/`` puts this call there.
+    """Enable the zero-bubble flags in the script of this process; ``patches/`` adds this call to Megatron-LM's scripts.
 
-    Flags are read from ``sys.argv`` and, where they are the authors' fork's, rewritten there. What is wrong with them,
-    or with the job, ends the process with a sentence, here or when Megatron has validated its flags. Processes that the
-    job starts do not join it.
+    Call it before the script imports megatron. Flags are read from ``sys.argv``, and flags of the authors' fork are
+    rewritten there. An error in the flags or in the job ends the process with a one-line message, here or when Megatron
+    has validated its flags. In child processes of the job, this function does nothing.
     """
     if multiprocessing.parent_process() is None:
         _join(_Ending(sys.excepthook))
@@ -71,20 +71,18 @@ def _join(ending: _Ending) -> None:
     for line in rewritten:
         _say(line)
     if has_schedule(options) and _value_of("--yaml-cfg", arguments) is not None:
-        raise UserError(
-            "a zero-bubble schedule is checked against flags, which --yaml-cfg replaces; give flags instead"
-        )
-    check_installed("torch")  # megatron.core is the checkout's own
+        raise UserError("--yaml-cfg is not supported with a zero-bubble schedule; give the options as flags instead")
+    check_installed("torch")  # megatron.core comes from the checkout
     check_flags(Job(options, under_launcher=True))
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):
-        _say(f"no --zero-bubble-schedule; the script runs as it is{', on CPU ranks' if on_cpu else ''}")
+        _say(f"no --zero-bubble-schedule; the script runs unchanged{', on CPU ranks' if on_cpu else ''}")
     elif on_cpu:
-        _say("on CPU ranks, over gloo")
+        _say("running on CPU ranks over gloo")
     if any(argument.startswith(_OURS) for argument in arguments):
         from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
-        # A job that restarts within its processes outlives a rank that is lost.
+        # A job that restarts within its processes survives the loss of a rank.
         restarts = "--inprocess-restart" in arguments
         megatron_lm.install(options, _say, *([] if restarts else [ending.watch_peers]))
         if has_schedule(options) and not {"-h", "--help"} & set(arguments):
@@ -92,7 +90,7 @@ def _join(ending: _Ending) -> None:
 
 
 class _Ending:
-    """How the process ends: in a sentence where it is meant for people, and never silently without its schedule."""
+    """Handle the end of the process: print user errors in one line, and report a schedule that was never enabled."""
 
     def __init__(self, original: Callable[..., Any]) -> None:
         self._original = original
@@ -100,21 +98,21 @@ class _Ending:
         self._peers: Peers | None = None
 
     def watch_peers(self) -> None:
-        """Called when the process has joined the other ranks: from now on it knows which of them is lost."""
+        """Start to detect which of the other ranks are lost; called when the process has joined the process group."""
         from megatron.zero_bubble.runtime.peers import Peers
 
         self._peers = self._peers or Peers()
         self._peers.watch_world()
 
     def excepthook(self, kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-        """For ``sys.excepthook``: no traceback for our refusals and for lost peers."""
+        """Replacement for ``sys.excepthook`` that prints no traceback for user errors and lost ranks."""
         self._in_error = True
         if self._peers is not None and self._peers.explain(error):
             return
         if isinstance(error, (UserError, PeerError, PatchError, SeamError)):
             rank = os.environ.get("RANK", "0")
             where = "" if rank == "0" else f"rank {rank}: "
-            # Not to sys.stderr: there torch.distributed writes a rank in front of what is printed in an error.
+            # Not to sys.stderr, where torch.distributed prefixes the rank to lines printed in an excepthook.
             print(f"zero-bubble: {where}{error}", file=sys.__stderr__, flush=True)
         else:
             self._original(kind, error, traceback)
@@ -122,20 +120,22 @@ class _Ending:
             self._peers.fail(error)
 
     def exits(self, error: SystemExit) -> None:
-        """The script ends by itself; Python calls no ``sys.excepthook`` then."""
+        """Notify the other ranks that the script exits; Python does not call ``sys.excepthook`` then."""
         if self._peers is not None:
             self._peers.fail(error)
 
     def check(self, in_force: Callable[[], bool]) -> None:
-        """For ``atexit``."""
+        """Report at exit, through ``atexit``, that the schedule was never enabled."""
         if not self._in_error and not in_force():
             script = sys.argv[0]
-            _say(f"{script} has not validated Megatron's flags, so the schedule was never in force", sys.stderr)
+            _say(f"{script} did not call Megatron's validate_args, so the schedule was never enabled", sys.stderr)
 
 
 def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
-    """Returns whether the job runs on CPU ranks: by our flag, or without a GPU where the job asks for gloo. One that
-    asks for NCCL is left to say itself that a GPU is missing.
+    """Set up CPU ranks if the job uses them; return whether it does.
+
+    It does with ``--zero-bubble-device cpu``, or with ``--distributed-backend gloo`` on a machine without a GPU. A job
+    that uses NCCL without a GPU fails with its own message.
     """
     from megatron.zero_bubble import platforms
     from megatron.zero_bubble.platforms import cpu
@@ -147,14 +147,14 @@ def _prepare_device(name: str, arguments: Sequence[str]) -> bool:
         raise UserError(f"--zero-bubble-device {name}: {error}") from error
     asked = name == "cpu" or _value_of("--distributed-backend", arguments) == "gloo"
     if platform.name != "cpu" or not asked:
-        return False  # the script chooses its GPU
+        return False  # the script selects its GPU
     cpu.install(JOB_POINTS)
     platform.setup(int(os.environ.get("LOCAL_RANK", "0")))
     return True
 
 
 def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
-    """Of a flag of the job's, the last time it is given."""
+    """The last value of a flag on the job's command line; None if the flag is not given."""
     value = None
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, attached = argument.partition("=")
@@ -164,6 +164,6 @@ def _value_of(flag: str, arguments: Sequence[str]) -> str | None:
 
 
 def _say(line: str, file: Any = None) -> None:
-    """A line of the job's log, on its first rank."""
+    """Print a line to the job's log, on rank 0."""
     if int(os.environ.get("RANK", "0")) == 0:
         print(f"zero-bubble: {line}", file=file or sys.stdout, flush=True)

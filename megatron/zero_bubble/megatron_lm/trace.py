@@ -1,7 +1,7 @@
-"""``--zero-bubble-trace`` and ``--zero-bubble-record-costs`` in a Megatron-LM job, whose loop and end are its own.
+"""``--zero-bubble-trace`` and ``--zero-bubble-record-costs`` in a Megatron-LM job, whose training loop is Megatron's.
 
-Iterations are numbered as Megatron numbers them. The files are written right after the passes of the last one that is
-recorded, while all ranks are at the same place. Rank 0 writes them, so it alone knows whether it can.
+Iterations have Megatron's numbers. The files are written right after the passes of the last recorded iteration, when
+all ranks are at the same point. Rank 0 writes them, so only rank 0 can detect that a folder is not writable.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from megatron.zero_bubble.runtime.observer import IterationStart
 
 
 class JobTrace(Tracer):
-    """Records the iterations of a job that its flags choose.
+    """Record the iterations that the flags of a job select.
 
     Args:
         options: our flags.
-        args: the job's, validated; read when it trains, because it counts its iterations late.
-        say: where it says that it has written, or could not, on rank 0.
+        args: the job's validated arguments, read during training, because Megatron sets their iteration count late.
+        say: prints which files were written, or why none were, on rank 0.
 
     Attributes:
-        pipeline: what runs the iterations.
+        pipeline: the pipeline that runs the iterations.
     """
 
     pipeline: Pipeline
@@ -57,10 +57,10 @@ class JobTrace(Tracer):
         return end_of_run(first, self._args.train_iters, getattr(self._args, "exit_interval", None))
 
     def make_folders(self) -> None:
-        """Now, and not after hours of training.
+        """Create the output folders before training, so that a bad path fails at start-up.
 
         Raises:
-            UserError: it cannot be written there.
+            UserError: a folder is not writable.
         """
         check_costs_file(self._options)
         for folder in filter(None, (self._directory, self._costs_file and self._costs_file.parent)):
@@ -76,7 +76,7 @@ class JobTrace(Tracer):
             atexit.register(self._check)
 
     def end_iteration(self, completed: bool) -> None:
-        """After the last one to record, write."""
+        """Write the files after the last iteration to record."""
         super().end_iteration(completed)
         if completed and self.iteration >= self.last and not self._is_written:
             self._is_written = True
@@ -85,6 +85,6 @@ class JobTrace(Tracer):
                 self._say(sentence)
 
     def _check(self) -> None:
-        """For ``atexit``."""
+        """Report at exit, through ``atexit``, that no files were written."""
         if self._has_begun and not self._is_written:
-            self._say(f"the job ended before iteration {self.last}, the last to record: no trace is written")
+            self._say(f"the job ended before iteration {self.last}, the last to record, so no trace was written")

@@ -1,6 +1,6 @@
-"""Put zero-bubble schedules into megatron-core, and take them out again: ``apply``, ``revert``, ``report``.
+"""Enable zero-bubble schedules in megatron-core, and undo that: ``apply``, ``observe``, ``revert``, ``report``.
 
-Importing this raises ``SeamError`` where megatron-core is not a known one, or lacks a name that is used.
+Importing this package raises ``SeamError`` if the megatron-core version is unsupported or lacks a name that is used.
 """
 
 from megatron.zero_bubble.errors import PatchError, SeamError
@@ -8,7 +8,7 @@ from megatron.zero_bubble.patching.seam import Seam
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.patching.used import look_up
 
-look_up(installed_seams().used)  # first: what follows imports some of these names
+look_up(installed_seams().used)  # first, because the next import needs some of these names
 
 from megatron.zero_bubble.patching.apply import apply, observe, report, revert  # noqa: E402
 

@@ -1,4 +1,4 @@
-"""A schedule in megatron-core: put in force, taken out again."""
+"""Enable a schedule in megatron-core, observe its stock 1F1B, and revert either."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def apply(
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
-    Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns ours.
+    Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns our function.
 
     Args:
-        config: or the name of a schedule, with everything else as it is by default.
-        observers: see training iterations.
-        say: where ``zb-auto`` reports what it measured and planned, and where upstream's functions that changed inside
-            are named; on rank 0.
-        source: the schedules of ``config``, where a job has resolved them; default: resolved here, a file is read.
+        config: the configuration, or the name of a schedule to run with default options.
+        observers: notified of training iterations.
+        say: prints, on rank 0, what ``zb-auto`` measured and planned, and the upstream functions whose bodies changed.
+        source: the schedules of ``config``, if a job has already resolved them; by default they are resolved here,
+            which may read a file.
 
     Returns:
-        what now runs the iterations.
+        the pipeline that now runs the iterations.
 
     Raises:
         PatchError: a second call without ``revert``.
-        SeamError: an unknown megatron-core, or an upstream name that is not as expected.
-        ValueError: an unknown schedule or a bad schedule file.
+        SeamError: an unsupported megatron-core, or an upstream name that is not as expected.
+        ValueError: an unknown schedule or an invalid schedule file.
     """
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
@@ -69,7 +69,7 @@ def apply(
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
-    # The number of ranks may be unknown yet; whether the stages are in place does not depend on it.
+    # The number of ranks may be unknown yet; whether the placement is Megatron's own does not depend on it.
     if not is_megatrons_own(placement_on(2)):
         replacements += [
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
@@ -88,7 +88,7 @@ def apply(
 
 
 def observe(observers: Sequence[IterationObserver]) -> None:
-    """Leave megatron-core's own schedules in place, and show ``observers`` the passes of its 1F1B.
+    """Keep megatron-core's schedules, and notify ``observers`` of the passes of its 1F1B.
 
     Raises:
         PatchError, SeamError: as ``apply``.
@@ -105,18 +105,18 @@ def observe(observers: Sequence[IterationObserver]) -> None:
 
 
 def revert() -> None:
-    """Restore every upstream name and disconnect; does nothing where nothing is applied."""
+    """Restore all upstream names and close the pipeline; do nothing if no names are replaced."""
     _active.revert()
 
 
 def report() -> list[str]:
-    """One line for each name that is replaced now."""
+    """One line per name that is currently replaced."""
     return _active.report()
 
 
 def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda: None) -> None:
     if _active:
-        raise PatchError("megatron-core is patched already; call revert() before applying another configuration")
+        raise PatchError("megatron-core is already patched; call revert() before applying another configuration")
     _active.replace(replacements, close)
 
 
@@ -156,8 +156,9 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
 
 
 class _StockPasses:
-    """Numbers the passes of the stock 1F1B, which runs F and BW each in the order of the microbatches. megatron-core's
-    other schedules use the same two functions in orders of their own; their passes are not seen.
+    """Number the passes of the stock 1F1B, which runs F and BW each in the order of the microbatches.
+
+    megatron-core's other schedules call the same two functions in other orders; their passes are not observed.
     """
 
     def __init__(self, observers: Observers) -> None:

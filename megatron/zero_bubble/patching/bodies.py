@@ -1,8 +1,8 @@
-"""The upstream functions whose bodies this package repeats or relies on step by step, and the versions it was read for.
+"""Upstream functions whose bodies this package repeats or relies on in detail, and the versions it was compared with.
 
-A seam notices that a function takes other arguments, but not that upstream has added a step to it. ``bodies.json`` has
-a digest of each of these functions for every version whose source was compared with ours; a job on another one says so
-at its start. ``CONTRIBUTING.md`` says how a version is added.
+A seam detects that the arguments of a function changed, but not that upstream added a step to its body. ``bodies.json``
+has a digest of each of these functions for every version whose source was compared with ours; on any other body, a job
+prints a warning at its start. ``CONTRIBUTING.md`` describes how to add a version.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from megatron.zero_bubble.patching.digest import digest_of
 
 Table = dict[str, dict[str, list[str]]]
-"""By function, by digest: the versions."""
+"""Versions by digest, by function."""
 
 TABLE = Path(__file__).with_name("bodies.json")
 
@@ -29,7 +29,7 @@ _CLIP = "megatron.core.optimizer.clip_grads"
 _OPTIMIZER = "megatron.core.optimizer.optimizer"
 _STEPS = ("step", "prepare_grads", "step_with_ready_grads")
 
-# (module, function), grouped by what of ours follows them.
+# (module, function), grouped by the module of ours that follows them.
 SCHEDULE: tuple[tuple[str, str], ...] = (
     # adapter.pipeline
     (_SCHEDULES, "forward_backward_pipelining_without_interleaving"),
@@ -65,21 +65,23 @@ OPTIMIZER: tuple[tuple[str, str], ...] = (
 
 
 def read_table() -> Table:
-    """The digests of all versions that were compared."""
+    """The digests of all compared versions."""
     return json.loads(TABLE.read_text())
 
 
 def changed_bodies(version: str, watched: Iterable[tuple[str, str]]) -> Iterator[str]:
-    """One sentence for each of these functions that has a body in the installed megatron-core that was never read. One
-    that was read in another version counts: what it calls is watched, too, or looked up by a seam.
+    """Yield one warning per watched function whose body in the installed megatron-core was never compared.
+
+    A body that was compared in another version is accepted: the functions that it calls are watched, too, or checked by
+    a seam.
     """
     remedy = "compare the losses of some iterations with those of a run without a schedule"
     try:
         found = digests(watched, functools.cache(_source_of))
     except (OSError, SyntaxError):
         yield (
-            f"the source of megatron-core {version} cannot be read here, so the functions that zero-bubble training "
-            f"repeats cannot be compared with those that it was written for; {remedy}"
+            f"the source of megatron-core {version} cannot be read, so the functions that zero-bubble training "
+            f"repeats cannot be compared with the versions it was written for; {remedy}"
         )
         return
     table = read_table()
@@ -95,9 +97,7 @@ def changed_bodies(version: str, watched: Iterable[tuple[str, str]]) -> Iterator
 
 
 def digests(watched: Iterable[tuple[str, str]], source_of: Callable[[str], str]) -> dict[str, str | None]:
-    """The digest of each function, None where there is no such function, in the sources that ``source_of`` has for
-    modules.
-    """
+    """Digest of each function, None if it does not exist; ``source_of`` returns the source of a module."""
     return {f"{module}.{function}": digest_of(source_of(module), function) for module, function in watched}
 
 

@@ -1,4 +1,4 @@
-"""A digest of the body of a function: the same however it is formatted and commented, and on every version of Python.
+"""Digest of a function's body that does not depend on formatting, comments and the version of Python.
 
 Needs the standard library only.
 """
@@ -11,24 +11,25 @@ import re
 from typing import Any
 
 _LENGTH = 16
-# Types and comments on them; whether a name is read or written and how a string is quoted follows from the rest.
+# Types and type comments; whether a name is read or written, and how a string is quoted, follow from other fields.
 _LEFT_OUT = frozenset({"annotation", "returns", "type_comment", "type_params", "ctx", "kind"})
-# What belongs to a definition that is indented by {0}: lines indented further, closing brackets, comments, empty lines.
+# The lines of a definition indented by {0}: lines indented further, closing brackets, comments, and empty lines.
 _REST = r".*\n(?:(?:{0}[ \t)\]}}#].*|[ \t]*)\n)*"
 
 
 def digest_of(source: str, name: str) -> str | None:
-    """The digest of the function or method (``Class.method``) that a module's source defines; None where it does not.
-    Definitions that share a name, a property's for example, have one digest together.
+    """Digest of the function or method (``Class.method``) in a module's source; None if the source does not define it.
+
+    Definitions that share a name, such as the getter and the setter of a property, share one digest.
 
     Raises:
-        SyntaxError: of the source.
+        SyntaxError: the source cannot be parsed.
     """
     holder, _, function = name.rpartition(".")
     indent = " " * 4 if holder else ""
     if holder:
         source = "".join(_blocks(source, "", rf"class {holder}\b"))
-    # Only what is asked for is parsed: the modules have thousands of lines.
+    # Only the definition is parsed, because the modules have thousands of lines.
     blocks = _blocks(source, indent, rf"(?:@.*\n{indent})*(?:async )?def {function}\b")
     if not blocks:
         return None
@@ -41,7 +42,7 @@ def _blocks(source: str, indent: str, head: str) -> list[str]:
 
 
 def _spelled(part: Any) -> str:
-    """As ``ast.dump`` spells it, but without what the versions of Python disagree on, and without docstrings."""
+    """A text like that of ``ast.dump``, without the fields that differ by version of Python and without docstrings."""
     if isinstance(part, list):
         return f"[{','.join([_spelled(item) for item in part if not _says_nothing(item)])}]"
     if isinstance(part, ast.JoinedStr):
@@ -57,7 +58,7 @@ def _spelled(part: Any) -> str:
 
 
 def _merged(values: list[ast.expr]) -> list[ast.expr | str]:
-    """The parts of an f-string, the text between two values as one string: Python 3.12 cuts it up, down to nothing."""
+    """The parts of an f-string, with adjacent texts joined: Python 3.12 splits them and adds empty ones."""
     merged: list[ast.expr | str] = []
     for value in values:
         if not isinstance(value, ast.Constant):
@@ -70,5 +71,5 @@ def _merged(values: list[ast.expr]) -> list[ast.expr | str]:
 
 
 def _says_nothing(item: Any) -> bool:
-    """Whether it is a statement of a constant only: a docstring, or a comment in quotes."""
+    """Whether the statement is only a constant: a docstring, or a comment in quotes."""
     return isinstance(item, ast.Expr) and isinstance(item.value, ast.Constant)

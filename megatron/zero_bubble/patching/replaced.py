@@ -1,4 +1,4 @@
-"""Replaced names with their originals: taken whole, given back whole."""
+"""Replace upstream names all together, and restore their originals all together."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 
 from megatron.zero_bubble.patching.seam import Seam
 
-# A seam, and how to make the replacement from the original.
+# A seam, and a function that makes the replacement from the original.
 Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 class Replaced:
-    """Names in the order of their replacement; the one place of the package that assigns to a foreign module."""
+    """Replaced names in order of replacement; the only code in this package that assigns to a foreign module."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Seam, ModuleType | type, Callable[..., Any]]] = []
@@ -23,7 +23,10 @@ class Replaced:
         return bool(self._replaced)
 
     def replace(self, replacements: Iterable[Replacement], close: Callable[[], None] = lambda: None) -> None:
-        """Check every seam first, then replace all of them: nothing is left half done; ``close`` comes with revert."""
+        """Check every seam first, then replace all of them, so that an error leaves nothing replaced.
+
+        ``revert`` calls ``close``.
+        """
         resolved = [(seam, make, *seam.resolve()) for seam, make in replacements]
         for seam, make, holder, original in resolved:
             setattr(holder, seam.attribute, make(original))
@@ -31,7 +34,7 @@ class Replaced:
         self._close = close
 
     def revert(self) -> None:
-        """Put the originals back, the last first."""
+        """Restore the originals, in reverse order, and call ``close``."""
         close, self._close = self._close, lambda: None
         while self._replaced:
             seam, holder, original = self._replaced.pop()
@@ -39,5 +42,5 @@ class Replaced:
         close()
 
     def report(self) -> list[str]:
-        """One line for each name that is replaced now."""
+        """One line per name that is currently replaced."""
         return [f"{seam.module}.{seam.name}: {seam.why}" for seam, _, _ in self._replaced]

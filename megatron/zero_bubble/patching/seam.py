@@ -1,4 +1,4 @@
-"""One seam: an upstream name, what it must look like, and why it is replaced; or a name that is only used."""
+"""Upstream names and their expected signatures: ``Seam`` for a name that is replaced, ``Used`` for one that is used."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from megatron.zero_bubble.errors import SeamError
 
 @dataclass(frozen=True)
 class Seam:
-    """A function of an upstream module, or of one of its classes.
+    """A function of an upstream module, or of one of its classes, that is replaced.
 
     Attributes:
-        module: where the name is looked up by its callers at each call.
-        name: the function; ``Class.method`` for one that the class itself defines.
-        parameters: names it must accept, in this order; it may have others between and after them.
-        why: one line for ``report``.
+        module: the module in which callers look up the name at each call.
+        name: the function; ``Class.method`` for a method that the class itself defines.
+        parameters: names that it must accept, in this order; it may have others between and after them.
+        why: what the replacement does, one line for ``report``.
     """
 
     module: str
@@ -33,14 +33,14 @@ class Seam:
 
     @property
     def attribute(self) -> str:
-        """The name in what holds it."""
+        """The name without its class."""
         return self.name.rpartition(".")[2]
 
     def resolve(self) -> tuple[ModuleType | type, Callable]:
-        """The module or the class that holds the function, and the function, checked.
+        """Look up the function and check its signature; return the module or class that holds it, and the function.
 
         Raises:
-            SeamError: the name is missing, or its signature is not the known one.
+            SeamError: the name is missing, or its signature is not the expected one.
         """
         holder: ModuleType | type = _imported(self.module, self.name, "replaces")
         if "." in self.name:
@@ -54,13 +54,13 @@ class Seam:
 
 @dataclass(frozen=True)
 class Used:
-    """An upstream name that is used as it is.
+    """An upstream name that is used but not replaced.
 
     Attributes:
-        module: that we import it from.
-        name: of anything in the module; ``Class.attribute`` for a method or a field of a class, or for what its
-            ``__init__`` assigns; its bases' count as well.
-        parameters: of a function, as in ``Seam``.
+        module: the module that we import it from.
+        name: the name of anything in the module; ``Class.attribute`` for a method, a field or an attribute that
+            ``__init__`` assigns, of the class or of its bases.
+        parameters: for a function, as in ``Seam``.
     """
 
     module: str
@@ -68,10 +68,10 @@ class Used:
     parameters: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Look it up.
+        """Check that the name exists, and its signature if it has one.
 
         Raises:
-            SeamError: the name is missing, or its signature is not the known one.
+            SeamError: the name is missing, or its signature is not the expected one.
         """
         found: Any = _imported(self.module, self.name, "uses")
         for part in self.name.split("."):
@@ -84,7 +84,7 @@ class Used:
 
 
 def _has_instances_with(attribute: str, holder: type) -> bool:
-    """Whether it is a field of a dataclass, or assigned to ``self`` where instances are made."""
+    """Whether ``attribute`` is a dataclass field, or is assigned to ``self`` in ``__init__`` or ``__post_init__``."""
     if attribute in getattr(holder, "__dataclass_fields__", ()):
         return True
     makers = (vars(base).get(name) for base in holder.__mro__ for name in ("__init__", "__post_init__"))
@@ -121,11 +121,11 @@ def _imported(module: str, name: str, verb: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # something that the module itself needs
+            raise  # a module that this module imports is missing
         in_core = module.startswith("megatron.core")
         remedy = (
             "install a supported megatron-core (see README) or update this package"
             if in_core
-            else "run a script of a checkout of Megatron-LM, or put apply() into a training loop of your own"
+            else "run a script from a Megatron-LM checkout, or call apply() in your own training loop"
         )
-        raise SeamError(f"there is no {error.name}, whose {name} zero-bubble training {verb}; {remedy}") from error
+        raise SeamError(f"cannot import {error.name}, whose {name} zero-bubble training {verb}; {remedy}") from error

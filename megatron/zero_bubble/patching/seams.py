@@ -1,6 +1,6 @@
-"""The names that are replaced or used, per minor of megatron-core and of the Megatron-LM release that carries it.
+"""Upstream names that are replaced or used, per minor version of megatron-core and its Megatron-LM release.
 
-One table for all: :data:`_SEAMS` is what most of them share, :data:`MINORS` says what is different where.
+:data:`_SEAMS` has what most versions share; :data:`MINORS` maps every supported version to its seams.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from megatron.zero_bubble.patching.seam import Seam, Used
 
 @dataclass(frozen=True)
 class Seams:
-    """Those of one minor.
+    """The seams of one minor version.
 
     Attributes:
-        schedule, schedule_of_chunks: what ``get_forward_backward_func`` returns, looked up at each call.
-        last_stage, tied_gradients: for placements that are not Megatron's own.
-        linear: the door for W.
-        forward_step, backward_step: only to observe the stock schedule.
-        flags, validated_flags: of a Megatron-LM job.
-        process_groups: of a Megatron-LM job whose placement is not Megatron's own, or that is recorded.
-        models: of one whose placement is not Megatron's own; every name takes a function that builds one chunk.
-        pipeline_group: the same, where a chunk asks for its pipeline group whatever groups it was given.
-        used: what is looked up and not replaced.
-        loads_both_ends: whether a checkpoint loads where one rank holds both ends of a tied embedding.
+        schedule, schedule_of_chunks: the functions that ``get_forward_backward_func`` looks up and returns.
+        last_stage, tied_gradients: replaced for placements other than Megatron's.
+        linear: the function through which every linear defers its weight gradient to W.
+        forward_step, backward_step: replaced only to observe the stock schedule.
+        flags, validated_flags: add and validate the flags of a Megatron-LM job.
+        process_groups: creates the process groups of a Megatron-LM job.
+        models: take a function that builds one chunk; replaced in Megatron-LM jobs with placements other than
+            Megatron's.
+        pipeline_group: like ``models``, for versions whose chunks look up the pipeline group regardless of the process
+            groups passed to them.
+        used: names that are looked up but not replaced.
+        loads_both_ends: whether a checkpoint can be loaded if one rank holds both ends of a tied embedding.
     """
 
     schedule: Seam
@@ -79,13 +81,13 @@ _SEAMS = Seams(
         "megatron.core.parallel_state",
         "is_pipeline_last_stage",
         ("ignore_virtual", "vp_stage"),
-        "finds the loss on the rank where the placement has the last stage",
+        "finds the last stage, and so the loss, on the rank where the placement has it",
     ),
     tied_gradients=Seam(
         "megatron.core.distributed.finalize_model_grads",
         "_allreduce_word_embedding_grads",
         ("model", "config"),
-        "adds the gradients of a tied embedding whose both ends are on one rank",
+        "adds the gradients of a tied embedding if both of its ends are on one rank",
     ),
     linear=Seam(
         "megatron.core.tensor_parallel.layers",
@@ -101,7 +103,7 @@ _SEAMS = Seams(
             "wgrad_deferral_limit",
             "tp_group",
         ),
-        "leaves the weight gradient to W where a split backward runs",
+        "defers the weight gradient to W in a split backward",
     ),
     forward_step=Seam(
         _SCHEDULES,
@@ -119,38 +121,38 @@ _SEAMS = Seams(
         "megatron.training.arguments",
         "add_megatron_arguments",
         ("parser",),
-        "our flags are among Megatron's, and in its --help",
+        "adds our flags to Megatron's flags and --help",
     ),
     validated_flags=Seam(
         "megatron.training.initialize",
         "validate_args",
         ("args", "defaults"),
-        "checks our flags against the job's, and puts the schedule in force before the job starts",
+        "checks our flags against the job's, and enables the schedule before the job starts",
     ),
     process_groups=Seam(
         "megatron.core.parallel_state",
         "initialize_model_parallel",
         ("virtual_pipeline_model_parallel_size", "get_embedding_ranks"),
-        "has every rank notice when another one is lost or cannot write a recording; groups the ranks of the first and "
-        "the last stage where the placement has them, since they may share an embedding",
+        "lets every rank detect that another rank is lost or cannot write a recording; groups the ranks where the "
+        "placement has the first and the last stage, which may share an embedding",
     ),
     models=(
         Seam(
             "megatron.training.training",
             "get_model",
             ("model_provider_func", "model_type"),
-            "builds each model chunk where the placement has it",
+            "builds each model chunk on the rank where the placement has it",
         ),
     ),
     used=(*used.USED, *used.GROUPS),
 )
 
-# Since 0.18 models can also be built from a configuration, and flags are validated where they are parsed.
+# Since 0.18, models can also be built from a configuration, and the module that parses flags validates them.
 _BUILDER = Seam(
     "megatron.training.models.dist_utils",
     "build_virtual_pipeline_stages",
     ("build_model_func", "pg_collection", "vp_size"),
-    "builds each model chunk where the placement has it, for models that come from a configuration",
+    "builds each model chunk of a model from a configuration on the rank where the placement has it",
 )
 _ASKS_FOR_GROUPS = replace(
     _SEAMS,
@@ -158,7 +160,7 @@ _ASKS_FOR_GROUPS = replace(
         "megatron.core.parallel_state",
         "get_pipeline_model_parallel_group",
         ("check_initialized",),
-        "tells a model chunk, while it is built, where Megatron expects it",
+        "gives a model chunk, while it is built, the pipeline rank where Megatron expects it",
     ),
 )
 _SINCE_0_18 = replace(
@@ -167,7 +169,7 @@ _SINCE_0_18 = replace(
     models=(*_SEAMS.models, _BUILDER),
 )
 
-# Until 0.14 the parts of a weight on a rank may not overlap where a checkpoint is loaded.
+# Until 0.14, a checkpoint cannot be loaded if parts of a weight overlap on one rank.
 _UNTIL_0_14 = replace(_SEAMS, loads_both_ends=False)
 _OF_0_13 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_13))
 _OF_0_14 = replace(_UNTIL_0_14, used=(*used.USED, *used.GROUPS_OF_0_14))
@@ -188,13 +190,13 @@ def installed_seams() -> Seams:
     """The seams of the megatron-core that this process imports.
 
     Raises:
-        SeamError: its minor is not in the table.
+        SeamError: the minor version is not in the table.
     """
     version = megatron.core.__version__
     minor = ".".join(version.split(".")[:2])
     if minor not in MINORS:
         raise SeamError(
-            f"zero-bubble training knows the seams of megatron-core {', '.join(MINORS)}; this is {version}; "
-            "install a known one"
+            f"zero-bubble training supports megatron-core {', '.join(MINORS)}; this is {version}; "
+            "install a supported version"
         )
     return MINORS[minor]

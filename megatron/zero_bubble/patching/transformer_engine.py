@@ -1,4 +1,4 @@
-"""The seams of TransformerEngine 2.8 and newer, for the split of its linears; nothing where it is not installed."""
+"""Seams that split the backward of linears of TransformerEngine 2.8 or newer; no seams if it is not installed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.zero_bubble.wgrad.store import WgradStore
 from megatron.zero_bubble.wgrad.transformer_engine import TransformerEngineSplit
 
 OLDEST = (2, 8)
-"""2.7 has the hooks, but drops the gradient of a weight that is not accumulated in fusion, where it has one already."""
+"""2.7 has the hooks, but without fused accumulation it drops the gradient of a weight that already has a gradient."""
 
 _MODULES = "transformer_engine.pytorch.module"
-_WHY_BUILT = "is built to leave its weight gradient to W"
+_WHY_BUILT = "is built to defer its weight gradient to W"
 _PLACES = ("linear.Linear", "layernorm_linear.LayerNormLinear", "grouped_linear.GroupedLinear")
 
 LINEARS = tuple(
@@ -30,33 +30,34 @@ PUT = Seam(
     f"{_MODULES}._common",
     "WeightGradStore.put",
     ("self", "tensor_list", "func"),
-    "tells the store of W's that a weight gradient waits",
+    "registers a deferred weight gradient with its W",
 )
 
 DATA_PARALLEL = Seam(
     "megatron.core.distributed.distributed_data_parallel",
     "DistributedDataParallel.__init__",
     ("self", "config", "ddp_config", "module"),
-    "leaves the hooks of weights whose gradient waits to their W",
+    "defers the hooks of weights with deferred gradients to W",
 )
 
 
 class Split(NamedTuple):
-    """What ``apply`` replaces for TransformerEngine, and what it calls when it is taken back."""
+    """The replacements that ``apply`` makes for TransformerEngine, and the function that ``revert`` calls."""
 
     replacements: list[tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]]
     close: Callable[[], None]
 
 
 def split(store: WgradStore) -> Split:
-    """The split of the linears of the TransformerEngine that is installed. One that is too old is left as it is, but
-    for its linears: they refuse to be built.
+    """Replacements that split the backward of the installed TransformerEngine's linears.
+
+    If TransformerEngine is too old, its linears raise an error when they are built; the rest of it is not changed.
     """
     version = _version()
     if version is None:
         return Split([], lambda: None)
     if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < OLDEST:
-        seams = (Seam(seam.module, seam.name, ("self",), "refuses to be built: too old") for seam in LINEARS[:2])
+        seams = (Seam(seam.module, seam.name, ("self",), "raises an error: too old") for seam in LINEARS[:2])
         return Split([(seam, functools.partial(_refused, version)) for seam in seams], lambda: None)
     engine = TransformerEngineSplit(store)
     linears = [(seam, engine.build) for seam in LINEARS]
@@ -64,12 +65,12 @@ def split(store: WgradStore) -> Split:
 
 
 def _version() -> str | None:
-    """Of the TransformerEngine that megatron-core uses; None where there is none."""
+    """Version of the TransformerEngine that megatron-core uses; None if it uses none."""
     if find_spec("transformer_engine") is None:
         return None
     try:
         importlib.import_module("transformer_engine.pytorch")
-    except ImportError:  # megatron-core then goes without, too
+    except ImportError:  # megatron-core then does without it, too
         return None
     return str(importlib.import_module("transformer_engine").__version__)
 
@@ -78,8 +79,8 @@ def _refused(version: str, original: Callable[..., None]) -> Callable[..., None]
     @functools.wraps(original)
     def init(module: Any, *args: Any, **options: Any) -> None:
         raise UserError(
-            f"zero-bubble schedules need TransformerEngine {'.'.join(map(str, OLDEST))} or newer, whose weight "
-            f"gradients can wait for W; got {version}; install a newer one, or train with --transformer-impl local"
+            f"zero-bubble schedules need TransformerEngine {'.'.join(map(str, OLDEST))} or newer, which can defer "
+            f"weight gradients to W; got {version}; install a newer version, or train with --transformer-impl local"
         )
 
     return init

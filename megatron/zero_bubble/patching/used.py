@@ -1,6 +1,6 @@
-"""The upstream names that are used and not replaced: looked up before a job starts, not in its first iteration.
+"""Upstream names that are used but not replaced; they are checked before a job starts, not in its first iteration.
 
-``tests/patching/test_used.py`` holds that none is forgotten here. What a version may lack is found by
+``tests/patching/test_used.py`` checks that none is missing here. Names that some versions lack are looked up by
 :mod:`megatron.zero_bubble.adapter.versions` instead.
 """
 
@@ -12,10 +12,10 @@ from megatron.zero_bubble.patching.seam import Used
 
 
 def look_up(names: Iterable[Used]) -> None:
-    """Check that all of them are there.
+    """Check that all names exist.
 
     Raises:
-        SeamError: the first that is missing, or that takes other arguments.
+        SeamError: a name is missing or takes other arguments; only the first one is reported.
     """
     for name in names:
         name.check()
@@ -86,16 +86,16 @@ USED: tuple[Used, ...] = (
     _function(_DISTRIBUTED, "DistributedDataParallel._make_backward_post_hook", "param"),
     *_of(_DISTRIBUTED, "param_to_bucket_group ddp_config no_sync", "DistributedDataParallel"),
     *_of(_DISTRIBUTED, "overlap_grad_reduce", "DistributedDataParallelConfig"),
-    # what the module of post-validation imports
+    # imports of the module of post-validation
     *_of(_OPTIMIZER, "ChainedOptimizer MegatronOptimizer"),
     _function("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "parameters max_norm total_norm"),
-    # what a forward changes
+    # state that a forward changes
     *_of("megatron.core.tensor_parallel", "get_cuda_rng_tracker"),
     *_of(_RANDOM, "_get_cuda_rng_state _set_cuda_rng_state"),
     *_of(_RANDOM, "get_states set_states", "CudaRNGStatesTracker"),
     *_of("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"),
 )
-"""By every schedule, on every version."""
+"""Used by every schedule, on every version."""
 
 POST_VALIDATION: tuple[Used, ...] = (
     *_of(
@@ -115,16 +115,16 @@ POST_VALIDATION: tuple[Used, ...] = (
     *_of(_DISTRIBUTED, "start_param_sync zero_grad_buffer", "DistributedDataParallel"),
     *_of(_DISTRIBUTED, "overlap_param_gather use_distributed_optimizer", "DistributedDataParallelConfig"),
 )
-"""By a schedule whose passes validate the steps of the optimizer."""
+"""Used by schedules with post-validation of optimizer steps."""
 
 DATA = (_function("megatron.core.datasets.utils", "get_blend_from_list", "blend"),)
-"""By a Megatron-LM job, whose data files are looked at before it starts."""
+"""Used in a Megatron-LM job to check its data files before it starts."""
 
 BUBBLE = _of("megatron.training.global_vars", "get_tensorboard_writer")
-"""By ``--zero-bubble-log-bubble`` in a Megatron-LM job."""
+"""Used by ``--zero-bubble-log-bubble`` in a Megatron-LM job."""
 
 _GROUPS = "megatron.core.process_groups_config"
 GROUPS_OF_0_13 = _of(_GROUPS, "use_mpu_process_groups pp tp", "ModelCommProcessGroups")
 GROUPS_OF_0_14 = (*GROUPS_OF_0_13, *_of(_GROUPS, "GradFinalizeProcessGroups"))
 GROUPS = _of(_GROUPS, "use_mpu_process_groups pp tp cp embd pos_embd dp_cp", "ProcessGroupCollection")
-"""Collections of process groups, since 0.15 one class for all purposes."""
+"""Collections of process groups; since 0.15, there is one class for all purposes."""

@@ -15,7 +15,7 @@ from megatron.zero_bubble.schedules.recipe import Recipe
 
 
 def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
-    """Order each rank as Megatron does: rank i warms up with 2(p-1-i) F's and a unit of every chunk but the last."""
+    """Order each rank as Megatron does: rank i warms up with 2(p-1-i) passes and a unit of each chunk but the last."""
     placement = Placement.interleaved(num_ranks, num_chunks)
     order = tuple(_row(rank, num_ranks, num_microbatches, num_chunks) for rank in range(num_ranks))
     return Schedule(RECIPE.name, placement, num_microbatches, order)

@@ -1,8 +1,8 @@
-"""The flags of ``scripts/pretrain_gpt.py``: Megatron-LM's own names for everything supported, and a few of ours.
+"""The flags of ``scripts/pretrain_gpt.py``: Megatron-LM's names for everything supported, and a few additional flags.
 
-Destinations carry the field names of megatron-core's ``TransformerConfig``, ``OptimizerConfig`` and
-``DistributedDataParallelConfig``, so that :mod:`model` hands them over by name. Imports no torch: a wrong flag is
-answered at once.
+Destinations have the field names of megatron-core's ``TransformerConfig``, ``OptimizerConfig`` and
+``DistributedDataParallelConfig``, so that :mod:`model` can pass the values by name. This module does not import torch,
+so that a wrong flag is reported at once.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from megatron.zero_bubble.training.config_file import config_tokens
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises where argparse would print its usage and exit."""
+    """Parser that raises ``UserError`` where argparse would print its usage and exit."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; --help lists the flags")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """Flags from the command line over those of ``--config FILE``.
+    """Parse the command line, whose flags override those of ``--config FILE``.
 
     Raises:
-        UserError: unknown flags, values of the wrong kind, an unreadable or wrong configuration file.
+        UserError: unknown flags, values of the wrong type, an unreadable or invalid configuration file.
     """
     first = _Parser(add_help=False, allow_abbrev=False)
     first.add_argument("--config", default=None)
@@ -44,12 +44,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The flags of a job of Megatron-LM's own script, as far as ours are among them, and the names of the others.
+    """Parse the flags of a job that runs Megatron-LM's script.
 
-    Values that only Megatron-LM knows, of its other tokenizers for example, are taken as they are.
+    Values that only Megatron-LM supports, such as its other tokenizers, are accepted unchecked.
+
+    Returns:
+        the flags that this program has too, and the names of all other flags.
 
     Raises:
-        UserError: values of the wrong kind, flags of ours that are wrong.
+        UserError: values of the wrong type, or invalid zero-bubble flags.
     """
     parser = build_parser()
     for action in parser._actions:
@@ -69,14 +72,17 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser with every flag; its list is frozen by a test."""
+    """Build the parser with all flags; a test freezes their list."""
     parser = _Parser(
         prog="pretrain_gpt.py",
-        description="Pretrain a GPT on megatron-core, with or without a zero-bubble schedule.",
+        description="Pretrain a GPT on megatron-core, with or without a zero-bubble schedule. Flags without a "
+        "description have the meaning that they have in Megatron-LM.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags (configs/); explicit flags override it")
-    parser.set_defaults(context_parallel_size=1, use_tp_pp_dp_mapping=False)  # of Megatron-LM's jobs only
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file with flags, as in configs/; the command line overrides it"
+    )
+    parser.set_defaults(context_parallel_size=1, use_tp_pp_dp_mapping=False)  # only jobs of Megatron-LM set them
     for add_group in (
         add_flags,
         _add_measurements,
@@ -99,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_measurements(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("measurements").add_argument
-    add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation")
+    add("--metrics-file", metavar="FILE", help="append one JSON object per iteration and evaluation to this file")
 
 
 def _add_parallel(parser: argparse.ArgumentParser) -> None:
@@ -109,9 +115,9 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     add("--num-virtual-stages-per-pipeline-rank", type=int, dest="virtual_pipeline_model_parallel_size")
     add("--decoder-first-pipeline-num-layers", type=int, dest="num_layers_in_first_pipeline_stage")
     add("--decoder-last-pipeline-num-layers", type=int, dest="num_layers_in_last_pipeline_stage")
-    add("--account-for-embedding-in-pipeline-split", action="store_true", help="the embedding counts as a layer")
-    add("--account-for-loss-in-pipeline-split", action="store_true", help="the loss counts as a layer")
-    add("--pipeline-model-parallel-layout", metavar="LAYOUT", help="stages one by one, for example Et*3|(tt|)*6,tL")
+    add("--account-for-embedding-in-pipeline-split", action="store_true", help="count the embedding as a layer")
+    add("--account-for-loss-in-pipeline-split", action="store_true", help="count the loss as a layer")
+    add("--pipeline-model-parallel-layout", metavar="LAYOUT", help="layers of each stage, for example Et*3|(tt|)*6,tL")
     add("--sequence-parallel", action="store_true")
     add("--expert-model-parallel-size", type=int, default=1)
     add("--expert-tensor-parallel-size", type=int)
@@ -120,8 +126,12 @@ def _add_parallel(parser: argparse.ArgumentParser) -> None:
     add("--overlap-param-gather", action="store_true")
     add("--no-align-grad-reduce", action="store_false", dest="align_grad_reduce")
     add("--no-align-param-gather", action="store_false", dest="align_param_gather")
-    add("--ddp-bucket-size", type=int, dest="bucket_size", help="parameters in one gradient bucket")
-    add("--distributed-backend", choices=("nccl", "gloo"), help="default: nccl on GPUs, gloo on the CPU")
+    add("--ddp-bucket-size", type=int, dest="bucket_size", help="number of parameters per gradient bucket")
+    add(
+        "--distributed-backend",
+        choices=("nccl", "gloo"),
+        help="backend for communication; default: nccl on GPUs, gloo on CPUs",
+    )
     add("--distributed-timeout-minutes", type=float, default=10.0)
 
 
@@ -129,13 +139,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("model").add_argument
     add("--num-layers", type=int)
     add("--hidden-size", type=int)
-    add("--ffn-hidden-size", type=int, help="default: 4 * hidden size, or 8/3 of it with --swiglu")
+    add("--ffn-hidden-size", type=int, help="default: 4 * hidden size, or 8/3 * hidden size with --swiglu")
     add("--num-attention-heads", type=int)
     add("--kv-channels", type=int)
     add("--group-query-attention", action="store_true")
     add("--num-query-groups", type=int, default=1)
     add("--seq-length", type=int)
-    add("--max-position-embeddings", type=int, help="default: the sequence length")
+    add("--max-position-embeddings", type=int, help="default: --seq-length")
     add("--position-embedding-type", default="learned_absolute", choices=("learned_absolute", "rope", "none"))
     add("--rotary-base", type=int, default=10000)
     add("--rotary-percent", type=float, default=1.0)
@@ -152,7 +162,9 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     add("--init-method-std", type=float, default=0.02)
     add("--make-vocab-size-divisible-by", type=int, default=128)
     add(
-        "--transformer-impl", choices=("local", "transformer_engine"), help="default: TransformerEngine on GPUs with it"
+        "--transformer-impl",
+        choices=("local", "transformer_engine"),
+        help="implementation of the layers; default: transformer_engine on GPUs if it is installed, else local",
     )
     add("--attention-backend", default="auto", choices=("auto", "flash", "fused", "unfused", "local"))
 
@@ -184,7 +196,7 @@ def _add_recompute(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fusion(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("fused kernels (used where this machine has them)").add_argument
+    add = parser.add_argument_group("fused kernels (used if they are installed)").add_argument
     add("--no-bias-gelu-fusion", action="store_false", dest="bias_gelu_fusion")
     add("--no-bias-swiglu-fusion", action="store_false", dest="bias_swiglu_fusion")
     add("--no-bias-dropout-fusion", action="store_false", dest="bias_dropout_fusion")
@@ -200,7 +212,11 @@ def _add_precision(parser: argparse.ArgumentParser) -> None:
     add("--bf16", action="store_true")
     add("--fp16", action="store_true")
     add("--grad-reduce-in-bf16", action="store_true")
-    add("--accumulate-allreduce-grads-in-fp32", action="store_true", help="always so, unless --grad-reduce-in-bf16")
+    add(
+        "--accumulate-allreduce-grads-in-fp32",
+        action="store_true",
+        help="always on, unless --grad-reduce-in-bf16 is given",
+    )
     add("--attention-softmax-in-fp32", action="store_true")
     add("--loss-scale", type=float)
     add("--initial-loss-scale", type=float, default=2.0**32)
@@ -215,8 +231,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add("--global-batch-size", type=int, help="default: micro batch size * data-parallel size")
     add("--rampup-batch-size", type=int, nargs=3, metavar=("START", "INCREMENT", "SAMPLES"))
     add("--train-iters", type=int)
-    add("--exit-interval", type=int, help="stop after an iteration that this divides")
-    add("--exit-signal-handler", action="store_true", help="accepted as in Megatron; here it is always on")
+    add("--exit-interval", type=int, help="stop after an iteration that is a multiple of this number")
+    add("--exit-signal-handler", action="store_true", help="accepted as in Megatron; always on in this program")
     add("--seed", type=int, default=1234)
     add("--calculate-per-token-loss", action="store_true")
     add("--no-check-for-nan-in-loss-and-grad", action="store_false", dest="check_for_nan_in_loss_and_grad")
@@ -242,24 +258,29 @@ def _add_learning_rate(parser: argparse.ArgumentParser) -> None:
     add("--lr-decay-style", default="linear", choices=styles)
     add("--lr-decay-iters", type=int, help="default: --train-iters")
     add("--lr-warmup-iters", type=int, default=0)
-    add("--lr-warmup-fraction", type=float, help="of --lr-decay-iters, instead of --lr-warmup-iters")
+    add("--lr-warmup-fraction", type=float, help="warm-up as a share of --lr-decay-iters; replaces --lr-warmup-iters")
     add("--lr-warmup-init", type=float, default=0.0)
 
 
 def _add_data(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("data").add_argument
-    blend = "PREFIX, or WEIGHT PREFIX pairs; PREFIX.bin and PREFIX.idx are Megatron's indexed format"
-    add("--data-path", nargs="+", help=f"{blend}; divided by --split")
-    add("--split", default="969,30,1", help="train,valid,test shares of --data-path")
+    blend = "one or more PREFIX, or WEIGHT PREFIX pairs; PREFIX.bin and PREFIX.idx are in Megatron's indexed format"
+    add("--data-path", nargs="+", help=f"{blend}; --split divides the data")
+    add("--split", default="969,30,1", help="shares of --data-path for train,valid,test; default: 969,30,1")
     add("--train-data-path", nargs="+", help=blend)
     add("--valid-data-path", nargs="+", help=blend)
     add("--test-data-path", nargs="+", help=blend)
     add("--mock-data", action="store_true")
-    add("--data-cache-path", metavar="DIR", help="where sample indices are kept; default: beside the data")
+    add("--data-cache-path", metavar="DIR", help="directory for cached sample indices; default: next to the data")
     add("--no-mmap-bin-files", action="store_false", dest="mmap_bin_files")
     add("--tokenizer-type", default="ByteLevelTokenizer", choices=("ByteLevelTokenizer", "NullTokenizer"))
-    add("--vocab-size", type=int, help="of data already tokenised (NullTokenizer)")
-    add("--num-workers", type=int, default=0, help="processes that read samples ahead; 0 reads in the training process")
+    add("--vocab-size", type=int, help="number of token ids in tokenized data, for --tokenizer-type NullTokenizer")
+    add(
+        "--num-workers",
+        type=int,
+        default=0,
+        help="processes that read samples in advance; 0 reads in the training process",
+    )
     add("--reset-position-ids", action="store_true")
     add("--reset-attention-mask", action="store_true")
     add("--eod-mask-loss", action="store_true")
@@ -268,7 +289,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("checkpoints").add_argument
     add("--save", metavar="DIR")
-    add("--save-interval", type=int, help="iterations; the end of training and a stop signal always save")
+    add(
+        "--save-interval",
+        type=int,
+        help="number of iterations between checkpoints; the end of training and a stop signal always save",
+    )
     add("--load", metavar="DIR")
     add("--exit-on-missing-checkpoint", action="store_true")
     add("--finetune", action="store_true", help="load the weights only and start at iteration 0")
@@ -281,7 +306,7 @@ def _add_checkpoint(parser: argparse.ArgumentParser) -> None:
         "--dist-ckpt-optim-fully-reshardable",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="save the distributed optimizer's state so that any other layout can load it",
+        help="save the distributed optimizer's state so that any other layout can load it (the default)",
     )
 
 

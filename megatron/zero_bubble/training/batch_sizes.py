@@ -1,4 +1,4 @@
-"""How many samples each iteration consumes, with ``--rampup-batch-size`` or without."""
+"""Number of samples that each iteration consumes, with or without ``--rampup-batch-size``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from megatron.zero_bubble.errors import UserError
 class BatchSizes:
     """The global batch size as a function of the samples consumed so far.
 
-    It starts at ``start`` and grows by ``increment`` in equal steps, reaching ``final`` after ``rampup_samples``; each
-    step is rounded down to a multiple of ``granule`` samples, one microbatch on every data-parallel rank.
+    It starts at ``start`` and grows in equal steps of ``increment``, reaching ``final`` after ``rampup_samples``. Each
+    step is rounded down to a multiple of ``granule``, the samples of one microbatch on every data-parallel rank.
     """
 
     final: int
@@ -24,10 +24,10 @@ class BatchSizes:
 
     @classmethod
     def from_arguments(cls, args: argparse.Namespace) -> BatchSizes:
-        """From the batch-size flags.
+        """Build from the batch-size flags.
 
         Raises:
-            UserError: the sizes are not multiples of what one microbatch of all data-parallel ranks holds.
+            UserError: the global batch size is not a positive multiple of the granule, or not reached by the ramp-up.
         """
         granule = args.micro_batch_size * args.data_parallel_size
         final = granule if args.global_batch_size is None else args.global_batch_size
@@ -43,7 +43,8 @@ class BatchSizes:
         if start < granule or increment <= 0 or samples < 0 or start > final or (final - start) % increment:
             raise UserError(
                 "--rampup-batch-size START INCREMENT SAMPLES must reach the global batch size in whole increments from "
-                f"a START of at least {granule}, got {start} {increment} {samples} towards {final}; change START"
+                f"a START of at least {granule}, got {start} {increment} {samples} with global batch size {final}; "
+                "change START"
             )
         return cls(final, granule, start, increment, samples)
 
@@ -57,16 +58,16 @@ class BatchSizes:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Every size that an iteration may have."""
+        """All batch sizes that iterations have."""
         ramp = range(self.start, self.final, self.increment) if self.rampup_samples and self.increment else ()
         return (*(size // self.granule * self.granule for size in ramp), self.final)
 
     def microbatches(self, consumed_samples: int) -> int:
-        """Microbatches per data-parallel rank of that iteration."""
+        """Microbatches per data-parallel rank in the iteration that begins after ``consumed_samples``."""
         return self.at(consumed_samples) // self.granule
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
-        """Samples consumed after ``iterations`` more iterations, of which the first begins after ``consumed``."""
+        """Total samples consumed after ``iterations`` more iterations, the first of which begins after ``consumed``."""
         for done in range(iterations):
             if consumed >= self.rampup_samples:
                 return consumed + (iterations - done) * self.final

@@ -1,9 +1,10 @@
-"""Checkpoints in megatron-core's ``torch_dist`` format, complete or absent.
+"""Checkpoints in megatron-core's ``torch_dist`` format, written atomically.
 
 A checkpoint is written to ``iter_0000010.writing`` and renamed to ``iter_0000010`` when every rank has finished; then
-``latest_checkpointed_iteration.txt`` is replaced. A crash at any moment leaves the previous one loadable. It holds
-the weights, the optimizer, the learning-rate schedule, every random state and the samples consumed, so that a resumed
-run repeats the uninterrupted one bit for bit. ``files.json`` lists what must be there, to tell a cut-off copy.
+``latest_checkpointed_iteration.txt`` is replaced. A crash at any moment leaves the previous checkpoint loadable. A
+checkpoint contains the weights, the optimizer's state, the learning-rate schedule, all random states and the number of
+consumed samples, so that a resumed run computes the same bits as an uninterrupted one. ``files.json`` lists the files
+and their sizes, to detect truncated copies.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from megatron.zero_bubble.training.distributed import agree
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "files.json"
 _WRITING = ".writing"
-# Sizes that fix which random state belongs to whom.
+# Sizes of the parallel layout, which determine the rank that a random state belongs to.
 _LAYOUT = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
     "data_parallel_size",
     "expert_model_parallel_size",
 )
-# What megatron-core and torch raise for files that are damaged or hold another model.
+# Errors that megatron-core and torch raise for files that are damaged or contain another model.
 _LOAD_ERRORS = (
     CheckpointingException,
     CheckpointException,
@@ -61,7 +62,7 @@ _LOAD_ERRORS = (
 
 @dataclass
 class TrainState:
-    """How far training has come."""
+    """Progress of the training."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -70,7 +71,7 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint saves and restores beside :class:`TrainState`."""
+    """Objects whose state a checkpoint saves and restores, in addition to :class:`TrainState`."""
 
     model: list[Any]
     optimizer: MegatronOptimizer | PostValidatedOptimizer
@@ -78,7 +79,7 @@ class Trained:
 
 
 def checkpoint_path(directory: str | Path, iteration: int) -> Path:
-    """Where the checkpoint of ``iteration`` lies under ``directory``."""
+    """Path of the checkpoint of ``iteration`` under ``directory``."""
     return Path(directory) / f"iter_{iteration:07d}"
 
 
@@ -86,19 +87,19 @@ def latest_iteration(directory: str | Path) -> int | None:
     """The iteration of the newest complete checkpoint under ``directory``; None when there is none.
 
     Raises:
-        UserError: the tracker file holds no number.
+        UserError: the tracker file does not contain a number.
     """
     tracker = Path(directory) / TRACKER
     if not tracker.is_file():
         return None
     text = tracker.read_text().strip()
     if not text.isdigit():
-        raise UserError(f"{tracker} must hold the number of an iteration, got {text[:40]!r}; write the one to load")
+        raise UserError(f"{tracker} must contain an iteration number, got {text[:40]!r}; write the one to load")
     return int(text)
 
 
 def prepare(flag: str, directory: str | Path) -> None:
-    """Make the directory that ``flag`` will write to, so that a run does not find out at its end. A collective call.
+    """Create the directory that ``flag`` will write to, so that a bad path fails at start-up; a collective call.
 
     Raises:
         UserError: on every rank, when rank 0 cannot write there.
@@ -108,7 +109,7 @@ def prepare(flag: str, directory: str | Path) -> None:
         try:
             make_writable(directory)
         except OSError as error:
-            problem = f"{flag} needs a directory that can be written, got {directory} ({error.strerror}); give another"
+            problem = f"{flag} needs a writable directory, got {directory} ({error.strerror}); give another path"
     agree(problem)
 
 
@@ -117,7 +118,7 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     final = checkpoint_path(args.save, state.iteration)
     writing = final.with_name(final.name + _WRITING)
     if dist.get_rank() == 0:
-        shutil.rmtree(writing, ignore_errors=True)  # of a run that crashed
+        shutil.rmtree(writing, ignore_errors=True)  # left by a run that crashed
         writing.mkdir(parents=True)
     dist.barrier()
     metadata = _metadata(args)
@@ -136,7 +137,7 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
 def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
     """Restore the newest checkpoint under ``--load``; None when there is none. A collective call.
 
-    Random states belong to ranks: under another parallel layout than the saved one they start from ``--seed``.
+    Random states belong to ranks: under a parallel layout other than the saved one, they are seeded from ``--seed``.
 
     Raises:
         UserError: on every rank, when the checkpoint is missing (and ``--exit-on-missing-checkpoint``), incomplete,
@@ -145,7 +146,7 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
     iteration = _agreed_iteration(args.load)
     if iteration is None:
         if args.exit_on_missing_checkpoint:
-            raise UserError(f"--load needs a checkpoint, and {args.load} has no {TRACKER}; correct the path")
+            raise UserError(f"--load needs a checkpoint, but {args.load} has no {TRACKER}; correct the path")
         return None
     path = checkpoint_path(args.load, iteration)
     agree(incompleteness(path))
@@ -163,14 +164,14 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
             raise
         text = " ".join(str(error).split())[:300]
         raise UserError(
-            f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); give the model "
+            f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); use the model "
             f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}",
             everywhere=False,
         ) from error
 
 
 def _saved_layout(common: dict[str, Any]) -> dict[str, Any]:
-    """Checkpoints of version 0.1 do not name the placement: one stage a rank."""
+    """The layout of a checkpoint; those of version 0.1 lack the placement, which was one stage per rank."""
     layout = dict(common.get("layout") or {})
     layout.setdefault("stage_to_rank", list(range(layout.get("pipeline_model_parallel_size", 0))))
     return layout
@@ -180,14 +181,16 @@ def _check_layout(args: argparse.Namespace, metadata: dict[str, Any], same_layou
     fixed = args.use_distributed_optimizer and metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
     if fixed and not same_layout and args.load_optim and not args.finetune:
         raise ValueError(
-            "the state of its distributed optimizer was saved for another layout of ranks and stages only; use that "
-            "one, save with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
+            "the state of its distributed optimizer can only be loaded under the layout of ranks and stages it was "
+            "saved with; use that layout, save with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
         )
 
 
 def _agreed_iteration(directory: str) -> int | None:
-    """What rank 0 reads in the tracker, on every rank: on a file system that is shared late, or not at all, ranks would
-    load different iterations.
+    """The iteration that rank 0 reads from the tracker file, on every rank.
+
+    If every rank read the file, ranks could load different iterations on a file system that is slow to synchronize or
+    not shared.
     """
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -202,7 +205,7 @@ def _agreed_iteration(directory: str) -> int | None:
 
 def _train_state(common: dict[str, Any]) -> TrainState:
     if "train_state" not in common:
-        raise ValueError("it was not saved by this program and does not say how far its data were read; add --finetune")
+        raise ValueError("it was not saved by this program and lacks the number of consumed samples; add --finetune")
     return TrainState(**common["train_state"])
 
 
@@ -213,7 +216,7 @@ def _contents(
     loading: bool = False,
     random_states: bool = True,
 ) -> dict[str, Any]:
-    """What goes into a checkpoint, or is asked of one, by megatron-core's sharded descriptions."""
+    """The contents of a checkpoint to save, or to request when ``loading``, as megatron-core's sharded state dicts."""
     optimizer = args.load_optim and not args.finetune if loading else args.save_optim
     random_states &= args.load_rng and not args.finetune if loading else args.save_rng
     contents: dict[str, Any] = {}
@@ -244,14 +247,14 @@ def _restore(trained: Trained, wanted: Collection[str], loaded: dict[str, Any]) 
 
 
 def _torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Adam]:
-    """The torch optimizers inside; none where TransformerEngine or Apex bring their own."""
+    """torch's Adam optimizers inside ``optimizer``; none where TransformerEngine or Apex provide Adam."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
             yield part.optimizer
 
 
 def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
-    """core 0.16's distributed optimizer reads Adam's step before it loads one, and finds none in a new torch Adam."""
+    """Allocate torch Adam's state: megatron-core 0.16's distributed optimizer reads its step before loading one."""
     for adam in _torch_adams(optimizer):
         for parameter in (parameter for group in adam.param_groups for parameter in group["params"]):
             if not adam.state[parameter]:
@@ -264,7 +267,7 @@ def _allocate_optimizer_state(optimizer: MegatronOptimizer) -> None:
 
 @contextlib.contextmanager
 def _steps_apart(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> Iterator[None]:
-    """Fully reshardable state comes without torch Adam's step, which core 0.16 then misses: take it out before."""
+    """Drop torch Adam's step while fully reshardable state is loaded, which lacks it: core 0.16 would fail on it."""
 
     def forget_steps(adam: torch.optim.Optimizer) -> None:
         for state in adam.state.values():
@@ -278,13 +281,13 @@ def _steps_apart(optimizer: MegatronOptimizer, loaded: dict[str, Any]) -> Iterat
 
 
 def _restore_steps(optimizer: MegatronOptimizer) -> None:
-    """It also leaves the loaded step in the parameter group, where torch's Adam does not look: bring it home."""
+    """Move the loaded step from the parameter group, where megatron-core 0.16 leaves it, to torch Adam's state."""
     for adam in _torch_adams(optimizer):
         for group in adam.param_groups:
             step = group.pop("step", None)
             for parameter in group["params"]:
                 state = adam.state[parameter]
-                # A tensor for each parameter: Adam increments every one of them.
+                # One tensor per parameter, because Adam increments each of them.
                 state["step"] = state["step"].clone() if step is None else torch.tensor(float(step))
 
 
@@ -293,7 +296,7 @@ def _model_key(trained: Trained, index: int) -> str:
 
 
 def _metadata(args: argparse.Namespace) -> dict[str, Any]:
-    """How megatron-core is to lay out optimizer shards."""
+    """Metadata that selects megatron-core's layout of optimizer shards."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if args.use_distributed_optimizer:
         reshardable = args.dist_ckpt_optim_fully_reshardable
@@ -308,7 +311,7 @@ def _layout(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _random_states() -> ShardedObject:
-    """Every random state of this rank, kept under its place in the layout."""
+    """All random states of this rank, keyed by its place in the layout."""
     sizes = (
         parallel_state.get_pipeline_model_parallel_world_size(),
         parallel_state.get_tensor_model_parallel_world_size(),
@@ -323,7 +326,7 @@ def _random_states() -> ShardedObject:
 
 
 def _publish(writing: Path, final: Path, iteration: int) -> None:
-    """Turn a finished directory into the checkpoint that the next start loads."""
+    """Rename a finished directory to the final checkpoint, and name it in the tracker file."""
     files = {file.name: file.stat().st_size for file in sorted(writing.iterdir())}
     (writing / MANIFEST).write_text(json.dumps(files, indent=1))
     replaced = final.with_name(final.name + ".replaced")
@@ -342,10 +345,10 @@ def _publish(writing: Path, final: Path, iteration: int) -> None:
 
 
 def incompleteness(path: Path) -> str | None:
-    """What is missing of the checkpoint at ``path``; None when it is whole, or lists no files (Megatron's own)."""
+    """What is missing from the checkpoint at ``path``; None if it is complete or has no list of files (Megatron's)."""
     remedy = f"restore it, or write an earlier iteration into {path.parent / TRACKER}"
     if not (path / "metadata.json").is_file():
-        return f"the checkpoint {path} that {TRACKER} names is not there; {remedy}"
+        return f"the checkpoint {path}, which {TRACKER} names, does not exist; {remedy}"
     if not (path / MANIFEST).is_file():
         return None
     try:

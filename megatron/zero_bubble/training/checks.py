@@ -1,4 +1,4 @@
-"""Whether what the user asked for can work, one function a rule; all of them before anything is started.
+"""Check the flags before anything is started, with one function per topic.
 
 Every rank runs the same checks on the same values, so all ranks stop together and none waits for another.
 """
@@ -24,10 +24,10 @@ _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "
 
 
 def check(args: argparse.Namespace, world_size: int) -> None:
-    """Apply every rule and fill in what follows from the others (data-parallel size, batch size, lengths).
+    """Check every rule and set the values that follow from other flags (data-parallel size, batch size, lengths).
 
     Raises:
-        UserError: the first rule that does not hold.
+        UserError: the first rule that is violated.
     """
     check_layout(args, world_size, _REQUIRED)
     _check_recompute(args)
@@ -45,7 +45,7 @@ def check_layout(
     required: tuple[str, ...] = _REQUIRED[:5],
     under_launcher: bool = False,
 ) -> None:
-    """The rules of what each rank holds and runs, which a job of Megatron-LM's own script obeys as well."""
+    """Check the rules on the model's layout and schedule, which also apply to jobs that run Megatron-LM's script."""
     _check_required(args, required)
     _check_parallel_sizes(args, world_size)
     _check_schedule(args, under_launcher)
@@ -92,16 +92,16 @@ def _check_parallel_sizes(args: argparse.Namespace, world_size: int) -> None:
         raise UserError(
             f"the number of processes must be divisible by {' * '.join(sizes)} parallel size, got "
             f"{world_size} and {' * '.join(map(str, sizes.values()))}; "
-            f"start a multiple of {model} (torchrun --nproc-per-node {model}) or change the sizes"
+            f"start a multiple of {model} processes (torchrun --nproc-per-node {model}) or change the sizes"
         )
     args.data_parallel_size = world_size // model
     if args.sequence_parallel and args.tensor_model_parallel_size == 1:
         raise UserError(
-            "--sequence-parallel needs --tensor-model-parallel-size of 2 or more, got 1; drop it or raise the size"
+            "--sequence-parallel needs --tensor-model-parallel-size 2 or more, got 1; drop the flag or raise the size"
         )
     if args.sequence_parallel and args.seq_length % args.tensor_model_parallel_size:
         raise UserError(
-            "with --sequence-parallel the sequence length must be divisible by the tensor-parallel size, got "
+            "with --sequence-parallel, --seq-length must be divisible by --tensor-model-parallel-size, got "
             f"{args.seq_length} and {args.tensor_model_parallel_size}; change either"
         )
 
@@ -111,14 +111,14 @@ def _check_layers(args: argparse.Namespace) -> None:
     if chunks is not None and (chunks < 1 or args.pipeline_model_parallel_size == 1):
         raise UserError(
             "--num-virtual-stages-per-pipeline-rank must be positive and needs 2 or more pipeline ranks, got "
-            f"{chunks} and {args.pipeline_model_parallel_size}; drop it or raise --pipeline-model-parallel-size"
+            f"{chunks} and {args.pipeline_model_parallel_size}; drop the flag or raise --pipeline-model-parallel-size"
         )
     of_ends = (args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage)
     given = [count for count in of_ends if count is not None]
     if given and (args.pipeline_model_parallel_size < 2 or min(given) < 1):
         raise UserError(
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must be positive and need 2 or "
-            f"more pipeline ranks, got {given}; drop them or change the pipeline"
+            f"more pipeline ranks, got {given}; drop them or change --pipeline-model-parallel-size"
         )
     if args.pipeline_model_parallel_layout is not None:
         return  # megatron-core checks it
@@ -132,12 +132,12 @@ def _check_layers(args: argparse.Namespace) -> None:
         args.pipeline_model_parallel_layout = balanced_layout(args.placement, args.num_layers)
         return
     stages = ranks * each
-    what = f"{layers} layers{', embedding or loss counted,' if counted else ''}"
+    what = f"{layers} layers{' (embedding or loss included)' if counted else ''}"
     raise UserError(
         f"--num-layers must be divisible by the number of pipeline stages, got {what} for {stages} "
-        f"stages{' beside the first or last rank' if given else ''}; use "
-        f"{args.num_layers + (-layers % stages if stages else -layers)} layers, change the pipeline, or give "
-        "--pipeline-model-parallel-layout"
+        f"stages{' (first or last rank excluded)' if given else ''}; use "
+        f"{args.num_layers + (-layers % stages if stages else -layers)} layers, change "
+        "--pipeline-model-parallel-size, or give --pipeline-model-parallel-layout"
     )
 
 
@@ -155,7 +155,7 @@ def _check_widths(args: argparse.Namespace) -> None:
         )
     if args.group_query_attention and (heads % args.num_query_groups or args.num_query_groups % tensor_parallel):
         raise UserError(
-            "--num-query-groups must divide the attention heads and be divisible by the tensor-parallel size, got "
+            "--num-query-groups must divide the attention heads and be divisible by --tensor-model-parallel-size, got "
             f"{args.num_query_groups} groups, {heads} heads, tensor-parallel size {tensor_parallel}; change the groups"
         )
     if args.max_position_embeddings is None:
@@ -163,7 +163,7 @@ def _check_widths(args: argparse.Namespace) -> None:
     if args.max_position_embeddings < args.seq_length:
         raise UserError(
             "--max-position-embeddings must be at least --seq-length, got "
-            f"{args.max_position_embeddings} and {args.seq_length}; raise the former"
+            f"{args.max_position_embeddings} and {args.seq_length}; raise --max-position-embeddings"
         )
 
 
@@ -171,15 +171,15 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     args.batch_sizes = BatchSizes.from_arguments(args)
     args.global_batch_size = args.batch_sizes.final
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
-    counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations have the last
+    counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations use the last size
     if has_schedule(args):
         check_schedule(args, args.source, ranks, counts)
     elif chunks:
         for count in counts:
             if count % ranks:
                 raise UserError(
-                    "Megatron's interleaved schedule needs a number of microbatches divisible by the pipeline ranks, "
-                    f"got {count} and {ranks}; change --global-batch-size or --rampup-batch-size"
+                    "Megatron's interleaved schedule needs a microbatch count divisible by the number of pipeline "
+                    f"ranks, got {count} and {ranks}; change --global-batch-size or --rampup-batch-size"
                 )
 
 
@@ -188,7 +188,7 @@ def _check_experts(args: argparse.Namespace, world_size: int) -> None:
     if experts is None:
         if expert_parallel > 1:
             raise UserError(
-                f"--expert-model-parallel-size {expert_parallel} needs experts; give --num-experts or drop it"
+                f"--expert-model-parallel-size {expert_parallel} needs experts; give --num-experts or drop the flag"
             )
         return
     if experts % expert_parallel:
@@ -206,13 +206,13 @@ def _check_experts(args: argparse.Namespace, world_size: int) -> None:
             f"{world_size} and {tensor} * {expert_parallel} * {args.pipeline_model_parallel_size}; change the sizes"
         )
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        raise UserError("experts with tensor parallelism need --sequence-parallel; add it")
+        raise UserError("--num-experts with tensor parallelism needs --sequence-parallel; add --sequence-parallel")
 
 
 def _check_overlaps(args: argparse.Namespace) -> None:
     if args.overlap_param_gather and not (args.use_distributed_optimizer and args.overlap_grad_reduce):
         raise UserError(
-            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add them or drop it"
+            "--overlap-param-gather needs --use-distributed-optimizer and --overlap-grad-reduce; add both or drop it"
         )
 
 
@@ -221,22 +221,22 @@ def _check_recompute(args: argparse.Namespace) -> None:
     if needs_engine and (args.transformer_impl == "local" or find_spec("transformer_engine") is None):
         raise UserError(
             f"--recompute-modules {' '.join(needs_engine)} needs TransformerEngine layers in megatron-core 0.16, got "
-            "local ones; leave it out, or install TransformerEngine"
+            "local ones; remove it from the list, or install TransformerEngine"
         )
     if "mlp" in (args.recompute_modules or ()) and args.add_bias_linear:
         raise UserError(
-            "--recompute-modules mlp needs --disable-bias-linear: megatron-core 0.16 hands the bias out of the part it "
-            "recomputes, and the backward of that never ends; add the flag"
+            "--recompute-modules mlp needs --disable-bias-linear, because in megatron-core 0.16 the recomputed part "
+            "returns the bias, and its backward never ends; add --disable-bias-linear"
         )
 
 
 def _check_precision(args: argparse.Namespace) -> None:
     if args.bf16 and args.fp16:
-        raise UserError("--bf16 and --fp16 exclude each other; keep one")
+        raise UserError("--bf16 and --fp16 are mutually exclusive; keep one")
     if args.fp16 and args.loss_scale is None:
-        args.check_for_nan_in_loss_and_grad = False  # an overflow tells the loss scaler to go lower
+        args.check_for_nan_in_loss_and_grad = False  # the loss scaler reacts to overflows
     if args.grad_reduce_in_bf16 and args.accumulate_allreduce_grads_in_fp32:
-        raise UserError("--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 exclude each other; keep one")
+        raise UserError("--grad-reduce-in-bf16 excludes --accumulate-allreduce-grads-in-fp32; keep one of them")
 
 
 def _check_learning_rate(args: argparse.Namespace) -> None:
@@ -247,13 +247,13 @@ def _check_learning_rate(args: argparse.Namespace) -> None:
     if args.lr_warmup_fraction is not None:
         if args.lr_warmup_iters or not 0 <= args.lr_warmup_fraction < 1:
             raise UserError(
-                "--lr-warmup-fraction lies in [0, 1) and replaces --lr-warmup-iters, got "
-                f"{args.lr_warmup_fraction} and {args.lr_warmup_iters}; keep one"
+                "--lr-warmup-fraction must be in [0, 1) and excludes --lr-warmup-iters, got "
+                f"{args.lr_warmup_fraction} and {args.lr_warmup_iters}; change the fraction or keep one flag"
             )
         args.lr_warmup_iters = int(args.lr_warmup_fraction * args.lr_decay_iters)
     if args.lr_warmup_iters >= args.lr_decay_iters:
         raise UserError(
-            "the warm-up must be shorter than the decay, got "
+            "the learning rate's warm-up must be shorter than --lr-decay-iters, got "
             f"{args.lr_warmup_iters} and {args.lr_decay_iters} iterations; lower --lr-warmup-iters"
         )
 
@@ -263,8 +263,8 @@ def _check_tokenizer(args: argparse.Namespace) -> None:
         raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids in the data")
     if args.tokenizer_type != "NullTokenizer" and args.vocab_size is not None:
         raise UserError(
-            f"--vocab-size belongs to data already tokenised, got {args.vocab_size} with {args.tokenizer_type}; "
-            "add --tokenizer-type NullTokenizer or drop it"
+            f"--vocab-size is only for tokenized data, got {args.vocab_size} with {args.tokenizer_type}; "
+            "add --tokenizer-type NullTokenizer or drop --vocab-size"
         )
 
 
@@ -293,13 +293,13 @@ def _check_data(args: argparse.Namespace) -> None:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
         raise UserError(
-            f"--split gives one to three shares with a positive first (train,valid,test), got {args.split!r}"
+            f"--split needs one to three shares (train,valid,test), the first of them positive, got {args.split!r}"
         )
     _check_splits(args)
 
 
 def _check_splits(args: argparse.Namespace) -> None:
-    """Every split that is built has documents: megatron-core looks for more of none without end."""
+    """Check that every split has documents; without documents, megatron-core would build its samples forever."""
     if args.blend is not None:
         check_divided(args.blend.prefixes, args.blend.weights is not None, args.split, args.seq_length)
     for name, blend in zip(NAMES, args.blend_per_split, strict=True):
@@ -310,7 +310,7 @@ def _check_splits(args: argparse.Namespace) -> None:
 def _check_packages(args: argparse.Namespace) -> None:
     if args.save and find_spec("psutil") is None:
         raise UserError(
-            "--save needs the package psutil, without which megatron-core's writers hang; pip install psutil"
+            "--save needs the package psutil, without which megatron-core's writers hang; run pip install psutil"
         )
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise UserError(
@@ -322,8 +322,8 @@ def _check_packages(args: argparse.Namespace) -> None:
 def _check_checkpoint(args: argparse.Namespace) -> None:
     if args.load and args.optimizer == "sgd" and args.load_optim and not args.finetune:
         raise UserError(
-            "--load restores the state of --optimizer adam only (megatron-core 0.16 cannot describe sgd's before its "
-            "first step); add --no-load-optim"
+            "--load cannot restore the state of --optimizer sgd, because megatron-core 0.16 cannot describe it before "
+            "the first step; add --no-load-optim"
         )
     for flag, directory in (("--save", args.save), ("--load", args.load)):
         if directory and Path(directory).exists() and not Path(directory).is_dir():

@@ -1,4 +1,4 @@
-"""``--config FILE``: a YAML mapping of flag names to values, read as if it stood first on the command line."""
+"""``--config FILE``: a YAML mapping of flag names to values, which the command line overrides."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.zero_bubble.errors import UserError
 
-# Flags of which one replaces the others: naming one on the command line drops its rivals from the file.
+# Groups of alternative flags: one of them on the command line drops the others of its group from the file.
 RIVALS = (
     frozenset({"data-path", "train-data-path", "valid-data-path", "test-data-path", "mock-data"}),
     frozenset({"zero-bubble-schedule", "zero-bubble-schedule-file"}),
@@ -19,7 +19,7 @@ RIVALS = (
 
 
 def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
-    """The command-line tokens that ``file`` stands for, less those that ``argv`` replaces by a rival flag.
+    """Convert ``file`` to command-line tokens, without the flags for which ``argv`` has an alternative.
 
     ``num-layers: 4`` becomes ``--num-layers 4``, ``swiglu: true`` becomes ``--swiglu`` (``false`` leaves it out), and
     a list becomes several values.
@@ -33,10 +33,11 @@ def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
     for name, value in _read(Path(file)).items():
         if not isinstance(name, str) or name.startswith("-") or "_" in name:
             raise UserError(
-                f"a configuration file names flags without their dashes (num-layers), got {name!r} in {file}"
+                "flags in a configuration file are written like num-layers, without leading dashes and underscores, "
+                f"got {name!r} in {file}"
             )
         if name == "config":
-            raise UserError(f"a configuration file cannot name another one; remove 'config' from {file}")
+            raise UserError(f"a configuration file cannot include another one; remove 'config' from {file}")
         if name in replaced:
             continue
         tokens += _flag(name, value)
@@ -65,5 +66,5 @@ def _read(path: Path) -> dict[Any, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"the configuration file must be YAML: {path} ({' '.join(str(error).split())})") from None
     if not isinstance(content, dict):
-        raise UserError(f"the configuration file must map flags to values (num-layers: 4), got none in {path}")
+        raise UserError(f"the configuration file must map flags to values (num-layers: 4), got no mapping in {path}")
     return content

@@ -1,4 +1,4 @@
-"""Process groups and random states: from one torchrun process to a rank of the parallel layout."""
+"""Process groups and random states, which make a process that torchrun started a rank of the parallel layout."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ from megatron.zero_bubble.training.process import Launch
 
 
 def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
-    """Raise unless ``backend`` can move this platform's tensors between these processes.
+    """Check that ``backend`` can send this platform's tensors between the processes of this machine.
 
     Raises:
-        UserError: NCCL without a GPU for every process of this machine.
+        UserError: NCCL without one GPU per process of this machine.
     """
     if backend != "nccl":
         return
     if platform.name != "cuda":
-        raise UserError("--distributed-backend nccl moves GPU memory only, got the cpu device; use gloo or drop it")
+        raise UserError("--distributed-backend nccl needs GPUs, got the cpu device; use gloo or drop the flag")
     if launch.local_world_size > platform.device_count():
         raise UserError(
-            "nccl needs a GPU for every process of a machine, got "
-            f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer, or let them share "
-            "GPUs with --distributed-backend gloo"
+            "nccl needs one GPU per process on every machine, got "
+            f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer processes, or let "
+            "them share GPUs with --distributed-backend gloo"
         )
 
 
 def initialize(
     args: argparse.Namespace, launch: Launch, backend: str, joined: Callable[[], None] = lambda: None
 ) -> None:
-    """Join the world, call ``joined``, lay out the parallel groups and seed every random state."""
+    """Join the process group, call ``joined``, create the parallel groups and seed all random states."""
     timeout = timedelta(minutes=args.distributed_timeout_minutes)
     if dist.is_initialized():
-        pass  # the caller, a program that trains inside a world of its own, has joined already
+        pass  # the calling program has already initialized torch.distributed
     elif launch.under_torchrun:
         dist.init_process_group(backend, timeout=timeout)
     else:
@@ -52,7 +52,7 @@ def initialize(
 
 
 def lay_out(args: argparse.Namespace) -> None:
-    """Make megatron-core's parallel groups; a collective call."""
+    """Create megatron-core's parallel groups; a collective call."""
     from megatron.core import parallel_state
     from megatron.core.rerun_state_machine import RerunMode, initialize_rerun_state_machine
 
@@ -68,12 +68,12 @@ def lay_out(args: argparse.Namespace) -> None:
         get_embedding_ranks=embedding_ranks(args.placement),
         create_gloo_process_groups=False,
     )
-    # DDP reports NaN gradients through it; re-running iterations to tell faulty hardware is left to Megatron's loop.
+    # DDP reports NaN gradients through this object. Only Megatron's loop re-runs iterations to detect faulty hardware.
     initialize_rerun_state_machine(mode=RerunMode.DISABLED)
 
 
 def seed(args: argparse.Namespace) -> None:
-    """Seed every random state with ``--seed`` plus 100 times the pipeline rank, as Megatron does: stages differ."""
+    """Seed all random states with ``--seed`` plus 100 times the pipeline rank, as Megatron does, so stages differ."""
     from megatron.core import parallel_state, tensor_parallel
 
     of_rank = args.seed + 100 * parallel_state.get_pipeline_model_parallel_rank()
@@ -84,17 +84,17 @@ def seed(args: argparse.Namespace) -> None:
 
 
 def gather(value: Any) -> list[Any]:
-    """``value`` of every rank, in the order of ranks; a collective call."""
+    """The ``value`` of every rank, in rank order; a collective call."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def agree(problem: str | None) -> None:
-    """Raise the same error on every rank when any of them has a ``problem``; a collective call.
+    """Raise the same error on every rank if any rank has a ``problem``; a collective call.
 
     Raises:
-        UserError: with the text of the lowest rank that has one.
+        UserError: with the problem of the lowest rank that has one.
     """
     for text in gather(problem):
         if text is not None:

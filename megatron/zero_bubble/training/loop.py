@@ -34,7 +34,7 @@ Reports = list[dict[str, torch.Tensor]]
 
 @dataclass(frozen=True)
 class _Iteration:
-    """One whose optimizer step is taken, and perhaps not final."""
+    """An iteration whose optimizer step was taken but may not be final yet."""
 
     number: int
     consumed_samples: int
@@ -47,11 +47,11 @@ class _Iteration:
 
 @dataclass
 class Trainer:
-    """One run: everything built, and how far it has come.
+    """One training run: the objects it trains with, and its progress.
 
     Attributes:
-        device: where this rank computes.
-        vocab_size: size of the embedding; token ids lie below.
+        device: device that this rank computes on.
+        vocab_size: size of the embedding; all token ids are smaller.
         meter: measures the bubble of every iteration, for the log.
     """
 
@@ -71,10 +71,10 @@ class Trainer:
     _stop: StopRequest | None = None
 
     def run(self, stop: StopRequest) -> None:
-        """Train until ``--train-iters``, ``--exit-interval`` or a stop request, save, and test at the very end."""
+        """Train until ``--train-iters``, ``--exit-interval`` or a stop request; save, and test a completed training."""
         args, state = self.args, self.state
         self._stop = stop
-        self._saved = state.iteration  # what was just loaded, or nothing yet
+        self._saved = state.iteration  # the checkpoint just loaded, or nothing yet
         batches = self._microbatches(self.splits.train, state.consumed_samples)
         while state.iteration < args.train_iters:
             with during(f"iteration {state.iteration + 1}"):
@@ -82,7 +82,7 @@ class Trainer:
             self.progress.reached(state.iteration)
             if self._due(args.log_interval):
                 self._report()
-            elif self._unreported and not self._has_reported:  # show early that the run works, whatever the interval
+            elif self._unreported and not self._has_reported:  # the first iteration, whatever the interval
                 self._report_iterations()
             if self._due(args.eval_interval):
                 self._report()
@@ -103,7 +103,7 @@ class Trainer:
             self.evaluate("test", self.splits.test, self.splits.has_test)
 
     def evaluate(self, split: str, dataset: Dataset | None, present: bool) -> None:
-        """Report the mean loss of ``--eval-iters`` global batches, each time the same first samples of ``dataset``."""
+        """Report the mean loss over ``--eval-iters`` global batches, always the first samples of ``dataset``."""
         if not present or not self.args.eval_iters:
             return
         self._settle()
@@ -124,7 +124,7 @@ class Trainer:
         self.progress.evaluation(self.state.iteration, split, None if loss is None else loss.item())
 
     def _iteration(self, batches: list[Iterator[Batch]]) -> float:
-        """One step of the optimizer; returns the seconds it took."""
+        """Run one training iteration; return its duration in seconds."""
         started = time.perf_counter()
         state, optimizer, sizes = self.state, self.trained.optimizer, self.args.batch_sizes
         num_microbatches = sizes.microbatches(state.consumed_samples)
@@ -132,7 +132,7 @@ class Trainer:
         self._zero_gradients()
         with during("passes"):
             reports = self._passes(batches, num_microbatches)
-        self._finish()  # the learning rate depends on whether the step before was skipped
+        self._finish()  # the learning rate depends on whether the previous step was skipped
         groups = optimizer.param_groups
         learning_rate = groups[0]["lr"] if groups else math.nan  # a stage may have no parameters
         result = None
@@ -156,18 +156,18 @@ class Trainer:
 
     @property
     def _ahead(self) -> PostValidatedOptimizer | None:
-        """The optimizer, if it takes steps ahead."""
+        """The optimizer if it uses post-validation, else None."""
         optimizer = self.trained.optimizer
         return optimizer if isinstance(optimizer, PostValidatedOptimizer) else None
 
     def _zero_gradients(self) -> None:
-        if self._ahead is None:  # it zeroes the model's, too, when none is needed any more
+        if self._ahead is None:  # post-validation zeroes the model's gradients when it no longer needs them
             for chunk in self.trained.model:
                 chunk.zero_grad_buffer()
         self.trained.optimizer.zero_grad()
 
     def _finish(self) -> None:
-        """Count the iterations whose steps taken ahead have become final."""
+        """Finish the iterations whose optimizer steps post-validation has made final."""
         for outcome in () if self._ahead is None else self._ahead.take_outcomes():
             self._finish_one(outcome)
 
@@ -196,14 +196,14 @@ class Trainer:
         )
 
     def _settle(self) -> None:
-        """Make the last step final: what follows looks at weights, counters or both."""
+        """Make the last optimizer step final, before weights or counters are read."""
         if self._ahead is not None:
             with during("validating the last optimizer step"):
                 self._ahead.settle()
         self._finish()
 
     def _passes(self, batches: list[Iterator[Batch]], num_microbatches: int, forward_only: bool = False) -> Reports:
-        """All passes of one global batch, by the schedule in force; one report a microbatch on the last stage."""
+        """Run all passes of one global batch; the last stage returns one loss report per microbatch."""
         model = self.trained.model
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,
@@ -219,7 +219,7 @@ class Trainer:
     def _forward_step(
         self, batches: Iterator[Batch], model: torch.nn.Module
     ) -> tuple[torch.Tensor, Callable[..., Any]]:
-        """Megatron's forward step: the output of one chunk for the next microbatch, and how to make a loss of it."""
+        """Megatron's forward step: the output of one chunk for the next microbatch, and its loss function."""
         batch: Batch = {}
         ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
         if ends or self.args.reset_attention_mask:
@@ -246,7 +246,7 @@ class Trainer:
         )
 
     def _bubble(self) -> BubbleMetrics | None:
-        """What the meter says of the iterations since it was last asked; a collective call where there is one."""
+        """Bubble of the iterations since the previous call, None without a meter; a collective call with one."""
         if self.meter is None:
             return None
         bubble = self.meter.read(parallel_state.get_pipeline_model_parallel_group())
@@ -275,7 +275,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _whole_parameters(self) -> Iterator[None]:
-        """With ``--overlap-param-gather``, parameters are gathered by the forward that needs them: gather all now."""
+        """Gather all parameters for this block; ``--overlap-param-gather`` gathers them in each forward instead."""
         if not self.args.overlap_param_gather:
             yield
             return
@@ -287,7 +287,7 @@ class Trainer:
 
 
 def _loss(batch: Batch, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Sum of the losses of unmasked tokens, their number (int32), and both for the report, as Megatron's loop does."""
+    """Sum of the losses of unmasked tokens, number of these tokens (int32), and both as a report, as in Megatron."""
     mask = batch["loss_mask"].view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
     num_tokens = mask.sum().detach().to(torch.int32)

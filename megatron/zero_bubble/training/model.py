@@ -1,4 +1,4 @@
-"""The GPT of the flags: megatron-core's ``GPTModel`` behind its DDP, with its optimizer and its learning rates."""
+"""Build the GPT from the flags: megatron-core's ``GPTModel`` in its DDP wrapper, its optimizer and LR scheduler."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_tied_embedding, groups_as, megatron_rank
 from megatron.zero_bubble.errors import UserError
 
-# Megatron's rule for when gradients of one bucket are large enough to be worth reducing while others are computed.
+# Megatron's default for parameters per gradient bucket: at least 40 million, and 1 million per data-parallel rank.
 _SMALLEST_BUCKET = 40_000_000
 _BUCKET_PER_RANK = 1_000_000
 
 
 def build_config(args: argparse.Namespace, device: torch.device) -> TransformerConfig:
-    """The flags as megatron-core's configuration: by field name, and the rest below.
+    """Build megatron-core's configuration from the flags; a flag with the name of a field sets that field.
 
     Raises:
-        UserError: with megatron-core's own words, for what it refuses.
+        UserError: an invalid combination of flags; where megatron-core rejects it, the message quotes its error.
     """
     dtype = params_dtype(args)
     engine = uses_transformer_engine(args, device)
@@ -54,7 +54,7 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         bias_activation_fusion=(
             args.bias_swiglu_fusion if args.swiglu else args.bias_gelu_fusion and args.add_bias_linear
         ),
-        # Fusions whose kernels (of TransformerEngine or Apex) are not installed go.
+        # Fusions are turned off where their kernels (from TransformerEngine or Apex) are not installed.
         masked_softmax_fusion=args.masked_softmax_fusion and _installed("scaled_masked_softmax_cuda"),
         apply_rope_fusion=args.apply_rope_fusion and engine,
         persist_layer_norm=args.persist_layer_norm and (engine or _installed("apex")),
@@ -66,8 +66,8 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         fields["moe_ffn_hidden_size"] = args.moe_ffn_hidden_size or fields["ffn_hidden_size"]
         if args.add_bias_linear and not engine:
             raise UserError(
-                "experts of --transformer-impl local need --disable-bias-linear: megatron-core 0.16 adds their bias in "
-                "place, which autograd refuses; add the flag"
+                "--num-experts with local layers requires --disable-bias-linear, because megatron-core 0.16 adds the "
+                "bias of local experts in place, which autograd rejects; add --disable-bias-linear"
             )
     if args.swiglu:
         fields.update(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
@@ -77,18 +77,18 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
         fields.update(activation_func=squared_relu, bias_activation_fusion=False)
     try:
         config = TransformerConfig(**fields)
-    except (ValueError, AssertionError, IndexError) as error:  # IndexError: a layout without a layer
-        raise UserError(f"megatron-core refuses this combination of flags: {' '.join(str(error).split())}") from error
+    except (ValueError, AssertionError, IndexError) as error:  # IndexError: a layout without layers
+        raise UserError(f"megatron-core rejects this combination of flags: {' '.join(str(error).split())}") from error
     if config.virtual_pipeline_model_parallel_size != args.virtual_pipeline_model_parallel_size:
         raise UserError(
-            f"--pipeline-model-parallel-layout has {config.virtual_pipeline_model_parallel_size} stages a rank, got "
+            f"--pipeline-model-parallel-layout has {config.virtual_pipeline_model_parallel_size} stages per rank, got "
             f"--num-virtual-stages-per-pipeline-rank {args.virtual_pipeline_model_parallel_size}; make them equal"
         )
     return config
 
 
 def _ffn_hidden_size(args: argparse.Namespace) -> int:
-    """As given, or four times the hidden size; with gates, two thirds of that in multiples of 64, as Megatron does."""
+    """``--ffn-hidden-size``; default: 4 * hidden size, with ``--swiglu`` 2/3 of that, floored to a multiple of 64."""
     if args.ffn_hidden_size is not None:
         return args.ffn_hidden_size
     wide = 4 * args.hidden_size
@@ -96,12 +96,12 @@ def _ffn_hidden_size(args: argparse.Namespace) -> int:
 
 
 def params_dtype(args: argparse.Namespace) -> torch.dtype:
-    """The type of the parameters and of what the stages exchange."""
+    """Data type of the parameters and of the tensors sent between stages."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def uses_transformer_engine(args: argparse.Namespace, device: torch.device) -> bool:
-    """Whether layers come from TransformerEngine: as ``--transformer-impl`` says, else where it can run."""
+    """Whether to use TransformerEngine layers; without ``--transformer-impl``, if it is installed and runs on a GPU."""
     if args.transformer_impl is not None:
         return args.transformer_impl == "transformer_engine"
     return device.type == "cuda" and _installed("transformer_engine")
@@ -110,10 +110,10 @@ def uses_transformer_engine(args: argparse.Namespace, device: torch.device) -> b
 def build_model(
     args: argparse.Namespace, config: TransformerConfig, vocab_size: int, device: torch.device
 ) -> list[DistributedDataParallel]:
-    """This rank's chunks of the model on ``device``, each behind DDP.
+    """Build this rank's model chunks on ``device``, each wrapped in DDP.
 
     Args:
-        vocab_size: of the embedding, padding included.
+        vocab_size: size of the embedding, including padding.
     """
     rank = parallel_state.get_pipeline_model_parallel_rank()
     stages = args.placement.stages_of(rank)
@@ -131,7 +131,7 @@ def build_model(
     copy_tied_embedding(chunks)
     ddp_config = build_ddp_config(args)
     return [
-        # Later chunks reduce while earlier ones still compute, so only the first gains from several buckets.
+        # Later chunks are reduced while earlier ones still compute, so only the first gains from several buckets.
         DistributedDataParallel(config, ddp_config, module, disable_bucketing=chunk > 0)
         for chunk, module in enumerate(chunks)
     ]
@@ -144,7 +144,7 @@ def build_chunk(
     vp_stage: int | None,
     groups: ProcessGroupCollection,
 ) -> GPTModel:
-    """One contiguous run of layers, with the embedding on the first stage and the output layer on the last."""
+    """Build one stage: contiguous layers, with the embedding on the first stage and the output layer on the last."""
     model = GPTModel(
         config=config,
         transformer_layer_spec=_layer_spec(args, config, vp_stage),
@@ -173,7 +173,7 @@ def _layer_spec(args: argparse.Namespace, config: TransformerConfig, vp_stage: i
 
 
 def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
-    """Gradient buckets and their reduction."""
+    """Build DDP's configuration, which sets the gradient buckets and their reduction."""
     fields = _by_name(DistributedDataParallelConfig, args)
     fields["grad_reduce_in_fp32"] = not args.grad_reduce_in_bf16
     fields["check_for_nan_in_grad"] = args.check_for_nan_in_loss_and_grad
@@ -186,14 +186,14 @@ def build_ddp_config(args: argparse.Namespace) -> DistributedDataParallelConfig:
 
 
 def build_optimizer(args: argparse.Namespace, model: list[DistributedDataParallel]) -> MegatronOptimizer:
-    """megatron-core's optimizer, distributed over the data-parallel ranks if asked."""
+    """Build megatron-core's optimizer, with ``--use-distributed-optimizer`` sharded over the data-parallel ranks."""
     fields = _by_name(OptimizerConfig, args)
     fields["params_dtype"] = params_dtype(args)
     return get_megatron_optimizer(OptimizerConfig(**fields), model, use_gloo_process_groups=False)
 
 
 def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rates as a function of the samples consumed."""
+    """Build the learning-rate scheduler, which counts consumed samples."""
     samples = args.batch_sizes.samples_after
     return OptimizerParamScheduler(
         optimizer,
@@ -213,7 +213,7 @@ def build_scheduler(args: argparse.Namespace, optimizer: MegatronOptimizer) -> O
 
 
 def connect(args: argparse.Namespace, model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
-    """Tell the schedules how this run scales losses and when it synchronises gradients, as Megatron's loop does."""
+    """Set the callbacks by which schedules scale losses and synchronize gradients, as Megatron's loop does."""
     config = get_model_config(model[0])
     config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -230,7 +230,7 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 def _by_name(config_class: type, args: argparse.Namespace) -> dict[str, Any]:
-    """The flags that are fields of ``config_class``; None leaves its default."""
+    """Flags with the names of fields of ``config_class``; a flag that is None is left out, so the default applies."""
     names = (field.name for field in dataclasses.fields(config_class))
     return {name: value for name in names if (value := getattr(args, name, None)) is not None}
 

@@ -1,4 +1,4 @@
-"""The whole of a run, from the command line to its exit code."""
+"""Run a training job, from the command line to the exit code."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run with these flags in this process, one of those that torchrun started, or alone.
+    """Run the training job with flags ``argv`` in this process, started by torchrun or alone.
 
     Returns:
-        0 after training or a clean stop, 1 when another rank is gone, 2 when the flags or files cannot work.
+        0 after training or a clean stop, 1 if another rank was lost, 2 if flags or files are invalid.
     """
     launch = Launch.from_environment()
     try:
@@ -42,14 +42,14 @@ def main(argv: Sequence[str]) -> int:
         check(args, launch.world_size)
         return _run(args, launch)
     except UserError as error:
-        # One rank a machine: a file, a package or a device may be missing on one of them only.
+        # Print once per machine, because a file, a package or a device may be missing on one machine only.
         if launch.local_rank == 0 or not error.everywhere:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
 
 
 def _run(args: argparse.Namespace, launch: Launch) -> int:
-    """Train, and say to the other ranks how it ends."""
+    """Train, and notify the other ranks of how this rank ends."""
     import torch.distributed as dist
 
     from megatron.zero_bubble.runtime.peers import Peers
@@ -76,13 +76,13 @@ def _run(args: argparse.Namespace, launch: Launch) -> int:
 
 
 def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] = lambda: None) -> None:
-    """Build everything that checked ``args`` ask for and train. megatron-core is imported here.
+    """Build model, data and optimizer from the checked ``args``, and train; imports megatron-core.
 
     Args:
-        joined: called when this rank has joined the others.
+        joined: called when this rank has joined the process group.
 
     Raises:
-        UserError: what could not be known before.
+        UserError: a problem that the checks of the flags cannot find.
     """
     from megatron.zero_bubble.platforms import select
     from megatron.zero_bubble.training.distributed import check_backend, describe_rank, initialize
@@ -97,7 +97,7 @@ def train(args: argparse.Namespace, launch: Launch, joined: Callable[[], None] =
         from megatron.zero_bubble.training.failure import during
 
         config = model.build_config(args, device)
-        with during(f"rank {launch.rank}, joining the others"):
+        with during(f"rank {launch.rank}, joining the other ranks"):
             initialize(args, launch, backend, joined)
     with during(describe_rank()):
         _train_rank(args, launch, platform, device, backend, config)
@@ -122,7 +122,7 @@ def _train_rank(
     backend: str,
     config: TransformerConfig,
 ) -> None:
-    """Build and train on a rank that has joined the others."""
+    """Build and train on a rank that has joined the process group."""
     with quiet():
         from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
         from megatron.zero_bubble.training import loop, stop
@@ -133,7 +133,7 @@ def _train_rank(
         from megatron.zero_bubble.training.schedule import apply_schedule
 
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
-    # The trainer is built below, when the schedule is in force.
+    # The function reads `trainer` later: it is built below, after the schedule is enabled.
     tracer, recorder = _tracer(args, platform, lambda: trainer.state.iteration + 1) if records(args) else (None, None)
     applied = apply_schedule(args, [one for one in (meter, tracer, recorder) if one is not None])
     if launch.rank == 0:
@@ -144,7 +144,7 @@ def _train_rank(
         splits = data.build_splits(args, vocabulary)
     vocab_size = tokenizer.padded_vocab_size(args, vocabulary)
     trained = _build(args, config, vocab_size, device, applied.pipeline)
-    # The last rank holds the last stage, which knows the loss.
+    # The last rank has the losses: it holds the last stage, or receives them from the rank that does.
     reporting = launch.rank == launch.world_size - 1
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
@@ -189,7 +189,7 @@ def _print_start(
 
 
 def _make_folders(args: argparse.Namespace) -> None:
-    """Now, and not after hours of training."""
+    """Create the output directories before training, so that a bad path fails at start-up."""
     from megatron.zero_bubble.training import checkpoint
 
     for flag, directory in (
@@ -208,7 +208,7 @@ def _build(
     device: torch.device,
     pipeline: Pipeline | None,
 ) -> Trained:
-    """Model, optimizer and scheduler."""
+    """Build the model, the optimizer and the learning-rate scheduler."""
     from megatron.zero_bubble.training import checkpoint, model
     from megatron.zero_bubble.training.schedule import step_ahead
 

@@ -1,4 +1,4 @@
-"""Who this process is among those that torchrun started. Imports no torch."""
+"""Rank and world size of this process, from the variables that torchrun sets. Does not import torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launch:
-    """This process by the variables that torchrun sets; a world of one when they are absent."""
+    """Rank and world size of this process; without torchrun, rank 0 in a world of one."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""Keeps megatron-core's messages that no user of this loop can act on off the screen, each named here."""
+"""Suppress messages of megatron-core, each listed here, that a user of this training loop cannot act on."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _NO_USE = (
-    # Advice at import to install what the start-up line names as absent anyway.
+    # Advice to install a package, printed at import; our start-up line shows which layers are used.
     "Transformer Engine and Apex are not installed",
     "Apex is not installed",
-    # A default of core's own configuration, deprecated by core.
+    # megatron-core deprecates a default of its own configuration.
     "full scope is deprecated",
 )
 _NO_USE_BELOW_ERRORS = (
-    "megatron.core.rerun_state_machine",  # announces its mode, which is not a choice here
-    "megatron.core.datasets.gpt_dataset",  # cannot keep the indices of mock data, nor need it
+    "megatron.core.rerun_state_machine",  # logs its mode, which this program fixes
+    "megatron.core.datasets.gpt_dataset",  # warns that it cannot cache the indices of mock data, which need no cache
 )
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """A block, around imports and set-up, without those warnings."""
+    """Suppress these messages in this block; used around imports and set-up."""
     levels = {logging.getLogger(name): logging.getLogger(name).level for name in _NO_USE_BELOW_ERRORS}
     for logger in levels:
         logger.setLevel(logging.ERROR)

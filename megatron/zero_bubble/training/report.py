@@ -1,4 +1,4 @@
-"""What the user sees of a run: a bar on a terminal, plain lines elsewhere, JSON lines in a file, TensorBoard."""
+"""Report a run: a progress bar on a terminal or plain log lines, JSON lines in a file, and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BAR = 24
 
 @dataclass(frozen=True)
 class IterationMetrics:
-    """One training iteration. A line of ``--metrics-file`` is this with ``"kind": "train"``."""
+    """Metrics of one training iteration: a line of ``--metrics-file`` with ``"kind": "train"``."""
 
     iteration: int
     consumed_samples: int
@@ -34,14 +34,14 @@ class IterationMetrics:
 
 @dataclass(frozen=True)
 class BubbleMetrics:
-    """The bubble of the iterations since the report before (``analysis.bubble``), and how optimizer steps were taken so
-    far where they are validated later. A line of ``--metrics-file`` is this with ``"kind": "bubble"``.
+    """Bubble of the iterations since the previous report: a line of ``--metrics-file`` with ``"kind": "bubble"``.
 
     Attributes:
-        iteration: the last one.
-        measured, planned: rates, by the span.
-        steps: of the optimizer, the same on every rank.
-        waited, repeated: how many of them were waited for, or taken back and repeated, added up over all ranks.
+        iteration: the last iteration.
+        measured, planned: bubble rates by span (``analysis.bubble``).
+        steps: with post-validation, the number of optimizer steps so far, the same on every rank.
+        waited, repeated: with post-validation, the number of steps that ranks waited for, and that they rolled back and
+            repeated, each summed over all ranks.
     """
 
     iteration: int
@@ -54,13 +54,13 @@ class BubbleMetrics:
 
 
 class Progress:
-    """Reports a run from one rank; on every other rank it is silent and opens nothing.
+    """Report a run from one rank; on the other ranks, print nothing and open no files.
 
     Args:
-        reporting: whether this is the rank that reports.
-        train_iters: iterations of the whole run.
-        metrics_file: appended to, one JSON object a line.
-        tensorboard_dir: event files go there when TensorBoard is installed.
+        reporting: whether this rank reports.
+        train_iters: number of iterations of the whole run.
+        metrics_file: file to append to, one JSON object per line.
+        tensorboard_dir: directory for event files, which are written if TensorBoard is installed.
     """
 
     def __init__(
@@ -93,13 +93,14 @@ class Progress:
                 sink.close()
 
     def say(self, text: str) -> None:
-        """One line for the user, above the bar."""
+        """Print one line, above the progress bar if there is one."""
         if self._reporting:
             print(("\r\033[K" if self._bar else "") + text, flush=True)
 
     def iterations(self, done: list[IterationMetrics], bubble: BubbleMetrics | None = None) -> None:
-        """Report the iterations since the last report: all of them in the files, the last one on the screen. With
-        post-validation there may be none, whose steps are final, but a bubble.
+        """Report the iterations since the last report: all of them to the files, the last one on the screen.
+
+        With post-validation, ``done`` may be empty although there is a ``bubble``: no optimizer step is final yet.
         """
         if not self._reporting:
             return
@@ -111,7 +112,7 @@ class Progress:
             self._show(done, bubble)
 
     def reached(self, iteration: int) -> None:
-        """Move the bar between reports, at most once per second; nothing where there is no bar."""
+        """Move the progress bar between reports, at most once per second; do nothing without a bar."""
         if self._bar and time.monotonic() - self._drawn >= 1.0:
             last = f"; last report:{self._last}" if self._last else ""
             self._draw(iteration, f" {iteration}/{self._train_iters}{last}")
@@ -170,7 +171,7 @@ class Progress:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            self.say(f"TensorBoard is not installed: nothing is written to {directory} (pip install tensorboard)")
+            self.say(f"TensorBoard is not installed, so nothing is written to {directory}; pip install tensorboard")
             return None
         return SummaryWriter(directory)
 
@@ -180,5 +181,5 @@ def _open(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("a", encoding="utf-8")
     except OSError as error:
-        problem = f"--metrics-file needs a file that can be written, got {path} ({error.strerror}); give another"
+        problem = f"--metrics-file needs a writable file, got {path} ({error.strerror}); give another path"
         raise UserError(problem, everywhere=False) from None

@@ -1,4 +1,4 @@
-"""The one place where a training run asks for a zero-bubble schedule."""
+"""Enable the zero-bubble schedule of a training run."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ if TYPE_CHECKING:
 
 
 class Applied(NamedTuple):
-    """What runs the passes now: a phrase for the start-up line, and our pipeline unless it is Megatron's own."""
+    """The schedule in use: its description for the start-up line, and our pipeline, None under Megatron's schedule."""
 
     phrase: str
     pipeline: Pipeline | None
 
 
 def apply_schedule(args: argparse.Namespace, observers: Sequence[IterationObserver] = ()) -> Applied:
-    """Put the schedule of the flags in force, before the model is built; without one, leave Megatron's in place. A
-    collective call: one rank that cannot stops them all.
+    """Enable the schedule that the flags select, before the model is built; by default, keep Megatron's schedule.
+
+    A collective call: an error on one rank is raised on all ranks.
 
     Args:
-        observers: see training iterations; of Megatron's own schedule, the passes.
+        observers: notified of the passes of training iterations, also under Megatron's own 1F1B.
 
     Raises:
         UserError: the schedule does not exist, does not fit the layout, or this megatron-core is not supported.
@@ -57,7 +58,7 @@ def _wgrad_words(args: argparse.Namespace) -> str:
     from megatron.zero_bubble import kernels, platforms
 
     if not args.zero_bubble.fuse_wgrad:
-        return "in upstream's arithmetic"
+        return "computed as in megatron-core"
     return f"fused, {kernels.select(platforms.select(args.zero_bubble_device).name).words}"
 
 
@@ -67,7 +68,7 @@ def step_ahead(
     optimizer: MegatronOptimizer,
     chunks: list[DistributedDataParallel],
 ) -> MegatronOptimizer | PostValidatedOptimizer:
-    """The optimizer with its steps validated by the passes of ``pipeline``, if the flags ask for it."""
+    """Wrap ``optimizer`` so that ``pipeline`` validates its steps; without post-validation, return it unchanged."""
     from datetime import timedelta
 
     from megatron.core import parallel_state

@@ -1,11 +1,11 @@
-"""SIGTERM, or Ctrl-C once: finish the iteration on every rank, save, leave with code 0.
+"""Stop cleanly on SIGTERM or the first Ctrl-C: every rank finishes the iteration, saves and exits with code 0.
 
-A signal reaches one rank or some, so the ranks vote after every iteration. The vote is one asynchronous all-reduce
-whose result is read an iteration later: it costs no wait, and all ranks stop after the same iteration.
+A signal may reach only some of the ranks, so the ranks vote after every iteration. The vote is one asynchronous
+all-reduce whose result is read one iteration later: no rank waits for it, and all ranks stop after the same iteration.
 
-Python runs signal handlers between its own instructions, and never while a collective waits in C++ for a peer that
-is gone. A watching thread, woken by the interpreter's wake-up descriptor, therefore ends the process when the loop
-has not noticed the signal within a grace period.
+Python runs signal handlers between bytecode instructions, and so never while a collective waits in C++ for a rank that
+was lost. A watchdog thread, woken by the interpreter's wake-up file descriptor, therefore exits the process if the
+training loop does not react to the signal within a grace period.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.distributed as dist
 
 
 class StopRequest:
-    """A context that turns SIGTERM and the first SIGINT into a request to stop.
+    """Context manager that turns SIGTERM and the first SIGINT into a request to stop.
 
     Args:
-        device: where the vote's tensor lives, a device that the world's backend can reduce on.
-        rank_name: names this rank in the message of a process that gives up waiting.
-        shortest_grace_s: how long an iteration may take after a signal, at least; four times the last one if longer.
+        device: device of the vote's tensor; the world's backend must be able to reduce on it.
+        rank_name: name of this rank in the message that the watchdog prints.
+        shortest_grace_s: minimum grace period in seconds; the grace period is four iterations if that is longer.
     """
 
     def __init__(self, device: torch.device, rank_name: str, shortest_grace_s: float = 60.0) -> None:
@@ -59,17 +59,17 @@ class StopRequest:
         for number, handler in self._previous.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
         if error is not None:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is ending, and torchrun's signal must not cut its words
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's signal must not cut off the error's message
         signal.set_wakeup_fd(self._previous_fd)
         self._writer.close()
 
     def alive(self) -> None:
-        """Something that is no iteration, an evaluation, is getting on: a signal's grace starts anew."""
+        """Restart the grace period of a signal; call it on progress outside iterations, such as in an evaluation."""
         self._alive = True
 
     @contextmanager
     def patience(self) -> Iterator[None]:
-        """Around what takes its time and must not be cut, a checkpoint."""
+        """Suspend the grace period in this block, for a long operation that must complete, such as a checkpoint."""
         self._patient = True
         try:
             yield
@@ -77,17 +77,17 @@ class StopRequest:
             self._patient, self._alive = False, True
 
     def ended(self) -> None:
-        """No iteration will follow: whatever is left to do is done, signal or not."""
+        """Stop watching for signals after the last iteration; the remaining work is done in any case."""
         self._noticed.set()
 
     def vote(self, iteration_s: float) -> None:
-        """Start the vote of the iteration that just ended and took ``iteration_s`` seconds; a collective call."""
+        """Start the vote after an iteration that took ``iteration_s`` seconds; a collective call."""
         self._grace_s = max(self._shortest_grace_s, 4 * iteration_s)
         wish = torch.tensor([float(self._requested.is_set())], device=self._device)
         self._vote = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
 
     def decided(self) -> bool:
-        """The result of the last vote, the same on every rank. False when none was started."""
+        """Result of the last vote, the same on every rank; False if no vote was started."""
         if self._vote is None:
             return False
         work, wish = self._vote
@@ -113,8 +113,8 @@ class StopRequest:
                         continue
                     print(
                         f"{self._rank_name} was asked to stop but its iteration did not end within "
-                        f"{self._grace_s:.0f} s: a peer it waits for does not answer. It exits without saving; the "
-                        "last checkpoint is whole.",
+                        f"{self._grace_s:.0f} s: a rank that it waits for does not respond. It exits without saving; "
+                        "the last checkpoint is complete.",
                         file=sys.stderr,
                         flush=True,
                     )

@@ -113,5 +113,5 @@ def read_a_large_id(_rank: int) -> tuple[str, bool]:
 
 def test_token_id_outside_the_vocabulary_is_reported_by_the_reading_rank(ranks: RankPool) -> None:
     [(message, everywhere)] = ranks.run(1, read_a_large_id)
-    assert message.startswith("token ids must lie in 0..299, the vocabulary, got 1..300")
+    assert message.startswith("token ids must be in the vocabulary, 0..299, got 1..300")
     assert not everywhere

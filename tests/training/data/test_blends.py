@@ -24,5 +24,5 @@ def test_weights_and_prefixes_must_alternate(words: str) -> None:
 
 
 def test_weights_must_be_positive() -> None:
-    with pytest.raises(UserError, match=r"got 0\.0; leave that data set out"):
+    with pytest.raises(UserError, match=r"got 0\.0; remove that data set"):
         parse_blend("--data-path", ["0", "a", "1", "b"])

@@ -43,7 +43,7 @@ class TestWriteDocuments:
     def test_failure_keeps_existing_files(self, tmp_path: Path) -> None:
         prefix = str(tmp_path / "text")
         write_documents(prefix, [b"old"])
-        with pytest.raises(UserError, match="would hold no text"):
+        with pytest.raises(UserError, match="would contain no text"):
             write_documents(prefix, [b"", b""])
         assert documents_of(prefix) == [b"old"]
 

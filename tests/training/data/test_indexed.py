@@ -33,15 +33,15 @@ def cut(count: int) -> Callable[[bytes], bytes]:
 @pytest.mark.parametrize(
     ("part", "damage", "words"),
     [
-        ("bin", cut(1), "must hold 24 bytes by its index, got 23"),
-        ("bin", lambda content: content + b"x", "must hold 24 bytes by its index, got 25"),
+        ("bin", cut(1), "must have 24 bytes according to its index, got 23"),
+        ("bin", lambda content: content + b"x", "must have 24 bytes according to its index, got 25"),
         ("idx", cut(1), "got 93 bytes"),
         ("idx", lambda content: b"", "must start with MMIDIDX"),
         ("idx", lambda content: b"PK" + content[2:], "must start with MMIDIDX"),
         ("idx", lambda content: content[:20], "must start with MMIDIDX"),
         ("idx", lambda content: content[:9] + struct.pack("<Q", 2) + content[17:], "got version 2"),
         ("idx", lambda content: content[:17] + b"\x63" + content[18:], "dtype code 99"),
-        ("idx", lambda content: content[:18] + bytes(16) + content[34:], "a sequence or more"),
+        ("idx", lambda content: content[:18] + bytes(16) + content[34:], "at least one sequence"),
     ],
 )
 def test_damaged_file_is_rejected(tmp_path: Path, part: str, damage: Callable[[bytes], bytes], words: str) -> None:

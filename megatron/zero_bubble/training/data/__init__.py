@@ -1,1 +1,1 @@
-"""The data of the training loop: corpora, indexed files, blends, batches."""
+"""Data for the training loop: corpora, indexed files, blends, tokenizers and batches."""

@@ -1,7 +1,7 @@
-"""Samples for this rank: megatron-core's ``GPTDataset`` and its blended builder, read in microbatches.
+"""Microbatches for this rank, read from megatron-core's ``GPTDataset`` with its blended builder.
 
-A rank whose chunks include the first or the last stage reads; the ranks between get their input from the pipeline.
-All tensor-parallel ranks of such a stage read the same samples from the same files, so nothing is broadcast.
+Only ranks that hold the first or the last stage read samples; the other ranks receive their input from the pipeline.
+All tensor-parallel ranks of a stage read the same samples from the same files, so nothing is broadcast.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Splits:
-    """The data sets of this rank; None where it reads none, or the user gave none."""
+    """The data sets of this rank; None for a split that this rank does not read or the user did not give."""
 
     train: Dataset | None
     valid: Dataset | None
@@ -35,10 +35,10 @@ class Splits:
 
 
 def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
-    """The three data sets, as large as the run needs; a collective call.
+    """Build the three data sets with the number of samples that the run needs; a collective call.
 
     Raises:
-        UserError: on every rank, when any rank cannot build its data sets.
+        UserError: on every rank, if any rank cannot build its data sets.
     """
     evaluation = args.eval_iters * args.global_batch_size
     sizes = [args.batch_sizes.samples_after(args.train_iters), evaluation, evaluation]
@@ -55,15 +55,15 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     found = gather([split is not None and len(split) > 0 for split in (train, valid, test)])
     present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]
     if not present[0]:
-        raise UserError(f"no training data is left by --split {args.split}; give the first share more")
+        raise UserError(f"--split {args.split} leaves no training data; raise its first share")
     return Splits(train, valid, test, has_valid=present[1], has_test=present[2])
 
 
 def check_length(args: argparse.Namespace, splits: Splits, iteration: int, consumed_samples: int) -> None:
-    """Whether the training data last until ``--train-iters``; a collective call.
+    """Check that the training data last until ``--train-iters``; a collective call.
 
     Raises:
-        UserError: on every rank: a resumed run has consumed more than its own batch sizes would have.
+        UserError: on every rank, if a resumed run consumed more samples than with the current batch sizes.
     """
     needed = args.batch_sizes.samples_after(args.train_iters - iteration, consumed_samples)
     there = needed if splits.train is None else len(splits.train)  # type: ignore[arg-type]  # GPTDataset has a length
@@ -71,14 +71,14 @@ def check_length(args: argparse.Namespace, splits: Splits, iteration: int, consu
     if there < needed:
         problem = (
             f"training needs {needed} samples, {consumed_samples} of them consumed before it was resumed, but its "
-            f"data set was made for {args.train_iters} iterations of these batch sizes and has {there}; resume with "
-            "the batch sizes of the first run, or lower --train-iters"
+            f"data set was built for {args.train_iters} iterations with the current batch sizes and has {there}; "
+            "resume with the batch sizes of the first run, or lower --train-iters"
         )
     agree(problem)
 
 
 def reads_data(args: argparse.Namespace) -> bool:
-    """Whether this rank reads: it holds the first or the last stage, or every stage needs the attention mask."""
+    """Whether this rank reads samples: it holds the first or last stage, or every stage needs the attention mask."""
     rank_of = args.placement.stage_to_rank
     rank = parallel_state.get_pipeline_model_parallel_rank()
     return rank in (rank_of[0], rank_of[-1]) or args.reset_attention_mask
@@ -91,10 +91,10 @@ def microbatches(
     vocab_size: int,
     num_chunks: int,
 ) -> list[Iterator[Batch]]:
-    """One endless-as-the-data iterator of microbatches per model chunk, starting after ``consumed_samples``.
+    """One iterator of microbatches per model chunk, from ``consumed_samples`` to the end of the data.
 
-    Each microbatch holds ``tokens``, ``labels``, ``position_ids`` (int64), ``loss_mask`` (float32), all of shape
-    [micro batch, sequence], and ``attention_mask`` where ``--reset-attention-mask`` asks for one.
+    Each microbatch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), all of shape
+    [micro batch, sequence], and with ``--reset-attention-mask`` also ``attention_mask``.
     """
     if dataset is None:
         return [iter(()) for _ in range(num_chunks)]
@@ -106,20 +106,20 @@ def microbatches(
         args.data_parallel_size,
     )
 
-    # A generator of its own: starting to read would otherwise draw from the one that dropout uses, and a resumed run
-    # or another --eval-interval would change the training.
+    # A separate random generator: the loader would otherwise draw from the one that dropout uses, and resuming or
+    # another --eval-interval would change the training.
     loader = DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers, generator=torch.Generator())
     return [_read(loader, vocab_size) for _ in range(num_chunks)]
 
 
 def _read(batches: DataLoader, vocab_size: int) -> Iterator[Batch]:
-    for batch in batches:  # starts the loader's workers at the first use, which a middle chunk never makes
+    for batch in batches:  # starts the loader's workers at first use; a middle chunk never starts any
         ids = torch.stack((batch["tokens"], batch["labels"]))
         smallest, largest = int(ids.min()), int(ids.max())
         if smallest < 0 or largest >= vocab_size:
             raise UserError(
-                f"token ids must lie in 0..{vocab_size - 1}, the vocabulary, got {smallest}..{largest}; choose the "
-                "tokenizer the data was made with (--tokenizer-type NullTokenizer --vocab-size N)",
+                f"token ids must be in the vocabulary, 0..{vocab_size - 1}, got {smallest}..{largest}; use the "
+                "tokenizer that the data was made with (--tokenizer-type NullTokenizer --vocab-size N)",
                 everywhere=False,
             )
         yield batch
@@ -127,7 +127,7 @@ def _read(batches: DataLoader, vocab_size: int) -> Iterator[Batch]:
 
 @dataclass(frozen=True)
 class MicrobatchOrder:
-    """Which samples this data-parallel rank reads: in order, a microbatch for every rank in turn, as Megatron does."""
+    """Samples of this data-parallel rank, by microbatch: as in Megatron, microbatches go to the ranks in turn."""
 
     num_samples: int
     consumed_samples: int
@@ -165,6 +165,6 @@ def _dataset_config(args: argparse.Namespace, tokenizer: Tokenizer) -> GPTDatase
         reset_position_ids=args.reset_position_ids,
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
-        # Core's attention makes its own causal mask; a mask of seq x seq per sample is needed only when it differs.
+        # megatron-core's attention builds the causal mask itself; a seq x seq mask per sample is only for other masks.
         create_attention_mask=args.reset_attention_mask,
     )

@@ -1,4 +1,4 @@
-"""``--data-path``: one prefix, several, or weights and prefixes in turn."""
+"""Parse ``--data-path``: one prefix, several prefixes, or alternating weights and prefixes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.zero_bubble.errors import UserError
 
 @dataclass(frozen=True)
 class Blend:
-    """Data sets to draw from.
+    """Data sets to sample from.
 
     Attributes:
         prefixes: paths without ``.bin``.
-        weights: one share a prefix, of any sum; None draws by the data sets' own lengths.
+        weights: one weight per prefix, with any sum; None weights the data sets by their lengths.
     """
 
     prefixes: tuple[str, ...]
@@ -38,7 +38,7 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
     if len(values) % 2 or len(weights) * 2 != len(values) or any(number is not None for number in numbers[1::2]):
         raise UserError(f"{flag} takes prefixes, or a weight before every prefix, got {' '.join(values)}")
     if min(weights) <= 0:
-        raise UserError(f"{flag} takes positive weights, got {min(weights)}; leave that data set out instead")
+        raise UserError(f"{flag} takes positive weights, got {min(weights)}; remove that data set instead")
     return Blend(tuple(values[1::2]), tuple(weights))
 
 

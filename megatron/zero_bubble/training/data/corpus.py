@@ -1,7 +1,8 @@
-"""Text into Megatron's indexed format: the demo's corpus from the Python standard library, or a user's own files.
+"""Convert text to Megatron's indexed format: Python's standard library for the demo, or the user's files.
 
-A document is the UTF-8 bytes of one file (or of one JSON line's text) and a document end, stored as uint16. Files
-appear complete or not at all: both parts are written under temporary names and renamed, the index last.
+A document is the UTF-8 bytes of one file (or of the text of one JSON line) and an end-of-document id, stored as uint16.
+Both files of a data set are written under temporary names and then renamed, the index last, so that an interrupted run
+leaves no incomplete data set.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 
 SPLITS = ("train", "valid", "test")
-# Of the standard library: other people's packages, and tests, which many installations leave out.
+# Folders to skip in the standard library: installed packages, and tests, which many installations lack.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
 
 
 def prepare_standard_library(prefix: str) -> dict[str, str]:
     """Write the sources of this interpreter's standard library as ``<prefix>_train``, ``_valid`` and ``_test``.
 
-    About 90, 5 and 5 percent of the files: each file goes where the hash of its path says, so the same interpreter
-    always gives the same data. What is there already and whole is left alone.
+    The splits get about 90, 5 and 5 percent of the files. The hash of a file's path selects its split, so the same
+    interpreter always produces the same data. Data sets that are already complete are not written again.
 
     Returns:
         the prefix of each split.
@@ -60,7 +61,7 @@ def split_of(path: Path) -> str:
 
 
 def read_documents(paths: Iterable[Path], json_key: str = "text") -> Iterator[bytes]:
-    """The documents of ``.jsonl`` files (one a line, under ``json_key``) and of text files (one a file).
+    """Read documents from ``.jsonl`` files (one per line, under ``json_key``) and from text files (one per file).
 
     Raises:
         UserError: a file cannot be read, or a line is not a JSON object with text under ``json_key``.
@@ -85,24 +86,24 @@ def _read_json_lines(path: Path, key: str) -> Iterator[bytes]:
             try:
                 document = json.loads(line)
             except ValueError as error:  # also UnicodeDecodeError
-                raise UserError(f"{path}, line {number}: not JSON ({error}); mend or remove the line") from None
+                raise UserError(f"{path}, line {number}: not JSON ({error}); fix or remove the line") from None
             if not isinstance(document, dict) or not isinstance(document.get(key), str):
                 found = sorted(document) if isinstance(document, dict) else type(document).__name__
                 raise UserError(
-                    f"{path}, line {number}: a line must be an object with text under {key!r}, got {found}; mend the "
-                    "line or name the key with --json-key"
+                    f"{path}, line {number}: a line must be an object with text under {key!r}, got {found}; fix the "
+                    "line or give the key with --json-key"
                 )
             yield document[key].encode("utf-8", errors="surrogatepass")
 
 
 def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
-    """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one sequence a document; empty documents are left out.
+    """Write ``<prefix>.bin`` and ``<prefix>.idx`` with one sequence per document, without empty documents.
 
     Returns:
-        the number of tokens, document ends included.
+        the number of tokens, including end-of-document ids.
 
     Raises:
-        UserError: there is no document with a byte in it.
+        UserError: there are no documents, or all are empty.
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     unfinished = f"{prefix}.writing-{os.getpid()}"
@@ -118,7 +119,7 @@ def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
             tokens += len(ids)
         builder.finalize(f"{unfinished}.idx")
         if not tokens:
-            raise UserError(f"{prefix} would hold no text: every input document is empty; give files with text in them")
+            raise UserError(f"{prefix} would contain no text: every input document is empty; give files with text")
         for part in ("bin", "idx"):
             Path(f"{unfinished}.{part}").replace(f"{prefix}.{part}")
     finally:
@@ -128,7 +129,7 @@ def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
 
 
 def is_whole(prefix: str) -> bool:
-    """Whether a complete data set is there already."""
+    """Whether a complete data set exists at ``prefix``."""
     try:
         check_indexed(prefix)
     except UserError:

@@ -1,6 +1,6 @@
-"""Whether ``PREFIX.bin`` and ``PREFIX.idx`` are a whole data set in Megatron's indexed format.
+"""Check that ``PREFIX.bin`` and ``PREFIX.idx`` are a complete data set in Megatron's indexed format.
 
-Reads the header and the last entries only, so that a missing or cut-off file is answered before anything is started.
+Only the header and the last entries are read, so a missing or truncated file is reported before anything is started.
 The layout (megatron-core ``datasets/indexed_dataset.py``): magic, version (u64), dtype code (u8), number of sequences
 and of document bounds (u64 each); then lengths (i32), byte offsets (i64) and document bounds (i64).
 """
@@ -18,10 +18,10 @@ _REMEDY = "write it again with scripts/prepare_data.py"
 
 
 def check_indexed(prefix: str) -> None:
-    """Raise unless both files of ``prefix`` are there and fit each other.
+    """Check that both files of ``prefix`` exist and match each other.
 
     Raises:
-        UserError: a file is missing, is not of the format, or its length is not what the index says.
+        UserError: a file is missing or in another format, or its length does not match the index.
     """
     bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
     for path in (bin_path, idx_path):
@@ -34,7 +34,8 @@ def check_indexed(prefix: str) -> None:
     actual = bin_path.stat().st_size
     if actual != expected:
         raise UserError(
-            f"{bin_path} must hold {expected} bytes by its index, got {actual}: it is cut off or not its own; {_REMEDY}"
+            f"{bin_path} must have {expected} bytes according to its index, got {actual}: it is truncated or belongs "
+            f"to another index; {_REMEDY}"
         )
 
 
@@ -54,8 +55,8 @@ def _expected_bin_bytes(idx_path: Path) -> int:
         needed = len(head) + sequences * 12 + bounds * 8
         if size < needed or sequences == 0:
             raise UserError(
-                f"{idx_path} must hold a sequence or more, and {needed} bytes for its {sequences}, got {size} bytes; "
-                f"{_REMEDY}"
+                f"{idx_path} must have at least one sequence, and {needed} bytes for {sequences} sequences, got {size} "
+                f"bytes; {_REMEDY}"
             )
         file.seek(len(head) + (sequences - 1) * 4)
         (last_length,) = struct.unpack("<i", file.read(4))

@@ -1,7 +1,7 @@
-"""What megatron-core's datasets ask of a tokenizer, for bytes and for data that is tokenised already.
+"""Tokenizers for megatron-core's datasets: one for bytes, and one for data that is already tokenized.
 
-Training reads token ids, never text: core needs the size of the vocabulary, the id that ends a document, and an
-identity for the names of its cached indices.
+Training reads token ids, never text: megatron-core only needs the size of the vocabulary, the end-of-document id, and
+an identity for the names of its cached indices.
 """
 
 from __future__ import annotations
@@ -11,27 +11,27 @@ from collections import OrderedDict
 
 
 class ByteLevelTokenizer:
-    """UTF-8 bytes as ids 0 to 255, and 256 between documents."""
+    """Ids 0 to 255 for UTF-8 bytes, and id 256 for the end of a document."""
 
     vocab_size = 257
     eod = 256
     eos = 256
-    pad = -1  # no id pads: core masks the loss wherever the pad id stands, and every id here is text
+    pad = -1  # no padding id: megatron-core masks the loss at the padding id, and every id here is text
 
     def __init__(self) -> None:
         self.unique_identifiers = OrderedDict([("class", type(self).__name__)])
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of ``text``, without a document end."""
+        """The ids of ``text``, without an end-of-document id."""
         return list(text.encode("utf-8"))
 
     def detokenize(self, ids: list[int]) -> str:
-        """The text of ``ids``; document ends and broken characters show as the replacement character."""
+        """The text of ``ids``; document ends and invalid bytes become the replacement character."""
         return b"".join(bytes([i]) if i < self.eod else b"\xff" for i in ids).decode("utf-8", errors="replace")
 
 
 class NullTokenizer:
-    """Ids below ``vocab_size`` that mean whatever they meant to who wrote the data; the last ends a document."""
+    """Ids below ``vocab_size``, whose meaning only the data's tokenizer knows, and ``vocab_size`` to end a document."""
 
     pad = -1
 
