@@ -23,7 +23,7 @@ def summary() -> dict[str, Any]:
 
 
 def test_the_page_of_a_stored_run(summary: dict[str, Any]) -> None:
-    """``UPDATE_GOLDEN=1`` writes it anew."""
+    """``UPDATE_GOLDEN=1`` writes it again."""
     golden = GOLDEN / "benchmarks.md"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(page.render(summary))
