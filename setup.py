@@ -142,6 +142,7 @@ setup(
             "types-pyyaml",
             "viztracer",
         ],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],  # scripts/docs.sh
         "exact": ["ortools"],  # optional; tests compare the bounds with the optima of this solver
         "tensorboard": ["tensorboard"],
     },

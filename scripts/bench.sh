@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Run all benches, in under 20 minutes on two idle cores, then write docs/BENCHMARKS.md from their JSON.
+# The benches on this machine in one run of under 20 minutes on two idle cores, then docs/benchmarks.md from their JSON.
 #
-#   bash scripts/bench.sh            all benches; rewrites docs/BENCHMARKS.md and the README's figures
-#   bash scripts/bench.sh --quick    a minute or two, to check that the benches run; its figures are meaningless
+#   bash scripts/bench.sh            everything; rewrites docs/benchmarks.json and docs/benchmarks.md
+#   bash scripts/bench.sh --quick    a minute or two, to see that the benches run; its figures mean nothing
 #   bash scripts/bench.sh NAME ...   one module of scripts/bench with its own arguments (--help lists them)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,8 +1,8 @@
-"""Memory-bubble frontier: the smallest bubble that zb-auto finds under each memory limit, next to public schedules.
+"""The memory-bubble frontier: the least bubble that zb-auto finds under every memory limit, next to public schedules.
 
-Eight ranks, 24 microbatches, and memory limits from a third of 1F1B's peak to twice that peak, in eighths. There is one
-panel per cost profile with M_W = M_B in ``configs/published/peer_schedules.csv``, with our frontier, the lower bound
-and the peers' points.
+Eight ranks, 24 microbatches, limits from a third of 1F1B's peak to twice that, in eighths, and the peaks of the public
+schedules. One panel for each profile of costs with M_W = M_B in ``configs/published/peer_schedules.csv``: our frontier,
+the lower bound and the public schedules.
 
     bash scripts/bench.sh frontier [--objective span] [--svg docs/frontier.svg]
 """
@@ -24,6 +24,8 @@ from bench.peer_schedules import Answer, Case, Metric
 P, M = 8, 24
 LIMITS = (P / 3, *(P / 3 + P / 8 * step for step in range(1, 14)), 2.0 * P)
 WIDTH, HEIGHT, MARGIN, COLUMNS = 420, 280, 50, 2
+_LINE, _LETTER = 11, 5.4
+"""Height of a label, and about the width of a letter, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Panel:
     """One cost profile: the answers of zb-auto at each limit, and the points of the peers."""
 
     case: Case
+    limits: tuple[float, ...]
     found: tuple[Answer, ...]
     peers: tuple[Point, ...]
 
@@ -61,13 +64,13 @@ def main() -> int:
     panels = list(_panels(options.objective, options.jobs))
     for panel in panels:
         print(f"{panel.title}: {'monotone' if panel.is_monotone else 'NOT MONOTONE'}")
-        for limit, answer in zip(LIMITS, panel.found, strict=True):
+        for limit, answer in zip(panel.limits, panel.found, strict=True):
             found = f"bubble {answer.bubble:.4f}, bound {answer.bound:.4f}, {answer.placement}"
             print(f"  {limit / P:5.3f} of 1F1B: {found}, {answer.seconds:.1f} s")
     options.svg.parent.mkdir(parents=True, exist_ok=True)
     options.svg.write_text(draw(panels, options.objective), encoding="utf-8")
-    print(f"drawn to {options.svg}")
-    content = {"bench": "frontier", "machine": ranks.machine(), "objective": options.objective, "limits": LIMITS}
+    print(f"drawn in {options.svg}")
+    content = {"bench": "frontier", "machine": ranks.machine(), "objective": options.objective}
     ranks.write(options.output, content | {"panels": [asdict(panel) for panel in panels]})
     return int(not all(panel.is_monotone for panel in panels))
 
@@ -85,21 +88,26 @@ def _panels(metric: Metric, jobs: int | None) -> Iterator[Panel]:
     cases = peer_schedules.read(peer_schedules.PEERS)
     of_size = {case: found for case, found in cases.items() if (case.p, case.m) == (P, M)}
     profiles = sorted({replace(case, limit=0.0) for case in of_size if case.wgrad_memory == 1}, key=str)
+    limits = [
+        tuple(sorted({*LIMITS, *(case.limit for case in of_size if replace(case, limit=0.0) == profile)}))
+        for profile in profiles
+    ]
     with ProcessPoolExecutor(jobs) as pool:
-        for profile, found in zip(profiles, pool.map(partial(_follow, metric), profiles), strict=True):
+        results = pool.map(partial(_follow, metric), profiles, limits)
+        for profile, tried, found in zip(profiles, limits, results, strict=True):
             points = (
                 Point(peer.schedule, case.limit, peer.bubble[metric])
                 for case, listed in of_size.items()
                 for peer in listed
                 if replace(case, limit=0.0) == profile
             )
-            yield Panel(profile, found, tuple(points))
+            yield Panel(profile, tried, found, tuple(points))
 
 
-def _follow(metric: Metric, profile: Case) -> tuple[Answer, ...]:
-    """The answers for all limits; each search starts from the schedule before, which also fits in more memory."""
+def _follow(metric: Metric, profile: Case, limits: Sequence[float]) -> tuple[Answer, ...]:
+    """The answers for all limits; what fits in less memory fits in more, so each search starts from the one before."""
     found, schedule = [], None
-    for limit in LIMITS:
+    for limit in limits:
         answer, schedule = peer_schedules.plan(replace(profile, limit=limit), metric, schedule)
         found.append(answer)
     return tuple(found)
@@ -140,16 +148,23 @@ def _panel(panel: Panel) -> Iterator[str]:
         yield f'<text x="{x(0) - 4}" y="{y(bubble) + 3}" text-anchor="end">{bubble:.0%}</text>'
     for name, color in (("bound", "#888"), ("bubble", "#0a7d38")):
         corners: list[str] = []
-        for limit, answer in zip(LIMITS, panel.found, strict=True):
+        for limit, answer in zip(panel.limits, panel.found, strict=True):
             rate = getattr(answer, name)
             if corners:
                 corners.append(f"{x(limit):.1f},{corners[-1].split(',')[1]}")
             corners.append(f"{x(limit):.1f},{y(rate):.1f}")
         yield f'<polyline points="{" ".join(corners)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-    for point in panel.peers:
+    labels: list[tuple[float, float, float]] = []
+    for point in sorted(panel.peers, key=lambda point: point.bubble):
         name = escape(point.schedule.split("[")[0].removeprefix("deepseek-"))
+        left, top = x(point.peak) + 5, y(point.bubble) - 3
+        width = _LETTER * len(name)
+        if left + width > WIDTH - 20:
+            left -= width + 10
+        top = min([top, *(above - _LINE for start, end, above in labels if start < left + width and left < end)])
+        labels.append((left, left + width, top))
         yield f'<circle cx="{x(point.peak):.1f}" cy="{y(point.bubble):.1f}" r="3" fill="#c0392b"/>'
-        yield f'<text x="{x(point.peak) + 5:.1f}" y="{y(point.bubble) - 3:.1f}" fill="#c0392b">{name}</text>'
+        yield f'<text x="{left:.1f}" y="{top:.1f}" fill="#c0392b">{name}</text>'
 
 
 if __name__ == "__main__":

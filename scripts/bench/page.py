@@ -1,8 +1,7 @@
-"""Write the figures of a run to the page ``docs/BENCHMARKS.md`` and to the README, from JSON alone.
+"""The page of a run's figures, ``docs/benchmarks.md``, from JSON alone.
 
-``docs/benchmarks.json`` has the figures of the run that the page shows. The README has excerpts, each between a line
-``<!-- bench: NAME -->`` and a line ``<!-- /bench -->``, which name the run. These texts are not edited by hand but
-written again:
+``docs/benchmarks.json`` has the figures of the run that the page shows; ``scripts/generate_docs.py`` takes the README's
+results from it. Neither is edited by hand:
 
     bash scripts/bench.sh page                    from docs/benchmarks.json
     bash scripts/bench.sh page runs/bench/RUN     from another run
@@ -11,7 +10,6 @@ written again:
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +23,11 @@ from megatron.zero_bubble.formats.files import json_object, read_file
 
 OK = "ok"
 CHART, RECORD = "scaling.svg", "run.json"
-STORED, PAGE = Path("docs/benchmarks.json"), Path("docs/BENCHMARKS.md")
-_BLOCK = re.compile(r"(<!-- bench: ([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
+STORED, PAGE = Path("docs/benchmarks.json"), Path("docs/benchmarks.md")
 
 
 def main() -> None:
-    """Write the page and the README's figures from stored figures."""
+    """Write the page from stored figures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("folder", type=Path, nargs="?", help=f"folder of a run; default: the run in {STORED}")
     folder = parser.parse_args().folder
@@ -59,12 +56,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def publish(summary: dict[str, Any], root: Path, chart: Path) -> None:
-    """Replace the stored summary, the page, the chart and the README's excerpts in the checkout at ``root``."""
-    readme, stored_chart = root / "README.md", root / PAGE.parent / CHART
-    texts = {root / PAGE: render(summary), readme: with_excerpts(readme.read_text(encoding="utf-8"), summary)}
+    """Replace the stored summary, the page and the chart in the checkout at ``root``."""
+    stored_chart = root / PAGE.parent / CHART
     ranks.write(root / STORED, summary)
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+    (root / PAGE).write_text(render(summary), encoding="utf-8")
     if chart.exists() and chart.resolve() != stored_chart.resolve():
         shutil.copyfile(chart, stored_chart)
 
@@ -128,29 +123,6 @@ def _wrapped(words: str) -> str:
 def _markdown(table: Sequence[Sequence[str]]) -> str:
     head, *rows = (f"| {' | '.join(cells)} |" for cells in table)
     return "\n".join([head, "|" + "---|" * len(table[0]), *rows])
-
-
-def excerpts(summary: Figures) -> dict[str, str]:
-    """The README's excerpt of each bench that ran and has one."""
-    found = {}
-    for bench in summary["benches"]:
-        section = SECTIONS[bench["name"]]
-        if section.excerpt and bench["status"] == OK:
-            words = f"**{section.title}.** {section.text(bench['figures'], summary['machine'])}"
-            words += f" Run {summary['run']} on {summary['machine']['processor']} ([all figures]({PAGE}))."
-            table = section.table(bench["figures"], section.excerpt)
-            found[bench["name"]] = f"{_wrapped(words)}\n\n{_markdown(table)}"
-    return found
-
-
-def with_excerpts(readme: str, summary: Figures) -> str:
-    """The README with its blocks rewritten; blocks of benches that did not run, or failed, do not change."""
-    texts = excerpts(summary)
-
-    def rewritten(block: re.Match[str]) -> str:
-        return f"{block[1]}\n{texts[block[2]]}\n\n{block[3]}" if block[2] in texts else block[0]
-
-    return _BLOCK.sub(rewritten, readme)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Run all benches, each in a separate process, and write the page of their figures.
 
-Results go to ``runs/bench/<run>/``: one JSON and one log per bench, ``run.json`` and ``BENCHMARKS.md``. A full run then
-replaces ``docs/benchmarks.json``, ``docs/BENCHMARKS.md``, ``docs/scaling.svg`` and the README's figures. A bench that
-fails or times out does not affect the others; the page reports it, and the exit code is 1.
+Results go to ``runs/bench/<run>/``: a JSON and a log for each bench, ``run.json`` and ``benchmarks.md``. A full run
+then replaces ``docs/benchmarks.json``, ``docs/benchmarks.md`` and ``docs/scaling.svg``; ``scripts/generate_docs.py``
+brings the README's results up to date. A bench that fails or takes too long costs the others nothing; the page says so
+and the exit code is 1.
 
     bash scripts/bench.sh [--quick]
 """
@@ -116,7 +117,7 @@ def main() -> int:
     print(f"page written to {folder / page.PAGE.name}")
     if not options.quick:
         page.publish(summary, ranks.ROOT, folder / page.CHART)
-        print(f"{page.PAGE}, {page.STORED} and the README now show the figures of this run")
+        print(f"{page.PAGE} and {page.STORED} are those of this run; scripts/generate_docs.py updates the README")
     failed = [bench["name"] for bench in record["benches"] if bench["status"] != page.OK]
     if failed:
         print(f"bench.sh: failed: {', '.join(failed)}; their logs are in {folder}", file=sys.stderr)

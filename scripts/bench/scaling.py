@@ -131,13 +131,13 @@ def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
     transfer = f"{1e3 * latency_ms:.0f} us and {model.message_bytes / 1e6:.1f} MB at {link_gbs:g} GB/s"
     return setting, [
         f"Weak scaling: every rank holds {share}, so the model grows with the ranks.",
-        f"One pipeline, with the same global batch at all sizes; {model.tokens} tokens per microbatch.",
+        f"One pipeline and one global batch for all sizes of the pipeline; {model.tokens} tokens per microbatch.",
         f"F {f:.3f}, B {b:.3f} and W {w:.3f} ms per microbatch on every rank, {source}.",
-        "Embedding, output layer and loss add no time on the ranks that have them.",
+        "Embedding, output layer and loss take no time.",
         f"A transfer takes {transfer}, {setting.comm_ms:.3f} ms, between any two neighbours, and occupies no rank.",
-        "An iteration takes the makespan with a synchronous optimizer, the span with post-validation; steps take none.",
+        "An iteration takes the makespan with a synchronous optimizer, else the span; steps take no time.",
         "Data parallelism and its reductions are not counted.",
-        "Schedules are those for equal passes, with two stages per rank on a V; zb-auto fits these to the costs.",
+        "Schedules are those for equal passes, with two stages per rank on a V; zb-auto fits them to the costs.",
     ]
 
 
@@ -206,7 +206,7 @@ def chart_of(points: list[Point], setting: Setting) -> str:
         for m, (metric, optimizer) in product(sizes, OPTIMIZERS.items())
     ]
     title = f"Predicted throughput over pipeline ranks; 100 % is {setting.ideal_tokens_s:,.0f} tokens/s"
-    return draw(title, panels, {name: f"{name}, peak {recipe(name).memory}" for name in _names(points)})
+    return draw(title, panels, {name: f"{name}, memory {recipe(name).memory}" for name in _names(points)})
 
 
 def _names(points: list[Point]) -> list[str]:

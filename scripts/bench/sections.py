@@ -74,7 +74,7 @@ def _scaling(content: Figures) -> list[dict[str, Any]]:
 
 
 class _Thousands(Column):
-    """Thousands of tokens per second with a synchronous optimizer, and with post-validation."""
+    """Tokens per second with a synchronous optimizer, and with post-validation."""
 
     def cell(self, row: Figures) -> str:
         return " / ".join(f"{row[self.key][metric] / 1e3:.1f}" for metric in ("makespan", "span"))
@@ -90,17 +90,17 @@ def _scaling_columns(rows: Sequence[Figures]) -> list[Column]:
 _STEPS = ("step_ms", "check_ms", "keep_ms", "undo_ms")
 _GPT = settings("hidden_size", "num_layers", "rounds", "device")
 _GPT_WORDS = (
-    "A GPT with hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens per microbatch, without the "
-    "optimizer, on %s; medians of {rounds} rounds, minimum and maximum in parentheses. The times of F and of B + W are "
-    'those of one microbatch through all layers. "exact" computes the same bits as stock.'
+    "A GPT of hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens per microbatch, without the "
+    "optimizer, on %s; medians of {rounds} rounds, least and most in brackets. F ms and B + W ms are the time of one "
+    'microbatch through all layers. "exact" computes the same bits as stock.'
 )
 _REAL_WORDS = (
-    _GPT_WORDS % "two ranks. The time of one iteration over that of stock in the same round, next to the simulator's "
-    "prediction from the median passes and transfers of these rounds, and to the lower bound of that prediction for "
-    "any order of these passes"
+    _GPT_WORDS
+    % "two ranks. One iteration over stock's in the same round; next to it what the simulator predicts from the "
+    "median passes and transfers of these rounds, and the lower bound of that prediction for any order of the passes"
 ) + "{fitted}"
 _PASSES_WORDS = (
-    _GPT_WORDS % "one rank, where nothing waits: stock's pipeline loop, and the same loop with every backward split"
+    _GPT_WORDS % "one rank, which never waits: stock's pipeline loop, and the same loop with every backward split"
 )
 _PASSES = (
     Column("schedule", "schedule", "", _whose),
@@ -127,17 +127,16 @@ _WGRAD = Section(
         Column("GFLOPS", "gflops", ".0f"),
         Column("time / first", "over_reference", ".3f", ratio("rounds_us", "reference_us")),
     ),
-    "The W pass of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), "
-    "compared with the library's bare GEMMs: in float32 with beta=1, in narrow dtypes a plain product without "
-    'accumulation. "unfused" is the computation of megatron-core. The last rows of each dtype compute several '
-    "microbatches of one weight one by one, or folded into one GEMM; medians of {rounds} rounds, minimum and maximum "
-    "in parentheses.",
+    "The W of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), over the "
+    "library's bare GEMMs: in float32 with beta=1, in narrow dtypes a plain product that accumulates nothing. "
+    '"unfused" is what megatron-core does. The last rows of a dtype compute several microbatches of one weight one by '
+    "one, or folded into one GEMM; medians of {rounds} rounds, least and most in brackets.",
 )
 
 
 def _fitted(figures: Figures) -> dict[str, str]:
     is_fitted = any(" fitted" in row["schedule"] for row in figures["rows"])
-    return {"fitted": ' "fitted" is fitted to these passes, in the same memory.' if is_fitted else ""}
+    return {"fitted": ' "fitted" is the schedule fitted to these passes, in the same memory.' if is_fitted else ""}
 
 
 def _peers(figures: Figures) -> dict[str, Any]:
@@ -157,14 +156,13 @@ SECTIONS = {
             Column("measured / planned", "over_planned", ".3f", ratio("rounds_ms", "planned_ms")),
         ),
         "{num_ranks} gloo ranks on {machine[cores]} cores, {num_microbatches} microbatches, passes that sleep (F "
-        "{f:g}, B {b:g}, W {w:g} ms per rank, half of that per stage if a rank has two stages), real messages of "
+        "{f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), real messages of "
         "{kib} KiB: any excess over the plan is runtime overhead. Every round runs each schedule once; medians of "
-        "{rounds} rounds, minimum and maximum in parentheses.",
+        "{rounds} rounds, least and most in brackets.",
         lambda of: dict(zip("fbw", of["pass_ms"] * (3 // len(of["pass_ms"])), strict=True)),
-        ("schedule", "planned ms", "measured ms", "measured / planned"),
     ),
     "virtual": Section(
-        "Execution against the plan",
+        "Executed order, compared with the plan",
         settings(),
         _virtual,
         (
@@ -172,9 +170,8 @@ SECTIONS = {
             Column("cases", "cases"),
             Column("largest difference, ms", "worst_ms", ".6f"),
         ),
-        "Start and end of every pass that the runtime executes, on virtual clocks that travel with the tensors and do "
-        "not count overhead, compared with the plan: every schedule, with 1, p and 3p microbatches and three ratios of "
-        "costs.",
+        "Start and end of every pass as executed, on virtual clocks that travel with the tensors and see no overhead, "
+        "compared with the plan: every schedule, with 1, p and 3p microbatches and three ratios of costs.",
     ),
     "tracing": Section(
         "Recorded iterations",
@@ -187,9 +184,9 @@ SECTIONS = {
             Column("largest difference, points", "apart", ".2f", lambda row: 100 * row["apart"]),
             Column("overhead of recording, %", "overhead", "+.2f", rounds("overheads", 100)),
         ),
-        "Bubble rate by makespan of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
-        "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer iterations "
-        "take with recording, in {rounds} rounds of both.",
+        "The bubble (makespan) of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
+        "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer an iteration "
+        "took than one that was not recorded, in {rounds} rounds of both.",
     ),
     "real-compute": Section(
         "Real compute",
@@ -198,12 +195,11 @@ SECTIONS = {
         _REAL,
         _REAL_WORDS,
         _fitted,
-        ("microbatches", "schedule", "time / stock 1F1B", "predicted", "bound"),
     ),
     "passes": Section("Pass times", _GPT, _real, _PASSES, _PASSES_WORDS),
     "passes-cuda": Section("Pass times on a GPU", _GPT, _real, _PASSES, _PASSES_WORDS),
     "real-compute-cuda": Section("Real compute on GPUs", _GPT, _real, _REAL, _REAL_WORDS, _fitted),
-    "wgrad": replace(_WGRAD, excerpt=("dtype", "weights", "how", "time / first")),
+    "wgrad": _WGRAD,
     "wgrad-cuda": replace(_WGRAD, title="Weight gradients on a GPU"),
     "post-validation": Section(
         "With the optimizer",
@@ -218,10 +214,9 @@ SECTIONS = {
         "Time from one iteration to the next, including the optimizer: {num_ranks} gloo ranks, {num_microbatches} "
         "microbatches, passes that sleep {pass_ms:g} ms, a step of {step_ms:g} ms, `zb-auto` with twice 1F1B's memory; "
         "medians of {rounds} rounds.",
-        excerpt=("optimizer", "predicted ms", "measured ms", "measured / predicted"),
     ),
     "rollback": Section(
-        "Rollback of an optimizer step",
+        "Undoing an optimizer step",
         settings("device", "elements", "rounds"),
         _rollback,
         (
@@ -229,8 +224,8 @@ SECTIONS = {
             *(Column(key.replace("_", " "), key, ".1f", rounds(key)) for key in _STEPS),
             Column("bytes per element", "bytes_per_element", ".1f"),
         ),
-        "Cost of undoing a step of AdamW on {elements:,} elements, compared with the step itself, on {device}; medians "
-        "of {rounds} rounds.",
+        "Undoing a step of AdamW over {elements:,} elements, on {device}, compared with the step itself; medians of "
+        "{rounds} rounds.",
     ),
     "peers": Section(
         "zb-auto against public schedules",
@@ -260,10 +255,10 @@ SECTIONS = {
         _scaling,
         _scaling_columns,
         "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens per "
-        "second of the whole pipeline ({thousands:.1f} without bubbles), with a synchronous optimizer / with "
-        "post-validation. Every schedule was simulated pass by pass. Assumptions:\n\n{lines}\n\nMemory limits the "
-        "choice of a schedule: zb-h2 needs about twice the activation memory of 1F1B, zb-v and zb-h1 need the same, "
-        "v-half and v-min need a half and a third.",
+        "second of the whole pipeline, {thousands:.1f} without bubbles, with a synchronous optimizer / with "
+        "post-validation. Every schedule was simulated pass by pass. Assumptions:\n\n{lines}\n\nEach schedule gets its "
+        "own peak as its memory limit: zb-h2 needs about twice 1F1B's activations, zb-v and zb-h1 as many as 1F1B, "
+        "v-half and v-min a half and a third.",
         lambda of: {"thousands": of["ideal_tokens_s"] / 1e3, "lines": "\n".join(f"* {a}" for a in of["assumptions"])},
     ),
 }

@@ -42,8 +42,8 @@ class Column:
 class Section:
     """The report of one bench.
 
-    ``settings`` and ``rows`` extract the summary from the bench's JSON. ``words`` is a format string for the settings,
-    the ``machine`` and ``facts`` about both. The README shows the columns named in ``excerpt``.
+    ``settings`` and ``rows`` are taken from the bench's JSON for its summary. ``words`` is a format string for the
+    settings, the ``machine`` and ``facts`` about both.
     """
 
     title: str
@@ -52,7 +52,6 @@ class Section:
     columns: Sequence[Column] | Callable[[Sequence[Figures]], Sequence[Column]]
     words: str
     facts: Getter = lambda _: {}
-    excerpt: tuple[str, ...] = ()
 
     def summary(self, content: Figures) -> dict[str, Any]:
         """Extract from a bench's JSON what the page shows."""
@@ -66,10 +65,10 @@ class Section:
         """The text that describes the comparison."""
         return self.words.format_map({**summary, "machine": machine, **self.facts(summary)})
 
-    def table(self, summary: Figures, names: Sequence[str] = ()) -> list[list[str]]:
-        """The rows of cells, the header first, of the columns with these names; by default, of all named columns."""
+    def table(self, summary: Figures) -> list[list[str]]:
+        """The cells, heads first, of the columns that have a name."""
         rows = summary["rows"]
-        columns = [column for column in self._columns(rows) if column.name in (names or {column.name} - {""})]
+        columns = [column for column in self._columns(rows) if column.name]
         return [[column.name for column in columns], *([column.cell(row) for column in columns] for row in rows)]
 
     def _columns(self, rows: Sequence[Figures]) -> Sequence[Column]:

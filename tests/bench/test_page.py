@@ -1,4 +1,4 @@
-"""The page and the README's figures are what the stored JSON says, and nothing else."""
+"""The page says what the stored JSON says, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from bench.sections import SECTIONS
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests/golden/bench"
-README = (ROOT / "README.md").read_text()
-EXCERPTED = {name for name, section in SECTIONS.items() if section.excerpt}
 
 
 @pytest.fixture
@@ -24,18 +22,9 @@ def summary() -> dict[str, Any]:
     return page.summarize(GOLDEN / "run")
 
 
-def blocks(readme: str) -> dict[str, str]:
-    """What stands between the two lines of each bench."""
-    return dict(re.findall(r"<!-- bench: ([\w-]+) -->\n+(.*?)\n+<!-- /bench -->", readme, re.DOTALL))
-
-
-def fake_readme(*names: str) -> str:
-    return "# Title\n\n" + "".join(f"<!-- bench: {name} -->\nold\n<!-- /bench -->\n\nown words\n" for name in names)
-
-
 def test_the_page_of_a_stored_run(summary: dict[str, Any]) -> None:
-    """``UPDATE_GOLDEN=1`` writes it anew."""
-    golden = GOLDEN / "BENCHMARKS.md"
+    """``UPDATE_GOLDEN=1`` writes it again."""
+    golden = GOLDEN / "benchmarks.md"
     if os.environ.get("UPDATE_GOLDEN"):
         golden.write_text(page.render(summary))
     assert page.render(summary) == golden.read_text()
@@ -60,39 +49,13 @@ def test_a_failed_bench_is_named_with_its_last_lines_and_shows_no_figures(summar
 
 def test_publishing_again_from_what_was_stored_changes_nothing(tmp_path: Path, summary: dict[str, Any]) -> None:
     (tmp_path / "docs").mkdir()
-    (tmp_path / "README.md").write_text(fake_readme("post-validation", "emulated"))
     chart = tmp_path / "drawn.svg"
     chart.write_text("<svg/>")
     page.publish(summary, tmp_path, chart)
     first = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
-    assert {path.name for path in first} == {"README.md", "BENCHMARKS.md", "benchmarks.json", "scaling.svg", chart.name}
+    assert {path.name for path in first} == {"benchmarks.md", "benchmarks.json", "scaling.svg", chart.name}
     page.publish(json.loads(first[tmp_path / page.STORED]), tmp_path, tmp_path / "docs" / page.CHART)
     assert first == {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-def test_the_readme_keeps_its_own_words_and_the_blocks_of_what_did_not_run(summary: dict[str, Any]) -> None:
-    summary["benches"] = [
-        b | {"status": "timed out"} if b["name"] == "post-validation" else b for b in summary["benches"]
-    ]
-    text = page.with_excerpts(fake_readme("post-validation", "emulated"), summary)
-    assert text.count("own words") == 2 and text.startswith("# Title\n")
-    found = blocks(text)
-    assert found["post-validation"] == "old" and found["emulated"] == page.excerpts(summary)["emulated"]
-    assert "Run 2026-01-02-030405 on Some CPU" in found["emulated"].replace("\n", " ")
-
-
-def test_every_figure_of_an_excerpt_is_on_the_page(summary: dict[str, Any]) -> None:
-    shown = set(figures_in(page.render(summary)))
-    texts = page.excerpts(summary)
-    assert set(texts) == EXCERPTED
-    for text in texts.values():
-        assert set(figures_in(text)) <= shown
-
-
-def figures_in(text: str) -> list[str]:
-    """What stands in the tables."""
-    cells = [cell.strip() for line in text.splitlines() if line.startswith("|") for cell in line.strip("|").split("|")]
-    return [cell for cell in cells if re.search(r"\d", cell)]
 
 
 def test_lines_are_of_the_width_of_our_texts(summary: dict[str, Any]) -> None:
@@ -100,19 +63,12 @@ def test_lines_are_of_the_width_of_our_texts(summary: dict[str, Any]) -> None:
     assert max(map(len, words)) <= 120
 
 
-def test_the_readme_has_one_block_for_every_excerpt() -> None:
-    assert README.count("<!-- bench: ") == README.count("<!-- /bench -->") == len(EXCERPTED)
-    assert set(blocks(README)) == EXCERPTED
-
-
 @pytest.mark.skipif(not (ROOT / page.STORED).exists(), reason="no full run was stored yet: bash scripts/bench.sh")
-def test_the_page_and_the_readme_are_those_of_the_stored_run() -> None:
+def test_the_page_is_that_of_the_stored_run() -> None:
     stored = json.loads((ROOT / page.STORED).read_text())
     assert not stored["quick"]
     again = "bash scripts/bench.sh page writes it again"
     assert (ROOT / page.PAGE).read_text() == page.render(stored), again
-    found = blocks(README)
-    assert {name: found[name] for name in page.excerpts(stored)} == page.excerpts(stored), again
 
 
 def test_a_bench_prints_what_the_page_would_have_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def test_quick_run_completes(tmp_path: Path) -> None:
     environment = ranks.environment() | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
-    text = (tmp_path / "it/BENCHMARKS.md").read_text()
+    text = (tmp_path / "it/benchmarks.md").read_text()
     assert all(f"## {SECTIONS[bench.name].title}" in text for bench in QUICK)
     assert (ROOT / "README.md").read_text() == before
     real = json.loads((tmp_path / "it/real-compute.json").read_text())["results"][0]["variants"]

@@ -1,0 +1,130 @@
+"""Tables of refusals: the rules of a job, and every error message of the package with its remedy.
+
+A message is read off the ``raise`` in the source; what differs from run to run is shown as an ellipsis.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+
+from megatron.zero_bubble.job import rules
+from site_parts.markdown import code, table
+
+_PACKAGE = Path(__file__).parent.parent.parent / "megatron/zero_bubble"
+_ERRORS = {"UserError", "PlanError", "ScheduleError", "SeamError", "PatchError", "PeerError", "ArgumentTypeError"}
+_ELLIPSIS = "…"
+_FEWEST_LETTERS = 12
+"""A message with fewer of its own is put together elsewhere."""
+_NO_REMEDY = {"got", "it", "line", "only", "so", "these", "this", "when", _ELLIPSIS}
+"""First words of the last part of a message that has no remedy."""
+GROUPS = {
+    "job": ("job",),
+    "megatron-lm": ("megatron_lm",),
+    "training": ("training",),
+    "command": ("cli", "planning", "search", "schedules", "costs", "render"),
+    "files": ("formats", "ir"),
+    "plans": ("plan", "analysis"),
+    "versions": ("patching", "platforms"),
+    "transformer-engine": ("wgrad",),
+    "run": ("adapter", "runtime", "optimizer", "measure", "emulate", "kernels"),
+}
+"""The packages whose messages a table lists, by the table's name."""
+
+
+def of_flags() -> str:
+    """Where each of our flags has no effect, and what the refusal says."""
+    rows = []
+    for rule in rules._RULES:
+        flags = ", ".join(code(f"--zero-bubble-{flag}") for flag in rule.flags)
+        rows.append((flags, *_divided(rule.otherwise.replace("{schedule}", _ELLIPSIS))))
+    return table(("flag", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), rows)
+
+
+def of_options() -> str:
+    """The Megatron options that a schedule cannot honour."""
+    rows = []
+    for option in rules._OPTIONS:
+        where = "" if option.anywhere else "with stages on a V"
+        remedy = option.remedy or f"drop --{option.name.replace('_', '-')}"
+        rows.append((code(option.name), code(repr(option.allowed)), where, option.why, remedy))
+    return table(("option", "the one value that works", "only", "because", "remedy"), rows)
+
+
+def of_group(name: str) -> str:
+    """Every message of a group's packages."""
+    messages = [message for package in GROUPS[name] for message in _messages().get(package, ())]
+    return table((f"message ({_ELLIPSIS}: your value)", "remedy"), [_divided(message) for message in messages])
+
+
+def of_schedules() -> str:
+    """What a schedule is checked for, and what the refusal says."""
+    rows = []
+    for function in ast.parse((_PACKAGE / "analysis/validate.py").read_text(encoding="utf-8")).body:
+        if isinstance(function, ast.FunctionDef):
+            yields = [node.value for node in ast.walk(function) if isinstance(node, ast.Yield)]
+            for sentence in (_text(pair.elts[0]) for pair in yields if isinstance(pair, ast.Tuple)):
+                if sentence != _ELLIPSIS:
+                    rows.append(((ast.get_docstring(function) or "").partition("\n\n")[0], sentence))
+    return table(("rule", f"message ({_ELLIPSIS}: the pass, rank or number)"), rows)
+
+
+def packages() -> set[str]:
+    """Those that raise messages for a user."""
+    return set(_messages())
+
+
+@cache
+def _messages() -> dict[str, list[str]]:
+    """The messages of each package, in the order of the sources."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        for message in _raised(ast.parse(path.read_text(encoding="utf-8"))):
+            package = found.setdefault(path.relative_to(_PACKAGE).parts[0], [])
+            if message not in package:
+                package.append(message)
+    return found
+
+
+def _raised(tree: ast.Module) -> Iterator[str]:
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
+    for call in sorted(calls, key=lambda call: call.lineno):
+        name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+        message = " ".join(_text(call.args[0]).split()) if name in _ERRORS else ""
+        if sum(map(str.isalpha, message)) >= _FEWEST_LETTERS:
+            yield message
+
+
+def _text(node: ast.expr) -> str:
+    """The text of an expression, an ellipsis for what is known at run time only."""
+    match node:
+        case ast.Constant():
+            return str(node.value)
+        case ast.JoinedStr():
+            return "".join(map(_text, node.values))
+        case ast.FormattedValue(value=ast.IfExp() | ast.Constant() as value):
+            return _text(value)
+        case ast.IfExp():
+            either, other = _text(node.body), _text(node.orelse)
+            return f"{either} / {other}" if either and other else f" ({(either or other).strip()})"
+        case ast.BinOp(op=ast.Add()):
+            return _text(node.left) + _text(node.right)
+    return _ELLIPSIS
+
+
+def _divided(message: str) -> tuple[str, str]:
+    """The rule with the values, and the remedy behind the last semicolon, if that is one."""
+    rule, _, remedy = message.rpartition("; ")
+    if not rule or remedy.partition(" ")[0] in _NO_REMEDY:
+        return message, "follow the rule in the message"
+    return rule, remedy
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "refusals-flags": of_flags,
+    "refusals-options": of_options,
+    "refusals-schedules": of_schedules,
+    **{f"refusals-{name}": partial(of_group, name) for name in GROUPS},
+}

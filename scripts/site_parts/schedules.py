@@ -1,0 +1,117 @@
+"""Tables of the schedules, computed by the planning library."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.schedules import SCHEDULES, build
+from site_parts.markdown import code, table
+
+_ROOT = Path(__file__).parent.parent.parent
+_PROFILES = _ROOT / "configs/published/zero_bubble_table5.csv"
+_RANKS, _MICROBATCHES = 4, 12
+_DRAWN = "1f1b", "zb-h1", "zb-v"
+_PUBLISHED = "6.2B", "8", "24"
+_WHEN = {
+    "1f1b": "baseline: the order of stock Megatron",
+    "interleaved-1f1b": "baseline: Megatron's virtual pipeline, backwards not split",
+    "breadth-first": "comparison only: interleaved 1F1B has the same bubble in less memory",
+    "zb-h1": "first step: memory, messages and placement of 1F1B",
+    "zb-h2": "memory to spare: about twice 1F1B's activations; add post-validation",
+    "zb-v": "no memory to spare, F, B and W of similar length, fast links",
+    "v-half": "too little memory for 1F1B: about half of its activations",
+    "v-min": "the least memory: about a third of 1F1B's activations",
+    "dualpipe-v": "comparison only: ZB-V is shorter in less memory",
+    AUTO: "uneven stages, passes of unequal length, or any other memory limit (experimental)",
+}
+
+
+def at_equal_passes() -> str:
+    """Bubble, memory and messages of every schedule, computed, and when to take it."""
+    rows = []
+    for name, timeline in _timelines().items():
+        peak = max(timeline.peak_activation)
+        rows.append(
+            (
+                code(name),
+                f"{timeline.bubble_rate('span'):.1%} / {timeline.bubble_rate('makespan'):.1%}",
+                f"{peak / _RANKS:.2f}",
+                str(_messages(timeline)),
+                _WHEN[name],
+            )
+        )
+    rows.append((code(AUTO), "searched", "the limit", f"{2 * (_RANKS - 1)} or {4 * (_RANKS - 1)}", _WHEN[AUTO]))
+    words = (
+        f"Computed for {_RANKS} ranks, {_MICROBATCHES} microbatches, F = B = W and free transfers. "
+        "Bubble: with post-validation (span) / with a synchronous optimizer (makespan). "
+        "Memory: peak activations over those of 1F1B. Messages: sends between ranks per microbatch."
+    )
+    return f"{words}\n\n{table(('schedule', 'bubble', 'memory', 'messages', 'take it for'), rows)}"
+
+
+def formulas() -> str:
+    """What every schedule's recipe states."""
+    stages = {"linear": "1", "vee": "2, in a V", "interleaved": "v, in a loop"}
+    rows = [
+        (code(known.name), stages[known.shape], code(known.bubble), code(known.memory), known.summary)
+        for known in SCHEDULES.values()
+    ]
+    return table(("schedule", "stages per rank", "bubble", "peak activations", "in one line"), rows)
+
+
+def at_published_times() -> str:
+    """Bubble rates at the pass times that the paper's authors measured."""
+    lines = (line for line in _PROFILES.read_text().splitlines() if not line.startswith("#"))
+    profile = next(row for row in csv.DictReader(lines) if (row["model"], row["p"], row["m"]) == _PUBLISHED)
+    ranks, microbatches = int(profile["p"]), int(profile["m"])
+    times = [float(profile[f"t_{name}_ms"]) for name in ("f", "b", "w", "comm")]
+    rows = []
+    for name in SCHEDULES:
+        schedule = build(name, num_ranks=ranks, num_microbatches=microbatches)
+        timeline = simulate(schedule, *_uniform(schedule.placement, times))
+        rates = [f"{timeline.bubble_rate(metric):.1%}" for metric in ("span", "makespan")]
+        rows.append((code(name), *rates, f"{max(timeline.peak_activation) / ranks:.2f}"))
+    words = (
+        f"A GPT of {profile['model']} parameters on A100s, {ranks} ranks, {microbatches} microbatches: F {times[0]:g}, "
+        f"B {times[1]:g}, W {times[2]:g}, transfer {times[3]:g} ms "
+        "([Zero Bubble Pipeline Parallelism](https://arxiv.org/abs/2401.10241), Table 9). Every schedule as published."
+    )
+    head = ("schedule", "bubble (span)", "bubble (makespan)", "memory / 1F1B's")
+    return f"{words}\n\n{table(head, rows)}"
+
+
+def picture() -> str:
+    """The same work under three schedules, as SVG: 4 ranks, 8 microbatches, passes of 10 ms."""
+    timelines = []
+    for name in _DRAWN:
+        schedule = build(name, num_ranks=4, num_microbatches=8)
+        timelines.append(simulate(schedule, *_uniform(schedule.placement, [10.0, 10.0, 10.0, 0.0])))
+    return render_svg(*timelines)
+
+
+def _timelines() -> dict[str, Timeline]:
+    """Every named schedule at equal passes."""
+    schedules = {name: build(name, num_ranks=_RANKS, num_microbatches=_MICROBATCHES) for name in SCHEDULES}
+    times = [1.0, 1.0, 1.0, 0.0]
+    return {name: simulate(schedule, *_uniform(schedule.placement, times)) for name, schedule in schedules.items()}
+
+
+def _uniform(placement: Placement, times: list[float]) -> tuple[PassCosts, PassMemory]:
+    return PassCosts.uniform(placement, *times), PassMemory.uniform(placement)
+
+
+def _messages(timeline: Timeline) -> int:
+    """Activations and gradients that a microbatch sends from rank to rank."""
+    ranks = timeline.schedule.placement.stage_to_rank
+    return 2 * sum(ranks[stage] != ranks[stage + 1] for stage in range(len(ranks) - 1))
+
+
+PICTURES = {"schedules.svg": picture}
+PARTS = {"schedules": at_equal_passes, "schedule-formulas": formulas, "schedules-published": at_published_times}

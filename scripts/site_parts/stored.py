@@ -1,0 +1,100 @@
+"""Tables of stored figures: results of the last full bench run, and the versions that the patches are for."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from site_parts.markdown import code, table
+
+_ROOT = Path(__file__).parent.parent.parent
+_PATCHING = _ROOT / "megatron/zero_bubble/patching"
+
+
+def results() -> str:
+    """Six rows of docs/benchmarks.json."""
+    stored = json.loads((_ROOT / "docs/benchmarks.json").read_text())
+    benches = {bench["name"]: bench["figures"] for bench in stored["benches"] if "figures" in bench}
+    emulated, optimizers = benches["emulated"], benches["post-validation"]
+    slept = f"{emulated['num_ranks']} ranks, {emulated['num_microbatches']} microbatches, passes that sleep"
+    real = next(row for row in benches["real-compute"]["rows"][::-1] if row["schedule"] == "zb-v, ours")
+    peers = [row for row in benches["peers"]["rows"] if row["objective"] == "span"]
+    limited = next(row for row in peers if row["memory"].startswith("0.4"))
+    stock = "stock 1F1B (megatron-core)"
+    rows = [
+        _times(slept, "ZB-V", _median(emulated, "zb-v, ours"), stock, _median(emulated, "1f1b, megatron")),
+        _times(slept, "ZB-V", _median(emulated, "zb-v, ours"), "ZBV of torch", _median(emulated, "zbv, torch")),
+        _times(slept, "ZB-H1", _median(emulated, "zb-h1, ours"), "ZB1P of torch", _median(emulated, "zb1p, torch")),
+        (
+            f"GPT on two CPU ranks, {real['num_microbatches']} microbatches",
+            "ZB-V",
+            stock,
+            _range(real["over_stock"]),
+        ),
+        _times(
+            f"{optimizers['num_ranks']} ranks, {optimizers['num_microbatches']} microbatches, zb-auto in twice 1F1B's "
+            "memory, with the optimizer",
+            "post-validation",
+            _median(optimizers, "post-validation", "optimizer"),
+            "synchronous step",
+            _median(optimizers, "synchronous", "optimizer"),
+        ),
+        (
+            f"planned bubble in {limited['memory']} of memory, median of {limited['questions']} problems",
+            f"zb-auto {limited['ours']:.1%}",
+            f"best public schedule {limited['best_peer']:.1%}",
+            f"{100 * (limited['ours'] - limited['best_peer']):+.1f} points",
+        ),
+    ]
+    words = (
+        f"Run {stored['run']} on {stored['machine']['processor']}, {stored['machine']['cores']} cores, no GPU; "
+        f"megatron-core {stored['machine']['megatron_core']}, torch {stored['machine']['torch']}. Iteration times are "
+        "medians; in brackets the range over the rounds."
+    )
+    return f"{words}\n\n{table(('measured', 'ours', 'compared with', 'difference'), rows)}"
+
+
+def _median(figures: Any, name: str, key: str = "schedule") -> float:
+    row = next(row for row in figures["rows"] if row[key].startswith(name))
+    return float(row["measured_ms"]["median"])
+
+
+def _times(what: str, ours: str, ms: float, other: str, other_ms: float) -> tuple[str, str, str, str]:
+    return what, f"{ours} {ms:.0f} ms", f"{other} {other_ms:.0f} ms", f"{ms / other_ms - 1:+.1%}"
+
+
+def _range(ratio: Any) -> str:
+    middle, least, most = (f"{ratio[key] - 1:+.1%}" for key in ("median", "least", "most"))
+    return f"{middle} ({least} to {most})"
+
+
+def versions() -> str:
+    """The minors of megatron-core in patching/seams.py, what was read of them, and their diffs in patches/."""
+    read = {
+        release
+        for digests in json.loads((_PATCHING / "bodies.json").read_text()).values()
+        for releases in digests.values()
+        for release in releases
+    }
+    rows = []
+    for minor in _minors():
+        known = ", ".join(sorted(release for release in read if release.startswith(f"{minor}.")))
+        release = f"core_r{minor}.0"
+        diff = _ROOT / f"patches/{release}.diff"
+        name = (release, diff.name) if diff.exists() else ("main", "main.diff")
+        rows.append((minor, known, name[0], code(f"patches/{name[1]}")))
+    return table(("megatron-core", "releases compared, function by function", "Megatron-LM", "diff"), rows)
+
+
+def _minors() -> list[str]:
+    """The keys of ``MINORS``, without importing megatron-core."""
+    for node in ast.parse((_PATCHING / "seams.py").read_text()).body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "MINORS":
+            assert isinstance(node.value, ast.Dict)
+            return [str(key.value) for key in node.value.keys if isinstance(key, ast.Constant)]
+    raise LookupError("patching/seams.py has no table MINORS")
+
+
+PARTS = {"results": results, "versions": versions}

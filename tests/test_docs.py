@@ -1,0 +1,124 @@
+"""The documentation: generated parts are up to date, nothing is missing from it, no link is dead, the site builds."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.__main__ import parser as command_line
+from megatron.zero_bubble.job import rules
+from megatron.zero_bubble.job.flags import add_flags
+from megatron.zero_bubble.megatron_lm import fork_flags
+from megatron.zero_bubble.training.arguments import build_parser
+from site_parts import refusals
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+FENCED = re.compile(r"^(```|    ).*?(^```$|\n)", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as Markdown's ``toc`` and code hosts make them."""
+    heads = re.findall(r"^#+ +(.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_relative_link_is_dead(text: Path) -> None:
+    for link in LINK.findall(FENCED.sub("", text.read_text())):
+        if re.match(r"[a-z]+:", link):
+            continue
+        name, _, anchor = link.partition("#")
+        target = (text.parent / name).resolve() if name else text
+        assert target.exists(), f"{text.name}: {link}"
+        assert not anchor or target.suffix != ".md" or anchor in anchors(target), f"{text.name}: {link}"
+
+
+def test_every_page_and_picture_is_used() -> None:
+    """In the navigation, or shown on a page or in the README."""
+    navigation = (ROOT / "mkdocs.yml").read_text()
+    assert [page.name for page in PAGES if f": {page.relative_to(ROOT / 'docs')}\n" not in navigation] == []
+    shown = "".join(text.read_text() for text in TEXTS)
+    pictures = [path.name for suffix in ("svg", "png") for path in (ROOT / "docs").glob(f"*.{suffix}")]
+    assert [name for name in pictures if name not in shown] == []
+
+
+def test_generated_parts_are_up_to_date() -> None:
+    command = [sys.executable, "scripts/generate_docs.py", "--check"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(["scripts", *sys.path])}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"run scripts/generate_docs.py: {result.stdout}{result.stderr}"
+
+
+def all_flags(parser: argparse.ArgumentParser) -> set[str]:
+    found = {flag for action in parser._actions for flag in action.option_strings}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= {flag for verb in action.choices.values() for flag in all_flags(verb)}
+    return found - {"-h", "--help", "--version"}
+
+
+def test_every_flag_is_documented() -> None:
+    page = (ROOT / "docs/flags.md").read_text()
+    ours = argparse.ArgumentParser()
+    add_flags(ours)
+    for parser in (ours, command_line(), build_parser()):
+        assert [flag for flag in sorted(all_flags(parser)) if f"`{flag}`" not in page] == []
+    jobs = (ROOT / "docs/megatron-lm.md").read_text()
+    known = all_flags(fork_flags._parser()) - {"--pipeline-model-parallel-size"}
+    undocumented = [flag for flag in known if f"{flag}`" not in jobs and f"{flag} " not in jobs]
+    assert set(undocumented) <= SUMMARIZED, undocumented
+
+
+SUMMARIZED = {
+    # "timers", "sequence splits" and "offloading" in the table of the fork's flags
+    "--zero-bubble-pipeline-timers-start-iter",
+    "--zero-bubble-pipeline-timers-end-iter",
+    "--profile-memory-iter",
+    "--no-pre-communication-optimization",
+    "--num-seq-splits",
+    "--interleave-group-size",
+    "--auto-offload-time",
+    "--offload-overlap-sr",
+    "--offload-chunk-num",
+    "--offload-time",
+}
+
+
+def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    for rule in rules._RULES:
+        said = rule.otherwise.replace("{schedule}", "…").rpartition("; ")
+        assert all(part in page for part in said), rule.flags
+        assert all(f"`--zero-bubble-{flag}`" in page for flag in rule.flags)
+    for option in rules._OPTIONS:
+        assert f"`{option.name}`" in page and option.why in page and option.remedy in page
+
+
+def test_every_package_that_refuses_something_is_in_a_table() -> None:
+    grouped = [package for packages in refusals.GROUPS.values() for package in packages]
+    assert len(grouped) == len(set(grouped))
+    assert refusals.packages() <= set(grouped)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")),
+    reason="mkdocs is not installed here; scripts/docs.sh installs it",
+)
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """Without a warning: no dead link, no page outside the navigation."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert (tmp_path / "api/index.html").exists()
