@@ -1,7 +1,7 @@
-// The ops of the deferred weight gradients: their schemas, and what runs them on the CPU.
+// The ops of the deferred weight gradients: their schemas and their CPU implementation.
 //
-// The slow truth beside them is megatron/zero_bubble/kernels/reference.py. No Python here: torch lets go of the GIL
-// while an op runs.
+// Their reference implementation is megatron/zero_bubble/kernels/reference.py. These ops call no Python, so torch
+// releases the GIL while one runs.
 
 #include <torch/library.h>
 

@@ -60,7 +60,7 @@ void run_on_cuda(const Products& products) {
           queue_gemm(gemm, device.index(), stream, workspace.mutable_data_ptr(), &sums_bias);
       TORCH_CHECK(
           problem == nullptr, "the weight gradient of ", product.input.sizes(), " and ", product.grad_output.sizes(),
-          " cannot be queued: ", problem, "; --no-zero-bubble-fuse-wgrad does without");
+          " cannot be queued: ", problem, "; use --no-zero-bubble-fuse-wgrad to compute it in torch");
       product.main_grad.unsafeGetTensorImpl()->bump_version();
     }
     if (product.bias_grad.defined())

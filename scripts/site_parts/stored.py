@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,28 @@ def results() -> str:
     return f"{words}\n\n{table(('measured', 'ours', 'compared with', 'difference'), rows)}"
 
 
+def compatibility() -> str:
+    """What the package works with, from setup.py's ranges and the seams, and what of it was verified how."""
+    setup = (_ROOT / "setup.py").read_text()
+    minors = _minors()
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)", (_ROOT / "scripts/constraints.txt").read_text(), re.MULTILINE))
+    (torch,) = re.findall(r'"torch>=([\d.]+)"', setup)
+    (engine,) = re.findall(r'"transformer-engine\[pytorch\]>=([\d.]+)"', setup)
+    rows = [
+        ("megatron-core", f"{minors[0]} to {minors[-1]}", f"all minors; most tests run on {pins['megatron-core']}"),
+        (
+            "Megatron-LM",
+            f"core_r{minors[0]}.0 to core_r{minors[-2]}.0, main",
+            "its own `pretrain_gpt.py`, on CPU ranks",
+        ),
+        ("Python", "3.10 or newer", "training on 3.11; planning on 3.10 to 3.13"),
+        ("torch", f"{torch} or newer", f"{pins['torch']}, CPU build"),
+        ("TransformerEngine", f"{engine} or newer", "against a stand-in only"),
+        ("CUDA GPUs, NCCL", "written, with tests", "not yet"),
+    ]
+    return table(("", "supported", "verified"), rows)
+
+
 def _median(figures: Any, name: str, key: str = "schedule") -> float:
     row = next(row for row in figures["rows"] if row[key].startswith(name))
     return float(row["measured_ms"]["median"])
@@ -97,4 +120,4 @@ def _minors() -> list[str]:
     raise LookupError("patching/seams.py has no table MINORS")
 
 
-PARTS = {"results": results, "versions": versions}
+PARTS = {"results": results, "versions": versions, "compatibility": compatibility}
