@@ -196,3 +196,9 @@ def test_closed_output_pipe_is_not_an_error() -> None:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(30) == 0
+
+
+def test_list_imports_no_other_command_and_no_torch() -> None:
+    code = "import sys; from megatron.zero_bubble.__main__ import main; main(['list']); print(*sys.modules, sep='\\n')"
+    modules = set(subprocess.check_output([sys.executable, "-c", code], text=True).splitlines())
+    assert modules & {"torch", "numpy", "http.server", "megatron.zero_bubble.cli.plan"} == set()

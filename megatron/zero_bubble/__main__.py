@@ -12,19 +12,25 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import NoReturn
 
 from megatron.zero_bubble import __version__
-from megatron.zero_bubble.cli.compare import add_compare
-from megatron.zero_bubble.cli.dry_run import add_dry_run
-from megatron.zero_bubble.cli.plan import add_plan
-from megatron.zero_bubble.cli.playground import add_playground
-from megatron.zero_bubble.cli.report import add_report
-from megatron.zero_bubble.cli.trace import add_trace
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import beyond_floats
 from megatron.zero_bubble.schedules import SCHEDULES
+
+_COMMANDS = {
+    "list": "list the schedules with their bubble and memory",
+    "plan": "build a schedule and print its cost",
+    "compare": "compare all schedules for the same costs",
+    "playground": "explore schedules interactively in a browser",
+    "trace": "compare a recorded iteration with its plan",
+    "dry-run": "check a training job: rank layout, plan and memory",
+    "report": "print the environment for a bug report",
+}
+"""The commands and their lines in ``--help``; ``cli/`` has a module for each but ``list``."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -36,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parser(only=arguments[0] if arguments else "").parse_args(arguments)
     try:
         output: str = options.command(options)
     except (UserError, OverflowError) as error:
@@ -52,8 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    """Build the command-line parser, with one sub-parser per command."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """Build the command-line parser, with one sub-parser per command; given ``only``, others have no flags."""
     root = _Parser(
         prog="zero-bubble", description="Plan, compare and inspect zero-bubble pipeline schedules.", allow_abbrev=False
     )
@@ -61,57 +68,14 @@ def parser() -> argparse.ArgumentParser:
     verbs = root.add_subparsers(
         dest="name", required=True, metavar="COMMAND", help="'zero-bubble COMMAND --help' lists the flags of a command"
     )
-
-    def verb(name: str, summary: str, description: str) -> argparse.ArgumentParser:
-        return verbs.add_parser(name, help=summary, description=description, allow_abbrev=False)
-
-    listing = verb(
-        "list",
-        "list the schedules with their bubble and memory",
-        "List the schedules with formulas for their bubble and their memory.",
-    )
-    listing.set_defaults(command=list_schedules)
-    add_plan(
-        verb(
-            "plan",
-            "build a schedule and print its cost",
-            "Build a schedule, search for one (zb-auto) or read one from a file, and print its picture, length, bubble "
-            "rates and peak memory. Give the costs as times (--forward-ms, ...), as a file (--costs) or as a model "
-            "(--config).",
-        )
-    )
-    add_compare(
-        verb(
-            "compare",
-            "compare all schedules for the same costs",
-            "Print one line per schedule for the same costs, shortest first, and a lower bound on the length of any "
-            "schedule within the memory limit. Give the costs as times (--forward-ms, ...), as a file (--costs) or as "
-            "a model (--config).",
-        )
-    )
-    add_playground(
-        verb(
-            "playground",
-            "explore schedules interactively in a browser",
-            "Serve a page on this machine that draws and compares all schedules for costs set by sliders.",
-        )
-    )
-    add_trace(
-        verb(
-            "trace",
-            "compare a recorded iteration with its plan",
-            "Draw a recorded iteration next to its plan, and attribute the difference in length to causes and ranks.",
-        )
-    )
-    add_dry_run(
-        verb(
-            "dry-run",
-            "check a training job: rank layout, plan and memory",
-            "Check a training job without starting it, and print its rank layout, plan and memory. If the run would "
-            "reject the job, print the same error and exit with code 2.",
-        )
-    )
-    add_report(verb("report", "print the environment for a bug report", "Print versions, compiled parts and devices."))
+    for name, summary in _COMMANDS.items():
+        verb = verbs.add_parser(name, help=summary, allow_abbrev=False)
+        if name == "list":
+            verb.description = "List the schedules with formulas for their bubble and their memory."
+            verb.set_defaults(command=list_schedules)
+        elif only in (None, name):  # importing all commands takes longer than most of them run
+            module = name.replace("-", "_")
+            getattr(import_module(f"megatron.zero_bubble.cli.{module}"), f"add_{module}")(verb)
     return root
 
 

@@ -65,6 +65,11 @@ class Table:
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``compare``."""
+    verb.description = (
+        "Print one line per schedule for the same costs, shortest first, and a lower bound on the length of any "
+        "schedule within the memory limit. Give the costs as times (--forward-ms, ...), as a file (--costs) or as "
+        "a model (--config)."
+    )
     add_figures(verb)
     add_search(verb)
     verb.add_argument(

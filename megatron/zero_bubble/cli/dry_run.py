@@ -33,6 +33,10 @@ _GIB = 2**30
 
 def add_dry_run(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``dry-run``; the flags of the job follow after ``--``."""
+    verb.description = (
+        "Check a training job without starting it, and print its rank layout, plan and memory. If the run would "
+        "reject the job, print the same error and exit with code 2."
+    )
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
     verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="processes per node (default: 8)")
     verb.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU to estimate for (default: a100)")

@@ -36,6 +36,11 @@ _SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``plan``."""
+    verb.description = (
+        "Build a schedule, search for one (zb-auto) or read one from a file, and print its picture, length, bubble "
+        "rates and peak memory. Give the costs as times (--forward-ms, ...), as a file (--costs) or as a model "
+        "(--config)."
+    )
     source = verb.add_mutually_exclusive_group(required=True)
     source.add_argument(
         "--schedule", metavar="NAME", help=f"{AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}"

@@ -25,6 +25,10 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "triton", "
 
 def add_report(verb: argparse.ArgumentParser) -> None:
     """The flags of ``report``."""
+    verb.description = (
+        "Print versions, compiled parts and devices, and whether megatron-core has every name that this package "
+        "replaces or uses."
+    )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     verb.set_defaults(command=lambda options: report(options.format))
 

@@ -17,6 +17,9 @@ from megatron.zero_bubble.render.text import headline
 
 def add_trace(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``trace``."""
+    verb.description = (
+        "Draw a recorded iteration next to its plan, and attribute the difference in length to causes and ranks."
+    )
     verb.add_argument(
         "files", nargs="+", type=Path, metavar="FILE", help="trace.json that a run with --zero-bubble-trace wrote"
     )

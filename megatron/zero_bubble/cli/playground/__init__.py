@@ -18,6 +18,7 @@ from megatron.zero_bubble.errors import UserError
 
 def add_playground(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``playground``."""
+    verb.description = "Serve a page on this machine that draws and compares all schedules for costs set by sliders."
     verb.add_argument("--port", type=int, default=0, metavar="N", help="local port to serve (default: a free port)")
     verb.add_argument("--no-browser", action="store_true", help="print the address without opening a browser")
     verb.set_defaults(command=playground)
