@@ -19,15 +19,19 @@ def results() -> str:
     stored = json.loads((_ROOT / "docs/benchmarks.json").read_text())
     benches = {bench["name"]: bench["figures"] for bench in stored["benches"] if "figures" in bench}
     emulated, optimizers = benches["emulated"], benches["post-validation"]
-    slept = f"{emulated['num_ranks']} ranks, {emulated['num_microbatches']} microbatches, passes that sleep"
+    slept = (
+        f"{emulated['num_ranks']} ranks, {emulated['num_microbatches']} microbatches, emulated passes that only wait"
+    )
     real = next(row for row in benches["real-compute"]["rows"][::-1] if row["schedule"] == "zb-v, ours")
     peers = [row for row in benches["peers"]["rows"] if row["objective"] == "span"]
     limited = next(row for row in peers if row["memory"].startswith("0.4"))
-    stock = "stock 1F1B (megatron-core)"
+    stock, zb_v = "stock 1F1B (megatron-core)", _median(emulated, "zb-v, ours")
     rows = [
-        _times(slept, "ZB-V", _median(emulated, "zb-v, ours"), stock, _median(emulated, "1f1b, megatron")),
-        _times(slept, "ZB-V", _median(emulated, "zb-v, ours"), "ZBV of torch", _median(emulated, "zbv, torch")),
-        _times(slept, "ZB-H1", _median(emulated, "zb-h1, ours"), "ZB1P of torch", _median(emulated, "zb1p, torch")),
+        _times(slept, "ZB-V", zb_v, stock, _median(emulated, "1f1b, megatron")),
+        _times(
+            slept, "ZB-V", zb_v, "stock interleaved 1F1B (megatron-core)", _median(emulated, "interleaved, megatron")
+        ),
+        _times(slept, "ZB-V", zb_v, "ZBV of torch.distributed.pipelining", _median(emulated, "zbv, torch")),
         (
             f"GPT on two CPU ranks, {real['num_microbatches']} microbatches",
             "ZB-V",
@@ -43,18 +47,18 @@ def results() -> str:
             _median(optimizers, "synchronous", "optimizer"),
         ),
         (
-            f"planned bubble in {limited['memory']} of memory, median of {limited['questions']} problems",
+            f"planned bubble (span), memory {limited['memory']} (p: 1F1B's), median of {limited['questions']} problems",
             f"zb-auto {limited['ours']:.1%}",
             f"best public schedule {limited['best_peer']:.1%}",
-            f"{100 * (limited['ours'] - limited['best_peer']):+.1f} points",
+            f"{round(100 * limited['ours'], 1) - round(100 * limited['best_peer'], 1):+.1f} points",
         ),
     ]
     words = (
         f"Run {stored['run']} on {stored['machine']['processor']}, {stored['machine']['cores']} cores, no GPU; "
         f"megatron-core {stored['machine']['megatron_core']}, torch {stored['machine']['torch']}. Iteration times are "
-        "medians; in brackets the range over the rounds."
+        "medians over the rounds; brackets show their range."
     )
-    return f"{words}\n\n{table(('measured', 'ours', 'compared with', 'difference'), rows)}"
+    return f"{words}\n\n{table(('what', 'ours', 'compared with', 'difference'), rows)}"
 
 
 def compatibility() -> str:
