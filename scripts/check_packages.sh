@@ -4,7 +4,7 @@
 #   bash scripts/check_packages.sh [PYTHON ...]    default: those of python3.10 to python3.13 that are installed
 #
 # What was built lies in dist/. A wheel holds the planner's compiled loops and no torch ops: those are compiled against
-# the torch of the machine that trains, see docs/getting-started.md.
+# the torch of the training environment, see docs/installation.md.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/setup_env.sh
@@ -13,6 +13,10 @@ if ((${#pythons[@]} == 0)); then
     for minor in 10 11 12 13; do
         "python3.$minor" -V >/dev/null 2>&1 && pythons+=("python3.$minor")
     done
+fi
+if ((${#pythons[@]} == 0)); then
+    echo "check_packages.sh: found none of python3.10 to python3.13; name interpreters as arguments" >&2
+    exit 1
 fi
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT

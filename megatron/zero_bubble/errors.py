@@ -26,7 +26,7 @@ class PeerError(RuntimeError):
 
 
 class SeamError(RuntimeError):
-    """An upstream name that this package replaces is missing or has an unexpected signature."""
+    """The upstream version is unknown, or a name that this package replaces or uses is not as expected."""
 
 
 class PatchError(RuntimeError):

@@ -36,7 +36,7 @@ def test_report_tells_of_an_unknown_megatron_core() -> None:
         "import warnings; warnings.simplefilter('ignore'); import megatron.core; megatron.core.__version__ = '0.99.0'; "
     )
     (line,) = (line for line in command("report", before=before).splitlines() if line.startswith("seams"))
-    assert "broken: " in line
+    assert "broken: SeamError" in line
     assert "0.99.0" in line
 
 
@@ -55,3 +55,10 @@ def test_training_without_torch_names_the_extra() -> None:
     assert done.returncode == 2
     assert "[train]" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_report_survives_a_torch_that_does_not_load() -> None:
+    finder = "class Broken:\n def find_spec(s, name, *_):\n  if name == 'torch': raise OSError('libcudart.so')\n"
+    code = f"import sys\n{finder}sys.meta_path.insert(0, Broken())\n"
+    broken = [line.split()[0] for line in command("report", before=code).splitlines() if "libcudart.so" in line]
+    assert broken == ["device", "seams"]

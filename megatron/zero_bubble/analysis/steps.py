@@ -54,9 +54,8 @@ class _Row:
     def steps(self) -> list[Step]:
         travels = not self._plan.has_messages
         last_use = {value: position for position, effects in enumerate(self._effects) for value in effects.uses}
-        given: dict[
-            Hashable, tuple[int, Hashable]
-        ] = {}  # the position of its giver, and the token with which it arrives
+        # By value: the position of its giver, and the token with which it arrives.
+        given: dict[Hashable, tuple[int, Hashable]] = {}
         found = []
         for position, effects in enumerate(self._effects):
             uses, gives, takes, waits, makes, arrives = effects

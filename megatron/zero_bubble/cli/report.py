@@ -10,13 +10,12 @@ import json
 import platform
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from megatron.zero_bubble import __version__
-from megatron.zero_bubble.errors import SeamError, UserError
 from megatron.zero_bubble.job.installed import INSTALL
 from megatron.zero_bubble.search.loops import compiled
 
@@ -35,24 +34,37 @@ def add_report(verb: argparse.ArgumentParser) -> None:
 
 def report(form: str = "text") -> str:
     """Versions, compiled parts, devices and the state of the seams, as aligned lines or as one JSON object."""
+    facts: dict[str, str] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # megatron-core's imports warn about optional packages, which are listed here
-        facts = dict(_facts())
+        for name, part in _PARTS.items():
+            try:
+                facts.update(part())
+            except Exception as error:  # noqa: BLE001 - this report exists for parts that fail, and shows the error
+                facts[name] = f"broken: {type(error).__name__}: {error}"
     if form == "json":
         return json.dumps(facts, indent=2) + "\n"
     width = max(map(len, facts)) + 2
     return "".join(f"{name:{width}}{text}\n" for name, text in facts.items())
 
 
-def _facts() -> Iterator[tuple[str, str]]:
+def _versions() -> Iterator[tuple[str, str]]:
     yield "zero-bubble", __version__
     yield "python", f"{platform.python_version()} ({platform.python_implementation()}, {sys.platform})"
     yield "machine", f"{platform.machine()}, {platform.platform()}"
     for package in _PACKAGES:
-        yield package, _version(package)
-    yield "planner", _planner()
+        try:
+            yield package, version(package)
+        except PackageNotFoundError:
+            yield package, "not installed"
+
+
+def _planner() -> Iterator[tuple[str, str]]:
+    yield "planner", "compiled" if compiled() else "Python (about fifty times slower, searches with a smaller budget)"
+
+
+def _devices() -> Iterator[tuple[str, str]]:
     if find_spec("torch") is None:
-        yield "training", f"not available without torch: {INSTALL}"
         return
     from megatron.zero_bubble import kernels
     from megatron.zero_bubble.platforms import select
@@ -62,43 +74,36 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "device", device.describe()
     yield from CudaPlatform().versions()
     yield "weight gradients", f"{kernels.select(device.name).words}, on {device.name}"
-    if find_spec("megatron.core") is None:
-        yield "training", f"not available without megatron-core: {INSTALL}"
-        return
-    device.setup(0)  # megatron-core cannot be imported on a machine without a GPU otherwise
-    yield from _megatron()
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _planner() -> str:
-    try:
-        return "compiled" if compiled() else "Python (about fifty times slower, searches with a smaller budget)"
-    except UserError as error:
-        return f"broken: {error}"
 
 
 def _megatron() -> Iterator[tuple[str, str]]:
-    """Whether every name of megatron-core that we replace or use is there, and which functions have unknown bodies."""
-    try:
-        import megatron.core
-
-        from megatron.zero_bubble.patching import Seam, bodies
-        from megatron.zero_bubble.patching.seams import installed_seams
-
-        seams = installed_seams()
-        found = [getattr(seams, field.name) for field in fields(seams)]
-        replaced = [seam for seam in found if isinstance(seam, Seam) and seam.module.startswith("megatron.core.")]
-        for seam in replaced:
-            seam.resolve()
-    except (SeamError, ImportError) as error:
-        yield "seams", f"broken: {error}"
+    """Check every name of megatron-core that we replace or use, and list the functions with unknown bodies."""
+    missing = [module for module in ("torch", "megatron.core") if find_spec(module) is None]
+    if missing:
+        yield "training", f"not available without {' and '.join(missing)}; run {INSTALL}"
         return
+    from megatron.zero_bubble.platforms import select
+
+    select("auto").setup(0)  # on a machine without a GPU, megatron-core cannot be imported before this
+    import megatron.core
+
+    from megatron.zero_bubble.patching import Seam, bodies
+    from megatron.zero_bubble.patching.seams import installed_seams
+
+    seams = installed_seams()
+    found = [getattr(seams, field.name) for field in fields(seams)]
+    replaced = [seam for seam in found if isinstance(seam, Seam) and seam.module.startswith("megatron.core.")]
+    for seam in replaced:
+        seam.resolve()
     yield "seams", f"all found: {len(replaced)} replaced and {len(seams.used)} used names of megatron-core"
     changed = bodies.changed_bodies(megatron.core.__version__, bodies.SCHEDULE)
     yield "changed functions", "; ".join(changed) or "none"
+
+
+_PARTS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {
+    "versions": _versions,
+    "planner": _planner,
+    "device": _devices,
+    "seams": _megatron,
+}
+"""What yields the facts, by the name under which a failure is reported."""

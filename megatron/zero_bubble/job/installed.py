@@ -1,4 +1,4 @@
-"""What training needs and planning does not: the extra ``train``."""
+"""Check for the packages of the extra ``train``, which training needs and planning does not."""
 
 from importlib.util import find_spec
 
@@ -15,4 +15,4 @@ def check_installed(*modules: str) -> None:
     """
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
-        raise UserError(f"training needs {' and '.join(missing)}, which is not installed: {INSTALL}", everywhere=False)
+        raise UserError(f"training needs {' and '.join(missing)}, not installed here; run {INSTALL}", everywhere=False)

@@ -40,7 +40,7 @@ def apply(
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
-    Call it once, on every rank, before the first iteration; ``get_forward_backward_func`` then returns our function.
+    Call it once, on every rank, before the model is built; ``get_forward_backward_func`` then returns our function.
 
     Args:
         config: the configuration, or the name of a schedule to run with default options.

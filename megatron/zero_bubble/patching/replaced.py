@@ -13,7 +13,7 @@ Replacement = tuple[Seam, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 class Replaced:
-    """Replaced names in order of replacement; the only code in this package that assigns to a foreign module."""
+    """Replaced names in order of replacement. Only this class and the CPU platform assign to a foreign module."""
 
     def __init__(self) -> None:
         self._replaced: list[tuple[Seam, ModuleType | type, Callable[..., Any]]] = []

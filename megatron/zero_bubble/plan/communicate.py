@@ -127,10 +127,9 @@ class _RankOps:
             if following is not None and following.inputs:
                 yield from self._post(following)
             yield step.op
+            # Sent before settling: other ranks wait for a send, but not for a settle.
             for leg in step.outputs:
-                yield from self._send(
-                    leg.message
-                )  # sent before settling: other ranks wait for a send, but not for a settle
+                yield from self._send(leg.message)
             if step.inputs:
                 yield from self._settle_acknowledged(step)
         for channel, count in self._sent.items():

@@ -20,7 +20,8 @@ class Stage(Protocol):
 
         Args:
             inputs: values in the order of ``flow.inputs(work)``. The ``out`` of another stage is a tensor with the
-                shape of the boundary between the two stages; values from this stage are returned unchanged.
+                shape of the boundary between the two stages; values that this stage made are the objects that it
+                returned.
 
         Returns:
             values in the order of ``flow.outputs(work)``.

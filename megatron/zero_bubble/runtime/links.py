@@ -261,6 +261,9 @@ def _connect(hosts: Sequence[str], port: int) -> socket.socket:
 def _allow_open_files(number: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if resource.RLIM_INFINITY not in (soft, hard) and hard < number:
-        raise OSError(f"rank 0 needs {number} open files, but the hard limit is {hard}; raise it with ulimit -Hn")
+        raise OSError(
+            f"rank 0 needs {number} open files, but the hard limit is {hard}; "
+            "ask an administrator or the cluster's scheduler for a higher one"
+        )
     if soft != resource.RLIM_INFINITY and soft < number:
         resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))

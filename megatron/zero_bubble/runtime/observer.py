@@ -60,7 +60,7 @@ class IterationObserver:
         """The send of the message is complete and its buffer is free."""
 
     def validated(self, right: bool) -> None:
-        """The validation of the last optimizer step is known; ``right`` is False if the step is rejected."""
+        """The last optimizer step is validated; ``right`` is False if forwards ran on weights that are undone."""
 
     def restarted(self) -> None:
         """The last optimizer step was rejected, and the passes of the iteration start again."""

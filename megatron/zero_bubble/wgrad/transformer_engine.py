@@ -231,9 +231,8 @@ class TransformerEngineSplit:
         self._store = store
         self._built: weakref.WeakSet[Any] = weakref.WeakSet()
         self._watched: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = (
-            weakref.WeakKeyDictionary()
-        )  # by the module's queue
+        # The keys are the modules' queues.
+        self._delayed: weakref.WeakKeyDictionary[Any, _DelayedModule] = weakref.WeakKeyDictionary()
         self._waits = True
         store.attach(self)
 
