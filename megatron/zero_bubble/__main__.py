@@ -33,6 +33,14 @@ _COMMANDS = {
 """The commands and their lines in ``--help``; ``cli/`` has a module for each but ``list``."""
 
 
+_LETTERS = (
+    "p: ranks; v: stages (chunks) per rank; m: microbatches; F, B, W: times of a microbatch's passes and M: its "
+    "activation memory, on one rank; bubble: idle time (not a rate) of a rank from its first to its last pass, without "
+    "communication"
+)
+"""First line of ``list``."""
+
+
 class _Parser(argparse.ArgumentParser):
     """An argument parser that prints errors without the usage block."""
 
@@ -81,8 +89,7 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 
 def list_schedules(_: argparse.Namespace) -> str:
     """List the schedules, one line per schedule."""
-    units = "p: ranks; v: stages per rank; m: microbatches; F, B, W: times and M: activation of a microbatch on a rank"
-    lines = [f"{units}; bubble: idle time within the span, without communication"]
+    lines = [_LETTERS]
     for recipe in SCHEDULES.values():
         lines.append(f"{recipe.name:17}bubble {recipe.bubble:19}memory {recipe.memory:13}{recipe.summary}")
     lines.append(f"{AUTO:17}the shortest schedule found for the given costs within --memory-limit")

@@ -46,8 +46,18 @@ def test_plan_with_a_limit_reports_bound_and_gap(capsys: Capture, objective: str
     text = run(capsys, *arguments)
     assert "memory limit 4 microbatches: met, peak 4 microbatches per rank" in text
     assert f"lower bound {bound.value_ms:.3f} ms {objective}" in text
-    assert f"gap {plan['gap']:.2%}: no schedule with this placement and limit saves more" in text
+    gap = f"{plan['gap']:.2%}"
+    assert f"gap {gap}: no schedule with this placement and limit can be more than {gap} shorter" in text
     assert "planned in 0.0" in text
+
+
+@pytest.mark.parametrize("command", [["plan", "--schedule", "zb-auto"], ["compare", "--max-chunks", "2"]])
+def test_search_in_python_is_reported(capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    arguments = [*command, *SIZES, *TIMES]
+    for compiled in (True, None):
+        monkeypatch.setattr(f"megatron.zero_bubble.cli.{command[0]}.compiled", lambda: compiled)  # noqa: B023
+        last = run(capsys, *arguments).splitlines()[-1]
+        assert ("in pure Python, which searches less" in last) == (compiled is None)
 
 
 def test_exceeded_limit_is_reported_without_a_gap(capsys: Capture) -> None:

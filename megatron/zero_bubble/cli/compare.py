@@ -13,13 +13,14 @@ from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.plan import add_search
+from megatron.zero_bubble.cli.plan import SLOW, add_search
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
+from megatron.zero_bubble.search.loops import compiled
 
 _MOST_CHUNKS = 4
 FITTED = "fitted"
@@ -71,18 +72,23 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         "a model (--config)."
     )
     add_figures(verb)
-    add_search(verb)
+    add_search(
+        verb,
+        limit="schedules over it are listed last (default: 1p)",
+        placement="one stage per rank (linear), two in a V (vee), or a row for each (auto)",
+    )
     verb.add_argument(
         "--max-chunks",
         type=int,
-        metavar="V",
-        help="most stages per rank to try for interleaved schedules (default: 4, or fewer if --config has fewer layers "
-        "per rank)",
+        metavar="N",
+        help="most stages per rank (chunks, in Megatron) to try for interleaved schedules (default: 4, or fewer if "
+        "--config has fewer layers per rank)",
     )
     verb.add_argument(
         "--equal-passes",
         action="store_true",
-        help=f"compare schedules only as published, without the rows that are {FITTED!r} to the costs",
+        help=f"list schedules for passes of equal length only as published; by default a second row, {FITTED!r}, has "
+        "their passes reordered for the given costs within the same memory",
     )
     verb.add_argument("--format", choices=("text", "json"), default="text", help="output format (default: text)")
     verb.set_defaults(command=compare)
@@ -224,6 +230,8 @@ def _text(table: Table, costs: Figures) -> str:
     for placement, ms in table.lower_bound_ms.items():
         lines.append(f"no {placement} schedule within the limit has a {table.objective} below {ms:.3f} ms")
     lines += (f"not compared: {reason}" for reason in table.absent)
+    if not compiled():
+        lines.append(f"planned{SLOW}")
     return "\n".join(lines) + "\n"
 
 

@@ -33,14 +33,19 @@ _GIB = 2**30
 
 def add_dry_run(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``dry-run``; the flags of the job follow after ``--``."""
+    verb.usage = "%(prog)s [OPTION ...] -- FLAGS"
     verb.description = (
         "Check a training job without starting it, and print its rank layout, plan and memory. If the run would "
         "reject the job, print the same error and exit with code 2."
     )
     verb.add_argument("--nodes", type=int, default=1, metavar="N", help="number of nodes (default: 1)")
-    verb.add_argument("--gpus-per-node", type=int, default=8, metavar="G", help="processes per node (default: 8)")
+    verb.add_argument(
+        "--gpus-per-node", type=int, default=8, metavar="G", help="GPUs per node, one process each (default: 8)"
+    )
     verb.add_argument("--gpu", choices=tuple(DEVICES), default="a100", help="GPU to estimate for (default: a100)")
-    verb.add_argument("--gpu-memory", metavar="SIZE", help="reject a job that needs more memory per rank, e.g. 80GiB")
+    verb.add_argument(
+        "--gpu-memory", metavar="SIZE", help="end with exit code 2 if a rank needs more memory than this, e.g. 80GiB"
+    )
     verb.add_argument(
         "--costs", metavar="FILE", help="measured pass times and memory (costs file), instead of estimates"
     )
@@ -50,10 +55,14 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--launch-command",
         metavar="TEXT",
-        help=f"launch command to print for each node; {_NODE} is replaced by the node's number",
+        help=f"command to print for each node, with {_NODE} replaced by the node's number, e.g. 'torchrun "
+        f"--node-rank {_NODE} ...'; scripts/launch_torchrun.sh --dry-run gives it",
     )
     verb.add_argument(
-        "job", nargs=argparse.REMAINDER, metavar="-- FLAGS", help="flags of the training script, after a separate --"
+        "job",
+        nargs=argparse.REMAINDER,
+        metavar="-- FLAGS",
+        help="flags of the training script, after all options and a separate --",
     )
     verb.set_defaults(command=dry_run)
 

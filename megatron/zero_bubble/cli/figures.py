@@ -20,41 +20,48 @@ _BYTES_PER_PARAMETER = 18
 """bf16 with fp32 gradients and Adam: 2 + 4 + 12."""
 
 
-def add_figures(verb: argparse.ArgumentParser) -> None:
-    """Add the flags for sizes and costs."""
-    verb.add_argument("--num-ranks", type=int, metavar="P", help="number of pipeline ranks")
-    verb.add_argument("--num-microbatches", type=int, metavar="M", help="microbatches per iteration")
+def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
+    """Add the flags for sizes and costs; ``or_file`` names another flag that gives the sizes, if the verb has one."""
+    sizes = f"required without --config{or_file and f' or {or_file}'}"
+    times = "on one rank, in ms; required without --costs or --config"
+    verb.add_argument("--num-ranks", type=int, metavar="P", help=f"number of pipeline ranks; {sizes}")
+    verb.add_argument("--num-microbatches", type=int, metavar="M", help=f"microbatches per iteration; {sizes}")
+    verb.add_argument("--forward-ms", type=float, metavar="F", help=f"time of a microbatch's forward (F) {times}")
     verb.add_argument(
-        "--forward-ms", type=float, metavar="F", help="time of a microbatch's forward (F) on one rank, in ms"
+        "--backward-ms", type=float, metavar="B", help=f"time of a microbatch's input gradient (B) {times}"
     )
-    verb.add_argument(
-        "--backward-ms", type=float, metavar="B", help="time of a microbatch's input gradient (B) on one rank, in ms"
-    )
-    verb.add_argument(
-        "--wgrad-ms", type=float, metavar="W", help="time of a microbatch's weight gradient (W) on one rank, in ms"
-    )
+    verb.add_argument("--wgrad-ms", type=float, metavar="W", help=f"time of a microbatch's weight gradient (W) {times}")
     verb.add_argument("--comm-ms", type=float, metavar="C", help="transfer time between two ranks, in ms (default: 0)")
     verb.add_argument(
         "--activation-memory",
         type=float,
         metavar="A",
-        help="memory of a microbatch on one rank between F and B, in bytes (default: 1, to count microbatches)",
+        help="memory of a microbatch on one rank from F to B, in bytes (default: that of --costs; without either, "
+        "memory is counted in microbatches); not with --config",
     )
     verb.add_argument(
         "--wgrad-memory",
         type=float,
         metavar="G",
-        help="memory of a microbatch on one rank between B and W, in the unit of A (default: A)",
+        help="memory of a microbatch on one rank from B to W, in the same unit (default: that of --activation-memory); "
+        "not with --config",
     )
-    verb.add_argument("--costs", metavar="FILE", help="costs file (JSON); replaces the four flags for times")
     verb.add_argument(
-        "--config", metavar="FILE", help="estimate the costs of the model in this training configuration (see configs/)"
+        "--costs",
+        metavar="FILE",
+        help="costs file (JSON), instead of --forward-ms, --backward-ms, --wgrad-ms and --comm-ms; --activation-memory "
+        "and --wgrad-memory override its memory",
     )
-    verb.add_argument("--gpu", choices=tuple(DEVICES), help="GPU to estimate for; requires --config (default: a100)")
+    verb.add_argument(
+        "--config",
+        metavar="FILE",
+        help="estimate times and memory from a model's training configuration (see configs/)",
+    )
+    verb.add_argument("--gpu", choices=tuple(DEVICES), help="GPU to estimate for, with --config (default: a100)")
     verb.add_argument(
         "--no-flash-attention",
         action="store_true",
-        help="estimate attention without flash kernels, which stores its scores; requires --config",
+        help="estimate attention without flash kernels, which stores its scores; with --config",
     )
 
 
@@ -76,7 +83,10 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
             raise UserError(f"{flag} requires --config; give --config as well or leave {flag} out")
     for name, count in (("num-ranks", num_ranks), ("num-microbatches", num_microbatches)):
         if count is None:
-            raise UserError(f"--{name} is required without --config or --schedule-file; it is missing")
+            raise UserError(
+                f"--{name} is required without --config"
+                f"{' or --schedule-file' if hasattr(options, 'schedule_file') else ''}; it is missing"
+            )
     sizes = num_ranks, num_microbatches
     return _of_file(options, *sizes) if options.costs is not None else _of_flags(options, *sizes)
 

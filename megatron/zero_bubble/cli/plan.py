@@ -31,7 +31,8 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.loops import compiled
 
 _TEXT_WIDTH = 160
-_SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
+SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
+"""End of the sentence with the planning time where the search is not compiled."""
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -43,18 +44,28 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     source = verb.add_mutually_exclusive_group(required=True)
     source.add_argument(
-        "--schedule", metavar="NAME", help=f"{AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}"
+        "--schedule",
+        metavar="NAME",
+        help=f"{AUTO} to search for a schedule, or one of {', '.join(SCHEDULES)}; `zero-bubble list` describes them",
     )
     source.add_argument("--schedule-file", metavar="FILE", help="JSON file with a schedule, as --format json prints it")
-    add_figures(verb)
-    add_search(verb)
+    add_figures(verb, or_file="--schedule-file")
+    add_search(
+        verb,
+        limit=f"{AUTO} plans within it (default: 1p); other schedules are only checked against it, if given",
+        placement="one stage per rank (linear), two in a V (vee), or the better of both (auto)",
+    )
     verb.add_argument(
-        "--num-chunks", type=int, metavar="V", help="stages per rank for interleaved schedules (default: 2)"
+        "--num-chunks",
+        type=int,
+        metavar="N",
+        help="stages per rank for interleaved schedules, called chunks of the model in Megatron (default: 2)",
     )
     verb.add_argument(
         "--equal-passes",
         action="store_true",
-        help=f"use {', '.join(ADAPTING)} as published, for passes of equal length, instead of fitted to the costs",
+        help=f"use {', '.join(ADAPTING)} as published, for passes of equal length; by default their passes are "
+        "reordered for the given costs within the same memory (fitted)",
     )
     verb.add_argument(
         "--step-ms", type=float, metavar="MS", help="time of the optimizer step; also print the iteration time with it"
@@ -63,25 +74,24 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(command=plan)
 
 
-def add_search(verb: argparse.ArgumentParser) -> None:
-    """Add the flags for the search: memory limit, placement and objective."""
+def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> None:
+    """Add the flags for the search: memory limit, placement and objective, with the verb's use of the first two."""
     verb.add_argument(
         "--memory-limit",
         metavar="LIMIT",
-        help="activation-memory limit per rank, in units of 1F1B's peak (1p) or as a size (60GiB); compare and zb-auto "
-        "have a limit of 1p by default",
+        help=f"activation-memory limit per rank, in units of 1F1B's peak (1p) or as a size (60GiB); {limit}",
     )
     verb.add_argument(
         "--placement",
         choices=("linear", "vee", "auto"),
-        help="stage placement for zb-auto: one stage per rank, two in a V, or the better of both (default: auto)",
+        help=f"stage placement for {AUTO}: {placement} (default: auto)",
     )
     verb.add_argument(
         "--objective",
         choices=("span", "makespan"),
         default="span",
-        help="length to minimize: span if the optimizer step of a rank does not wait for other ranks, makespan if it "
-        "does (default: span)",
+        help="length to minimize: span if the optimizer step of a rank does not wait for other ranks "
+        "(--zero-bubble-post-validation), makespan if it does, as in every Megatron-LM job (default: span)",
     )
 
 
@@ -205,6 +215,7 @@ def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) ->
     where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
     lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this placement and limit ({where})")
     if kept:
-        lines.append(f"gap {certificate.gap(timeline):.2%}: no schedule with this placement and limit saves more")
-    lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else _SLOW}")
+        gap = f"{certificate.gap(timeline):.2%}"
+        lines.append(f"gap {gap}: no schedule with this placement and limit can be more than {gap} shorter")
+    lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else SLOW}")
     return "\n".join(lines) + "\n"

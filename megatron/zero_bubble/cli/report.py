@@ -19,6 +19,7 @@ from megatron.zero_bubble import __version__
 from megatron.zero_bubble.job.installed import INSTALL
 from megatron.zero_bubble.search.loops import compiled
 
+_NAMES = "megatron-core names (seams)"
 _PACKAGES = ("torch", "megatron-core", "transformer-engine", "apex", "triton", "numpy")
 
 
@@ -95,7 +96,7 @@ def _megatron() -> Iterator[tuple[str, str]]:
     replaced = [seam for seam in found if isinstance(seam, Seam) and seam.module.startswith("megatron.core.")]
     for seam in replaced:
         seam.resolve()
-    yield "seams", f"all found: {len(replaced)} replaced and {len(seams.used)} used names of megatron-core"
+    yield _NAMES, f"all found: {len(replaced)} replaced and {len(seams.used)} used"
     changed = bodies.changed_bodies(megatron.core.__version__, bodies.SCHEDULE)
     yield "changed functions", "; ".join(changed) or "none"
 
@@ -104,6 +105,6 @@ _PARTS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {
     "versions": _versions,
     "planner": _planner,
     "device": _devices,
-    "seams": _megatron,
+    _NAMES: _megatron,
 }
 """What yields the facts, by the name under which a failure is reported."""

@@ -17,11 +17,13 @@ from megatron.zero_bubble.render.text import headline
 
 def add_trace(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``trace``."""
-    verb.description = (
-        "Draw a recorded iteration next to its plan, and attribute the difference in length to causes and ranks."
-    )
+    verb.description = "Draw a recorded iteration next to its plan, and show which ranks and causes made it longer."
     verb.add_argument(
-        "files", nargs="+", type=Path, metavar="FILE", help="trace.json that a run with --zero-bubble-trace wrote"
+        "files",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="trace.json that a run with --zero-bubble-trace wrote; several are printed in turn, as text only",
     )
     verb.add_argument(
         "--iteration", type=int, metavar="N", help="number of the iteration to draw (default: the one of median length)"

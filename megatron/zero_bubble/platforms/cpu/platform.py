@@ -37,7 +37,8 @@ class CpuPlatform:
         return 1
 
     def describe(self) -> str:
-        return f"cpu ({torch.get_num_threads()} thread(s) per rank; no GPU is used)"
+        threads = torch.get_num_threads()
+        return f"cpu ({threads} thread{'s' * (threads > 1)} per rank; no GPU is used)"
 
     def synchronize(self) -> None:
         """Do nothing: CPU operators have finished when they return."""
