@@ -11,6 +11,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.megatron_lm.launch import main
 from tests.helpers.megatron_lm import Job
 
 STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
@@ -68,6 +69,15 @@ def test_schedule_file_is_read_once(tmp_path: Path) -> None:
     assert code == 0, lines
     assert any(line.startswith(f"zero-bubble: schedule {file} in megatron-core") for line in lines), lines
     assert log.read_text() == "read\n"
+
+
+def test_help_of_the_launcher_lists_our_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: python -m megatron.zero_bubble.launch SCRIPT")
+    assert "--zero-bubble-schedule NAME" in out
+    assert main([]) == 2
+    assert capsys.readouterr().err.startswith("usage: python -m megatron.zero_bubble.launch SCRIPT")
 
 
 def test_our_flags_are_in_the_jobs_help() -> None:

@@ -9,6 +9,8 @@ from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.schedules import SCHEDULES
 
 _MOST_RECORDED = 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -20,7 +22,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--zero-bubble-schedule",
         metavar="NAME",
-        help="pipeline schedule to run, a name from `zero-bubble list`; default: Megatron's own schedule",
+        help=f"pipeline schedule to run: {', '.join(SCHEDULES)} or {AUTO}; `zero-bubble list` describes them; "
+        "default: Megatron's own schedule",
     )
     add(
         "--zero-bubble-schedule-file",
@@ -30,38 +33,46 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--zero-bubble-placement",
         choices=("linear", "vee"),
-        help="stage placement for zb-auto: one stage per rank (linear) or two per rank in a V (vee); default: linear",
+        help=f"stage placement for {AUTO}: one stage per rank (linear) or two per rank in a V (vee); default: linear "
+        "(`zero-bubble plan --placement auto` shows which of the two is better)",
     )
     add(
         "--zero-bubble-memory-limit",
         metavar="LIMIT",
-        help="activation-memory limit per rank for zb-auto, e.g. 1p (1F1B's peak) or 60GiB; default: 1p",
+        help=f"activation-memory limit per rank for {AUTO}, e.g. 1p (1F1B's peak) or 60GiB; default: 1p",
     )
     _add_switch(
         add,
         "--zero-bubble-post-validation",
-        "step the optimizer before the global gradient norm is known; validate the step in the next iteration",
+        "step the optimizer before the global gradient norm is known and validate the step in the next iteration, so "
+        "that ranks do not wait for each other between iterations: an iteration takes the schedule's span instead of "
+        "its makespan; not in Megatron-LM jobs",
     )
     add(
         "--zero-bubble-rollback",
         choices=("exact", "inverse"),
-        help="how --zero-bubble-post-validation undoes a rejected step: restore a copy (exact), or invert the Adam "
-        "update, which needs no memory and is correct only up to rounding (inverse); default: exact",
+        help="how --zero-bubble-post-validation undoes a rejected step: restore a copy, which with Adam takes 12 bytes "
+        "per parameter that the rank steps (exact), or invert the Adam update, which takes no memory and is correct "
+        "only up to rounding (inverse); default: exact",
     )
     _add_switch(
         add,
         "--zero-bubble-exact",
-        "match stock Megatron bit for bit: round each weight gradient to the weight's dtype, do not fuse",
+        "match stock Megatron bit for bit: round each weight gradient to the weight's dtype before it is accumulated; "
+        "the same as --no-zero-bubble-fuse-wgrad",
     )
     add(
         "--zero-bubble-fuse-wgrad",
         action=fuse,
-        help="accumulate all weight gradients of a W pass in one call, in float32; on by default",
+        help="accumulate all weight gradients of a W pass in one call, in float32, without rounding each of them to "
+        "the weight's dtype first; on by default",
     )
     _add_switch(
         add,
         "--zero-bubble-wgrad-stream",
-        "compute weight gradients on a separate CUDA stream, concurrently with the following passes",
+        "compute weight gradients on a separate CUDA stream, concurrently with the following passes; its effect has "
+        f"not been measured; excludes {AUTO}, --zero-bubble-exact, --zero-bubble-trace, --zero-bubble-record-costs and "
+        "--zero-bubble-log-bubble",
     )
     add(
         "--zero-bubble-trace",
@@ -72,14 +83,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-trace-iterations",
         metavar="LIST",
         type=iterations,
-        help="iterations to record, e.g. 10-12,50; default: the last iterations of the run",
+        help="iterations to record for --zero-bubble-trace and --zero-bubble-record-costs, e.g. 10-12,50; default: the "
+        "last eight of the run",
     )
     add(
         "--zero-bubble-record-costs",
         metavar="FILE",
         help="write measured pass times and memory to FILE, as input for `zero-bubble plan --costs`",
     )
-    _add_switch(add, "--zero-bubble-log-bubble", "log the measured and the planned bubble rate")
+    _add_switch(
+        add, "--zero-bubble-log-bubble", "log the measured and the planned bubble rate by span at every --log-interval"
+    )
     add(
         "--zero-bubble-device",
         default="auto",
@@ -106,7 +120,8 @@ def iterations(text: str) -> tuple[range, ...]:
         )
     if sum(len(some) for some in ranges) > _MOST_RECORDED:
         raise argparse.ArgumentTypeError(
-            f"at most {_MOST_RECORDED} iterations can be recorded, because all are held in memory; got {text!r}"
+            f"at most {_MOST_RECORDED} iterations can be recorded, because all are held in memory; got {text!r}; list "
+            "fewer"
         )
     return tuple(ranges)
 

@@ -2,12 +2,15 @@
 
     torchrun ... -m megatron.zero_bubble.launch pretrain_gpt.py <its arguments> --zero-bubble-schedule zb-h1
 
-Without a schedule, the script runs unchanged. It runs on CPU ranks with --zero-bubble-device cpu, or on a machine
-without a GPU with --distributed-backend gloo. The --help of the script lists the zero-bubble flags with its own.
+To undo the change, drop the flag: without --zero-bubble-schedule and --zero-bubble-schedule-file, the script runs
+unchanged, under Megatron's own schedule. The script runs on CPU ranks with --zero-bubble-device cpu and, on a machine
+without a GPU, also with --distributed-backend gloo. A job that cannot run under the schedule ends before training
+starts, with one sentence: the rule, the job's value and the remedy. docs/troubleshooting.md lists these sentences.
 """
 
 from __future__ import annotations
 
+import argparse
 import atexit
 import multiprocessing
 import os
@@ -18,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
-from megatron.zero_bubble.job.flags import has_schedule, parse_ours
+from megatron.zero_bubble.job.flags import add_flags, has_schedule, parse_ours
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
@@ -26,14 +29,14 @@ from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.peers import Peers
 
-_USAGE = "usage: python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
+_USAGE = "python -m megatron.zero_bubble.launch SCRIPT [its arguments] [--zero-bubble-schedule NAME ...]"
 _OURS = ("--zero-bubble-", "--no-zero-bubble-", "--help", "-h")
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the script ``argv[0]`` with the other arguments; return the exit code unless the script itself exits."""
     if not argv or argv[0] in ("-h", "--help"):
-        print(f"{__doc__}\n{_USAGE}" if argv else _USAGE, file=sys.stdout if argv else sys.stderr)
+        print(_help() if argv else f"usage: {_USAGE}", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     script = Path(argv[0])
     if not script.is_file():
@@ -50,6 +53,14 @@ def main(argv: Sequence[str]) -> int:
         ending.exits(error)
         raise
     return 0
+
+
+def _help() -> str:
+    parser = argparse.ArgumentParser(
+        usage=_USAGE, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, add_help=False
+    )
+    add_flags(parser)
+    return parser.format_help()
 
 
 def join() -> None:
