@@ -48,6 +48,13 @@ def test_flags_are_exactly_the_listed_ones() -> None:
     assert sorted(found) == sorted((OURS + MEGATRONS).split())
 
 
+def test_every_flag_has_a_description_with_its_default() -> None:
+    for action in build_parser()._actions:
+        assert action.help, action.option_strings
+        if action.default not in (None, False, True, argparse.SUPPRESS):
+            assert "default: " in action.help, action.option_strings
+
+
 def test_mutually_exclusive_names_are_flags() -> None:
     assert {f"--{name}" for rivals in RIVALS for name in rivals} <= set((OURS + MEGATRONS).split())
 
