@@ -75,7 +75,7 @@ def _value(action: argparse.Action) -> str:
 
 def _text(action: argparse.Action) -> str:
     """The help, with the default where the help does not state it."""
-    text = (action.help or "").replace("%%", "%")
+    text = ((action.help or "") % vars(action)).replace("*", r"\*")  # an asterisk would begin emphasis
     shown = action.default not in (None, False, True, [], argparse.SUPPRESS) and "default" not in text
     return f"{text}{'; ' * bool(text)}default: {action.default}" if shown else text
 

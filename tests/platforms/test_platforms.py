@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_unknown_device_is_rejected_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="one of cpu, cuda, auto, got 'tpu'"):
+    with pytest.raises(ValueError, match="one of cpu, cuda, auto; got 'tpu'"):
         select("tpu")
 
 

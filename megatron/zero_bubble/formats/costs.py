@@ -112,7 +112,7 @@ def _per_stage(name: str, figure: Figure, placement: Placement) -> tuple[float, 
     if not figure or len(figure) % placement.num_ranks:
         raise UserError(
             f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(figure)}; "
-            "alternatively, give a single number for the whole share of each rank"
+            "give as many, or a single number for the whole share of each rank"
         )
     return recut(figure, placement.num_stages)
 

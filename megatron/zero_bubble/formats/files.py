@@ -35,9 +35,11 @@ def read_file(path: str | Path, what: str, parse: Callable[[str], T]) -> T:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise UserError(f"cannot read the {what} {path}: {error.strerror}; check the path") from None
     except UnicodeDecodeError:
-        raise UserError(f"{what} {path}: it must be JSON in UTF-8; the file is not UTF-8 text") from None
+        raise UserError(
+            f"{what} {path}: it must be JSON in UTF-8; the file is not UTF-8 text; save it as UTF-8"
+        ) from None
     with naming(what, path):
         return parse(text)
 
@@ -56,7 +58,9 @@ def json_object(text: str) -> dict[str, Any]:
     try:
         content = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UserError(f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}") from None
+        raise UserError(
+            f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}; fix it there"
+        ) from None
     except RecursionError:
         raise UserError("it must be JSON of a few levels; it is nested too deeply to read") from None
     if isinstance(content, dict):

@@ -58,7 +58,7 @@ class Figures:
         if not self.in_bytes:
             raise UserError(
                 f"a memory limit of {text} needs activation memory in bytes; give --activation-memory, a costs file "
-                "with activation and wgrad, or --config; or give the limit in microbatches, such as 1p"
+                "with activation and wgrad, or --config, or a limit in microbatches, such as 1p"
             )
         return amount * _BYTES[unit]
 

@@ -197,7 +197,9 @@ def _check_experts(args: argparse.Namespace, world_size: int) -> None:
             f"{experts} and {expert_parallel}; change either"
         )
     if args.moe_router_topk > experts:
-        raise UserError(f"--moe-router-topk must be at most --num-experts, got {args.moe_router_topk} and {experts}")
+        raise UserError(
+            f"--moe-router-topk must be at most --num-experts, got {args.moe_router_topk} and {experts}; change either"
+        )
     tensor = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     model = tensor * expert_parallel * args.pipeline_model_parallel_size
     if world_size % model:
@@ -260,7 +262,9 @@ def _check_learning_rate(args: argparse.Namespace) -> None:
 
 def _check_tokenizer(args: argparse.Namespace) -> None:
     if args.tokenizer_type == "NullTokenizer" and (args.vocab_size is None or args.vocab_size < 1):
-        raise UserError("--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids in the data")
+        raise UserError(
+            "--tokenizer-type NullTokenizer needs --vocab-size, the number of token ids in the data; give it"
+        )
     if args.tokenizer_type != "NullTokenizer" and args.vocab_size is not None:
         raise UserError(
             f"--vocab-size is only for tokenized data, got {args.vocab_size} with {args.tokenizer_type}; "
@@ -274,7 +278,7 @@ def _check_data(args: argparse.Namespace) -> None:
     if sum(sources) != 1:
         raise UserError(
             "a run needs exactly one source of data: --data-path, or --train-data-path (with --valid-data-path, "
-            f"--test-data-path), or --mock-data; got {sum(sources)} of them"
+            f"--test-data-path), or --mock-data; got {sum(sources)} of them; give one"
         )
     if any(per_split) and not args.train_data_path:
         raise UserError("--valid-data-path and --test-data-path need --train-data-path; add it or use --data-path")
@@ -293,7 +297,8 @@ def _check_data(args: argparse.Namespace) -> None:
         shares = []
     if not 1 <= len(shares) <= 3 or min(shares) < 0 or shares[0] <= 0:
         raise UserError(
-            f"--split needs one to three shares (train,valid,test), the first of them positive, got {args.split!r}"
+            f"--split needs one to three shares (train,valid,test), the first of them positive, got {args.split!r}; "
+            "write them like 969,30,1"
         )
     _check_splits(args)
 

@@ -34,7 +34,7 @@ def config_tokens(file: str, argv: Sequence[str]) -> list[str]:
         if not isinstance(name, str) or name.startswith("-") or "_" in name:
             raise UserError(
                 "flags in a configuration file are written like num-layers, without leading dashes and underscores, "
-                f"got {name!r} in {file}"
+                f"got {name!r} in {file}; spell it like the flag"
             )
         if name == "config":
             raise UserError(f"a configuration file cannot include another one; remove 'config' from {file}")
@@ -64,7 +64,12 @@ def _read(path: Path) -> dict[Any, Any]:
             "configs/gpt_tiny.yaml"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"the configuration file must be YAML: {path} ({' '.join(str(error).split())})") from None
+        raise UserError(
+            f"the configuration file must be YAML: {path} ({' '.join(str(error).split())}); fix it there"
+        ) from None
     if not isinstance(content, dict):
-        raise UserError(f"the configuration file must map flags to values (num-layers: 4), got no mapping in {path}")
+        raise UserError(
+            f"the configuration file must map flags to values (num-layers: 4), got no mapping in {path}; write it like "
+            "configs/gpt_tiny.yaml"
+        )
     return content

@@ -78,7 +78,9 @@ def build_config(args: argparse.Namespace, device: torch.device) -> TransformerC
     try:
         config = TransformerConfig(**fields)
     except (ValueError, AssertionError, IndexError) as error:  # IndexError: a layout without layers
-        raise UserError(f"megatron-core rejects this combination of flags: {' '.join(str(error).split())}") from error
+        raise UserError(
+            f"megatron-core rejects this combination of flags: {' '.join(str(error).split())}; change one of them"
+        ) from error
     if config.virtual_pipeline_model_parallel_size != args.virtual_pipeline_model_parallel_size:
         raise UserError(
             f"--pipeline-model-parallel-layout has {config.virtual_pipeline_model_parallel_size} stages per rank, got "

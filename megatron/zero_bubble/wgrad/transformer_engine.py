@@ -314,7 +314,7 @@ class TransformerEngineSplit:
                     raise UserError(
                         "megatron.zero_bubble.apply() must be called before the model is built, because the "
                         f"constructor of TransformerEngine's {own.__name__} decides whether its weight gradient is "
-                        "deferred; this model was built before"
+                        "deferred; this model was built before; build it after apply()"
                     )
 
     @contextmanager

@@ -36,7 +36,9 @@ def parse_blend(flag: str, values: Sequence[str]) -> Blend:
         return Blend(tuple(values), None)
     weights = [number for number in numbers[0::2] if number is not None]
     if len(values) % 2 or len(weights) * 2 != len(values) or any(number is not None for number in numbers[1::2]):
-        raise UserError(f"{flag} takes prefixes, or a weight before every prefix, got {' '.join(values)}")
+        raise UserError(
+            f"{flag} takes prefixes, or a weight before every prefix, got {' '.join(values)}; add or drop weights"
+        )
     if min(weights) <= 0:
         raise UserError(f"{flag} takes positive weights, got {min(weights)}; remove that data set instead")
     return Blend(tuple(values[1::2]), tuple(weights))
