@@ -10,6 +10,7 @@ results from it. Neither is edited by hand:
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -79,6 +80,8 @@ Written by `bash scripts/bench.sh` from its JSON; run it again instead of editin
 | commit | {machine[commit]} |
 | load average before | {before} |
 | load average after | {after} |
+
+A load average is the mean number of processes that ran or waited for a core, over the last 1, 5 and 15 minutes.
 """
 
 
@@ -96,7 +99,7 @@ def render(summary: Figures) -> str:
         else:
             last_lines = "".join(f"    {line}\n" for line in bench["last_lines"])
             parts.append(f"**Failed: {bench['status']}.** Its last lines:\n\n{last_lines}")
-    return "\n".join(parts)
+    return _counted("\n".join(parts))
 
 
 def report(bench: str, content: Figures, path: Path) -> None:
@@ -109,6 +112,11 @@ def report(bench: str, content: Figures, path: Path) -> None:
     print(f"\n{_wrapped(section.text(summary, content['machine']))}\n")
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _counted(text: str) -> str:
+    """Replace each ``thread(s)`` behind a number by the singular or the plural."""
+    return re.sub(r"\b(\d+) (\w+)\(s\)", lambda of: f"{of[1]} {of[2]}{'' if of[1] == '1' else 's'}", text)
 
 
 def _wrapped(words: str) -> str:

@@ -137,7 +137,7 @@ def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
         f"A transfer takes {transfer}, {setting.comm_ms:.3f} ms, between any two neighbours, and occupies no rank.",
         "An iteration takes the makespan with a synchronous optimizer, else the span; steps take no time.",
         "Data parallelism and its reductions are not counted.",
-        "Schedules are those for equal passes, with two stages per rank on a V; zb-auto fits them to the costs.",
+        "Schedules are those for passes of equal length; those on a V have two stages per rank.",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 from bench.tables import Column, Figures, Getter, Section, measured, named, ratio, rounds, settings
@@ -92,15 +92,16 @@ _GPT = settings("hidden_size", "num_layers", "rounds", "device")
 _GPT_WORDS = (
     "A GPT of hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens per microbatch, without the "
     "optimizer, on %s; medians of {rounds} rounds, least and most in brackets. F ms and B + W ms are the time of one "
-    'microbatch through all layers. "exact" computes the same bits as stock.'
+    "microbatch through all layers.{names}"
 )
 _REAL_WORDS = (
     _GPT_WORDS
-    % "two ranks. One iteration over stock's in the same round; next to it what the simulator predicts from the "
-    "median passes and transfers of these rounds, and the lower bound of that prediction for any order of the passes"
-) + "{fitted}"
+    % "two ranks. The time of an iteration is divided by that of stock's in the same round. *Predicted* is the same "
+    "ratio from the simulator, with the median passes and transfers of these rounds; *bound* is the lower bound of "
+    "that prediction for any order of the passes"
+)
 _PASSES_WORDS = (
-    _GPT_WORDS % "one rank, which never waits: stock's pipeline loop, and the same loop with every backward split"
+    _GPT_WORDS % "one rank, which never waits: stock's pipeline loop, and the same order of passes under our runtime"
 )
 _PASSES = (
     Column("schedule", "schedule", "", _whose),
@@ -127,21 +128,55 @@ _WGRAD = Section(
         Column("GFLOPS", "gflops", ".0f"),
         Column("time / first", "over_reference", ".3f", ratio("rounds_us", "reference_us")),
     ),
-    "The W of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), over the "
-    "library's bare GEMMs: in float32 with beta=1, in narrow dtypes a plain product that accumulates nothing. "
-    '"unfused" is what megatron-core does. The last rows of a dtype compute several microbatches of one weight one by '
-    "one, or folded into one GEMM; medians of {rounds} rounds, least and most in brackets.",
+    "The W of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), compared "
+    "with the library's bare matrix products. In float32 these accumulate into the gradient (beta=1); in narrow dtypes "
+    'they accumulate nothing. "fused" is what this package does, "reference" the same in torch, and "unfused" what '
+    "megatron-core does. The last rows of a dtype compute several microbatches of one weight: one by one, as this "
+    "package does, or folded into one product. Medians of {rounds} rounds, least and most in brackets.",
 )
 
 
-def _fitted(figures: Figures) -> dict[str, str]:
-    is_fitted = any(" fitted" in row["schedule"] for row in figures["rows"])
-    return {"fitted": ' "fitted" is the schedule fitted to these passes, in the same memory.' if is_fitted else ""}
+_NAMES = {
+    "split": "runs every backward as a B and a W",
+    "exact": "computes the same bits as stock",
+    "fitted": "is the schedule fitted to these passes, in the same memory",
+}
+"""What the words in the name of a variant mean."""
+
+
+def _names(figures: Figures) -> dict[str, str]:
+    """Explain the words that occur in the names of the variants."""
+    used = {word for row in figures["rows"] for word in row["schedule"].replace(",", "").split()}
+    return {"names": "".join(f' "{word}" {what}.' for word, what in _NAMES.items() if word in used)}
+
+
+_NONE_LOST = "its bubble was never more than 0.05 points larger"
+"""The tolerance is that of ``peer_schedules``."""
 
 
 def _peers(figures: Figures) -> dict[str, Any]:
     drawn = "all" if figures["questions"] == figures["of_questions"] else f"drawn at random, seed {figures['seed']}"
-    return {"drawn": drawn, "lost": figures["lost"] or "no"}
+    lost = figures["lost"]
+    return {"drawn": drawn, "result": f"{lost} comparisons were lost" if lost else _NONE_LOST}
+
+
+def _scaled(figures: Figures) -> dict[str, Any]:
+    """The assumptions as a list, and why the throughput of a schedule may rise with the number of ranks."""
+    rising = set()
+    for row in figures["rows"]:
+        tokens = [row[key]["makespan"] for key in row if key.startswith("p=")]
+        if any(more > less for less, more in pairwise(tokens)):
+            rising.add(row["schedule"])
+    why = (
+        f"\n\nThe throughput of {' and '.join(sorted(rising))} does not fall steadily with the number of ranks: where "
+        "passes are unequal, the order for equal passes leaves a gap in every microbatch, and the length of this gap "
+        "depends on the number of ranks."
+    )
+    return {
+        "thousands": figures["ideal_tokens_s"] / 1e3,
+        "lines": "\n".join(f"* {assumption}" for assumption in figures["assumptions"]),
+        "rising": why if rising else "",
+    }
 
 
 SECTIONS = {
@@ -157,8 +192,9 @@ SECTIONS = {
         ),
         "{num_ranks} gloo ranks on {machine[cores]} cores, {num_microbatches} microbatches, passes that sleep (F "
         "{f:g}, B {b:g}, W {w:g} ms on a rank, half of it for each stage where a rank has two), real messages of "
-        "{kib} KiB: any excess over the plan is runtime overhead. Every round runs each schedule once; medians of "
-        "{rounds} rounds, least and most in brackets.",
+        "{kib} KiB. What exceeds the plan is runtime overhead, transfers, and the scheduling of {num_ranks} processes "
+        "by the operating system. Every round runs each schedule once; medians of {rounds} rounds, least and most in "
+        "brackets.",
         lambda of: dict(zip("fbw", of["pass_ms"] * (3 // len(of["pass_ms"])), strict=True)),
     ),
     "virtual": Section(
@@ -184,9 +220,9 @@ SECTIONS = {
             Column("largest difference, points", "apart", ".2f", lambda row: 100 * row["apart"]),
             Column("overhead of recording, %", "overhead", "+.2f", rounds("overheads", 100)),
         ),
-        "The bubble (makespan) of recorded iterations, from the wall clock and from the trace: {num_ranks} gloo "
-        "ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms; and how much longer an iteration "
-        "took than one that was not recorded, in {rounds} rounds of both.",
+        "{num_ranks} gloo ranks, {num_microbatches} microbatches, passes that sleep {pass_ms:g} ms. The bubble "
+        "(makespan) of recorded iterations is computed twice, from the wall clock and from the trace. The overhead is "
+        "how much longer an iteration takes when it is recorded; negative values are noise. {rounds} rounds of both.",
     ),
     "real-compute": Section(
         "Real compute",
@@ -194,11 +230,11 @@ SECTIONS = {
         _real,
         _REAL,
         _REAL_WORDS,
-        _fitted,
+        _names,
     ),
-    "passes": Section("Pass times", _GPT, _real, _PASSES, _PASSES_WORDS),
-    "passes-cuda": Section("Pass times on a GPU", _GPT, _real, _PASSES, _PASSES_WORDS),
-    "real-compute-cuda": Section("Real compute on GPUs", _GPT, _real, _REAL, _REAL_WORDS, _fitted),
+    "passes": Section("Pass times", _GPT, _real, _PASSES, _PASSES_WORDS, _names),
+    "passes-cuda": Section("Pass times on a GPU", _GPT, _real, _PASSES, _PASSES_WORDS, _names),
+    "real-compute-cuda": Section("Real compute on GPUs", _GPT, _real, _REAL, _REAL_WORDS, _names),
     "wgrad": _WGRAD,
     "wgrad-cuda": replace(_WGRAD, title="Weight gradients on a GPU"),
     "post-validation": Section(
@@ -235,7 +271,8 @@ SECTIONS = {
         ),
         lambda content: content["medians"],
         (
-            *(Column(key, key) for key in ("objective", "memory", "questions")),
+            *(Column(key, key) for key in ("objective", "memory")),
+            Column("problems", "questions"),
             Column("zb-auto", "ours", ".1%"),
             Column("", "ours_quartiles"),
             Column("best public", "best_peer", ".1%"),
@@ -244,9 +281,10 @@ SECTIONS = {
             Column("seconds to plan", "seconds", ".1f"),
         ),
         "`zb-auto` against {schedules} of {of_schedules} schedules of public schedulers (the authors' fork, Primus, "
-        "DualPipeV), each with the same costs and in the same memory ({questions} of {of_questions} questions, "
-        "{drawn}), by span and by makespan: {lost} comparisons lost. Median bubble rates, with quartiles, by memory "
-        "limit (1 p: the peak of 1F1B), next to the lower bound for any schedule.",
+        "DualPipeV). Each was planned for certain costs and a certain peak memory; together these are "
+        "{of_questions} planning problems. `zb-auto` solved {questions} of them ({drawn}), each by span and by "
+        "makespan; {result}. Median bubble rates, with quartiles, by memory limit (1 p: the peak of 1F1B), "
+        "next to the lower bound for any schedule.",
         _peers,
     ),
     "scaling": Section(
@@ -257,9 +295,10 @@ SECTIONS = {
         "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens per "
         "second of the whole pipeline, {thousands:.1f} without bubbles, with a synchronous optimizer / with "
         "post-validation. Every schedule was simulated pass by pass. Assumptions:\n\n{lines}\n\nEach schedule gets its "
-        "own peak as its memory limit: zb-h2 needs about twice 1F1B's activations, zb-v and zb-h1 as many as 1F1B, "
-        "v-half and v-min a half and a third.",
-        lambda of: {"thousands": of["ideal_tokens_s"] / 1e3, "lines": "\n".join(f"* {a}" for a in of["assumptions"])},
+        "own peak as its memory limit. zb-h2 needs about twice 1F1B's activations, zb-v and zb-h1 as many as 1F1B. "
+        "With many ranks, v-half needs about a half of them and v-min about a third; with few ranks they need "
+        "more.{rising}",
+        _scaled,
     ),
 }
 """Sections by the name of the bench, in the order of the page."""
