@@ -11,6 +11,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from megatron.zero_bubble.job import rules
+from megatron.zero_bubble.job.flags import parse_ours
 from site_parts.markdown import code, table
 
 _PACKAGE = Path(__file__).parent.parent.parent / "megatron/zero_bubble"
@@ -18,8 +19,18 @@ _ERRORS = {"UserError", "PlanError", "ScheduleError", "SeamError", "PatchError",
 _ELLIPSIS = "…"
 _FEWEST_LETTERS = 12
 """A message with fewer of its own is put together elsewhere."""
-_NO_REMEDY = {"got", "it", "line", "only", "so", "these", "this", "when", _ELLIPSIS}
+_NO_REMEDY = {"got", "it", "line", "only", "so", "the", "these", "this", "when", _ELLIPSIS}
 """First words of the last part of a message that has no remedy."""
+_NAMES = {"column": "COLUMN", "flag": "FLAG", "form": "FORM", "key": "KEY", "path": "FILE", "where": "PART"}
+"""Variables in messages that are shown by a word instead of an ellipsis."""
+_JOBS = (
+    (),
+    ("--zero-bubble-schedule", "zb-h1"),
+    ("--zero-bubble-post-validation",),
+    ("--zero-bubble-trace", "x"),
+    ("--zero-bubble-trace", "x", "--zero-bubble-schedule", "zb-h1"),
+)
+"""Flags of example jobs; the rules are tried on each of them, with and without Megatron-LM."""
 GROUPS = {
     "job": ("job",),
     "megatron-lm": ("megatron_lm",),
@@ -37,10 +48,25 @@ GROUPS = {
 def of_flags() -> str:
     """Where each of our flags has no effect, and what the refusal says."""
     rows = []
-    for rule in rules._RULES:
+    for number, rule in enumerate(rules._RULES):
         flags = ", ".join(code(f"--zero-bubble-{flag}") for flag in rule.flags)
-        rows.append((flags, *_divided(rule.otherwise.replace("{schedule}", _ELLIPSIS))))
-    return table(("flag", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), rows)
+        rows.append((flags, _refused_in(number), *_divided(rule.otherwise.replace("{schedule}", _ELLIPSIS))))
+    return table(("flag", "in", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), rows)
+
+
+def _refused_in(number: int) -> str:
+    """The programs in which a rule is the first to refuse one of its flags."""
+    programs = []
+    for under_launcher, program in ((True, "Megatron-LM jobs"), (False, code("scripts/pretrain_gpt.py"))):
+        jobs = [rules.Job(parse_ours(flags)[0], under_launcher) for flags in _JOBS]
+        if any(_first_refusal(flag, job) == number for flag in rules._RULES[number].flags for job in jobs):
+            programs.append(program)
+    return "both" if len(programs) > 1 else "".join(programs)
+
+
+def _first_refusal(flag: str, job: rules.Job) -> int | None:
+    refused = (n for n, rule in enumerate(rules._RULES) if flag in rule.flags and not rule.applies(job))
+    return next(refused, None)
 
 
 def of_options() -> str:
@@ -55,7 +81,7 @@ def of_options() -> str:
 
 def of_group(name: str) -> str:
     """Every message of a group's packages."""
-    messages = [message for package in GROUPS[name] for message in _messages().get(package, ())]
+    messages = dict.fromkeys(message for package in GROUPS[name] for message in _messages().get(package, ()))
     return table((f"message ({_ELLIPSIS}: your value)", "remedy"), [_divided(message) for message in messages])
 
 
@@ -89,27 +115,12 @@ def _messages() -> dict[str, list[str]]:
 
 
 def _raised(tree: ast.Module) -> Iterator[str]:
-    _insert_constants(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
     for call in sorted(calls, key=lambda call: call.lineno):
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         message = " ".join(_text(call.args[0]).split()) if name in _ERRORS else ""
-        if sum(map(str.isalpha, message)) >= _FEWEST_LETTERS:
+        if sum(map(str.isalpha, message)) >= _FEWEST_LETTERS and any(map(str.isalpha, _divided(message)[0])):
             yield message
-
-
-def _insert_constants(tree: ast.Module) -> None:
-    """Put the module's own string constants in the place of their names in messages."""
-    constants = {
-        target.id: node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
-            node.value = constants.get(node.value.id, node.value)
 
 
 def _text(node: ast.expr) -> str:
@@ -121,24 +132,23 @@ def _text(node: ast.expr) -> str:
             return "".join(map(_text, node.values))
         case ast.FormattedValue(value=ast.IfExp() | ast.Constant() as value):
             return _text(value)
+        case ast.FormattedValue(value=ast.Name(id=name)) if name in _NAMES:
+            return _NAMES[name]
         case ast.IfExp():
             either, other = _text(node.body), _text(node.orelse)
-            return f"{either} / {other}" if either and other else f" ({(either or other).strip(' ()')})"
+            optional = (either or other).strip().removeprefix("(").removesuffix(")")
+            return f"{either} / {other}" if either and other else f" ({optional})"
         case ast.BinOp(op=ast.Add()):
             return _text(node.left) + _text(node.right)
     return _ELLIPSIS
 
 
 def _divided(message: str) -> tuple[str, str]:
-    """The rule with the values, and the remedy behind the last semicolon; none where the rule itself is the remedy."""
+    """The rule with the values, and the remedy behind the last semicolon, if that is one."""
     rule, _, remedy = message.rpartition("; ")
-    if rule and remedy == _ELLIPSIS:
-        return rule, "the last part of the message"
-    if message.endswith(f": {_ELLIPSIS}"):  # another message
-        return message, "the last part of the message"
     if not rule or remedy.partition(" ")[0] in _NO_REMEDY:
         return message, ""
-    return rule, remedy
+    return rule, remedy.removesuffix(f". {_ELLIPSIS}")
 
 
 PARTS: dict[str, Callable[[], str]] = {

@@ -26,9 +26,9 @@ _WHEN = {
     "zb-h1": "first step: memory, messages and placement of 1F1B",
     "zb-h2": "memory to spare: about twice 1F1B's activations; add post-validation",
     "zb-v": "no memory to spare, F, B and W of similar length, fast links",
-    "v-half": "too little memory for 1F1B: about half of its activations",
-    "v-min": "the least memory: about a third of 1F1B's activations",
-    "dualpipe-v": "comparison only: ZB-V is at most as long, in less memory",
+    "v-half": "too little memory for 1F1B: about half of its activations with many ranks",
+    "v-min": "the least memory: about a third of 1F1B's activations with many ranks",
+    "dualpipe-v": "comparison only: ZB-V has the same makespan, a shorter span and less memory",
     AUTO: "uneven stages, passes of unequal length, or any other memory limit (experimental)",
 }
 
@@ -50,9 +50,8 @@ def at_equal_passes() -> str:
     rows.append((code(AUTO), "searched", "the limit", f"{2 * (_RANKS - 1)} or {4 * (_RANKS - 1)}", _WHEN[AUTO]))
     words = (
         f"Computed for {_RANKS} ranks, {_MICROBATCHES} microbatches, F = B = W and free transfers. "
-        "Bubble: idle share with post-validation (span) / with a synchronous optimizer (makespan); it shrinks with "
-        "more microbatches. Memory: peak activations over those of 1F1B. Messages: sends between ranks per "
-        "microbatch. V: two stages per rank, the second half of the model in reverse order of ranks."
+        "Bubble: with post-validation (span) / with a synchronous optimizer (makespan). "
+        "Memory: peak activations over those of 1F1B. Messages: sends between ranks per microbatch."
     )
     return f"{words}\n\n{table(('schedule', 'bubble', 'memory', 'messages', 'take it for'), rows)}"
 
