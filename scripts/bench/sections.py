@@ -292,12 +292,12 @@ SECTIONS = {
         settings("assumptions", "ideal_tokens_s"),
         _scaling,
         _scaling_columns,
-        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured: thousands of tokens per "
-        "second of the whole pipeline, {thousands:.1f} without bubbles, with a synchronous optimizer / with "
-        "post-validation. Every schedule was simulated pass by pass. Assumptions:\n\n{lines}\n\nEach schedule gets its "
-        "own peak as its memory limit. zb-h2 needs about twice 1F1B's activations, zb-v and zb-h1 as many as 1F1B. "
-        "With many ranks, v-half needs about a half of them and v-min about a third; with few ranks they need "
-        "more.{rising}",
+        "![Predicted throughput over pipeline ranks](scaling.svg)\n\nPredicted, not measured. The figures are "
+        "thousands of tokens per second of the whole pipeline: with a synchronous optimizer / with post-validation. "
+        "Without bubbles it would be {thousands:.1f}. Every schedule was simulated pass by pass. "
+        "Assumptions:\n\n{lines}\n\nEach schedule gets its own peak as its memory limit. zb-h2 needs about twice "
+        "1F1B's activations, zb-v and zb-h1 as many as 1F1B. With many ranks, v-half needs about a half of them and "
+        "v-min about a third; with few ranks they need more.{rising}",
         _scaled,
     ),
 }
