@@ -115,12 +115,27 @@ def _messages() -> dict[str, list[str]]:
 
 
 def _raised(tree: ast.Module) -> Iterator[str]:
+    _insert_constants(tree)
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and node.args]
     for call in sorted(calls, key=lambda call: call.lineno):
         name = getattr(call.func, "id", getattr(call.func, "attr", ""))
         message = " ".join(_text(call.args[0]).split()) if name in _ERRORS else ""
         if sum(map(str.isalpha, message)) >= _FEWEST_LETTERS and any(map(str.isalpha, _divided(message)[0])):
             yield message
+
+
+def _insert_constants(tree: ast.Module) -> None:
+    """Put the module's own string constants in the place of their names in messages."""
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FormattedValue) and isinstance(node.value, ast.Name):
+            node.value = constants.get(node.value.id, node.value)
 
 
 def _text(node: ast.expr) -> str:
@@ -144,8 +159,12 @@ def _text(node: ast.expr) -> str:
 
 
 def _divided(message: str) -> tuple[str, str]:
-    """The rule with the values, and the remedy behind the last semicolon, if that is one."""
+    """The rule with the values, and the remedy behind the last semicolon; none where the rule itself is the remedy."""
     rule, _, remedy = message.rpartition("; ")
+    if rule and remedy == _ELLIPSIS:
+        return rule, "the last part of the message"
+    if message.endswith(f": {_ELLIPSIS}"):  # another message
+        return message, "the last part of the message"
     if not rule or remedy.partition(" ")[0] in _NO_REMEDY:
         return message, ""
     return rule, remedy.removesuffix(f". {_ELLIPSIS}")

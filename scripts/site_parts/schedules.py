@@ -50,8 +50,9 @@ def at_equal_passes() -> str:
     rows.append((code(AUTO), "searched", "the limit", f"{2 * (_RANKS - 1)} or {4 * (_RANKS - 1)}", _WHEN[AUTO]))
     words = (
         f"Computed for {_RANKS} ranks, {_MICROBATCHES} microbatches, F = B = W and free transfers. "
-        "Bubble: with post-validation (span) / with a synchronous optimizer (makespan). "
-        "Memory: peak activations over those of 1F1B. Messages: sends between ranks per microbatch."
+        "Bubble: idle share with post-validation (span) / with a synchronous optimizer (makespan); it shrinks with "
+        "more microbatches. Memory: peak activations over those of 1F1B. Messages: sends between ranks per "
+        "microbatch. V: two stages per rank, the second half of the model in reverse order of ranks."
     )
     return f"{words}\n\n{table(('schedule', 'bubble', 'memory', 'messages', 'take it for'), rows)}"
 
