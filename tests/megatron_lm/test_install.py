@@ -242,7 +242,7 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
         ),
         (
             "--zero-bubble-schedule-file /nowhere.json",
-            "cannot read the schedule file /nowhere.json: No such file or directory",
+            "cannot read the schedule file /nowhere.json: No such file or directory; check the path",
         ),
         (
             "--zero-bubble-schedule zb-h1 --hybrid-layer-pattern M-M*",
