@@ -6,7 +6,7 @@ from __future__ import annotations
 class UserError(ValueError):
     """Invalid user input. The message states the rule, the values and the remedy.
 
-    Entry points print it on stderr and exit with code 2, without a traceback.
+    Entry points print it on stderr without a traceback, and exit with code 2; a Megatron-LM job exits with 1.
 
     Attributes:
         everywhere: whether every rank raises the same error, so that only rank 0 prints it.

@@ -102,7 +102,7 @@ def test_chart_has_one_line_per_schedule_and_panel(tmp_path: Path) -> None:
     lines = root.findall(".//{http://www.w3.org/2000/svg}polyline")
     assert len(lines) == 2 * 2 and len(content["points"]) == 2 * 2
     assert "prefers-color-scheme:dark" in text
-    assert "zb-h2, peak (2p-1)M" in text
+    assert "zb-h2, memory (2p-1)M" in text
 
 
 def test_chart_axes_point_up_and_right() -> None:

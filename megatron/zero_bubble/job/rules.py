@@ -87,7 +87,7 @@ _RULES = (
         "has no effect without --zero-bubble-post-validation; add it or drop the flag",
     ),
     _Rule(
-        ("trace", "record-costs", "log-bubble"),
+        ("trace", "log-bubble"),
         lambda job: job.has_schedule or not job.under_launcher,
         "needs a zero-bubble schedule to measure, got none; give --zero-bubble-schedule 1f1b, which has the order of "
         "stock Megatron",
