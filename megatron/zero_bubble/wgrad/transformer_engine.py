@@ -38,17 +38,15 @@ _OVERLAPS = {
     "ub_bulk_dgrad": "tp_comm_bulk_dgrad",
     "ub_overlap_ag_dgrad": "tp_comm_overlap_ag",
 }
-"""Communication overlaps that are incompatible with deferred weight gradients; values are Megatron's option names. The
-first overlaps the weight gradient with a reduction at B; the others gather its operands into a buffer that the next
-layer overwrites."""
+"""Overlaps that exclude deferred weight gradients, with Megatron's option names. The first overlaps W with a reduction
+at B; the others gather W's operands into a buffer that the next layer overwrites."""
 
 
 class DelayedGradient:
     """The weight gradients of one use of a TransformerEngine module; corresponds to one entry of the module's queue.
 
     Args:
-        operands: the list that the module puts into its queue: input, output gradient and, for experts, the tensors
-            for the results.
+        operands: the list that the module puts into its queue: input, output gradient and, for experts, the results.
     """
 
     gathers = False
