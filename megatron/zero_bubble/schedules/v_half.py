@@ -7,19 +7,15 @@ rank 0 |0F0 0F1 ....3F0 3B0 0F2 3W0 3F1 3B1 0B0 3W1 0W0 3F2 0F3 3B2 0B1 3W2 0W1 
 rank 1 |....1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 1F2 2F2 2B1 2W1 1B1 1W1 1F3 2F3 2B2 2W2 1B2 1W2 2B3 1B3 2W3 1W3 |
 """
 
-from functools import partial
-
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.schedules.recipe import Recipe
-from megatron.zero_bubble.schedules.vee import equal_passes
-from megatron.zero_bubble.search.seeds import vee_block
+from megatron.zero_bubble.schedules.vee import equal_schedule
+from megatron.zero_bubble.search.published import v_half
 
 
 def build(num_ranks: int, num_microbatches: int, _: int = 2) -> Schedule:
     """Build the schedule for equal passes."""
-    rest = 0 if num_ranks % 2 else 3  # with an even number of ranks, passes of a rank would collide
-    block = partial(vee_block, period=6, down=2, up=1, top=rest, bottom=2)
-    return equal_passes(RECIPE.name, num_ranks, num_microbatches, block)
+    return equal_schedule(RECIPE.name, num_ranks, num_microbatches, v_half)
 
 
 RECIPE = Recipe(

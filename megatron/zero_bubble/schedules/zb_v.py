@@ -9,13 +9,13 @@ rank 1 |....1F0 2F0 1F1 2F1 2B0 2W0 1F2 1B0 1W0 2F2 2B1 2W1 1F3 1B1 1W1 2F3 2B2 
 
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.schedules.recipe import Recipe
-from megatron.zero_bubble.schedules.vee import equal_passes
+from megatron.zero_bubble.schedules.vee import equal_schedule
 from megatron.zero_bubble.search.seeds import zb_v
 
 
 def build(num_ranks: int, num_microbatches: int, _: int = 2) -> Schedule:
     """Build the schedule phase by phase as in the paper, for equal passes."""
-    return equal_passes(RECIPE.name, num_ranks, num_microbatches, zb_v)
+    return equal_schedule(RECIPE.name, num_ranks, num_microbatches, zb_v)
 
 
 RECIPE = Recipe(

@@ -16,6 +16,8 @@ from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem
 
+_CLOSE = 1.01
+"""Of two placements whose drafts differ by less than this factor, both are polished."""
 PlacementChoice = Literal["linear", "vee", "auto"]
 PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Placement.linear, "vee": Placement.vee}
 """The placement for a number of ranks, for each choice except ``auto``."""
@@ -63,14 +65,15 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))
-    best: Draft | None = None
+    drafts: list[Draft] = []
     for problem in reversed(feasible):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
-        if best is None or _least(problem, costs, memory, limit, objective) <= best.cost:
+        if not drafts or _least(problem, costs, memory, limit, objective) <= drafts[0].cost:
             known = [problem.rows(start)] if start is not None and start.placement == problem.placement else []
-            draft = Draft(problem, effort, known)
-            best = draft if best is None or draft.cost <= best.cost else best
-    assert best is not None, "at least one placement is feasible"
-    return best.problem.schedule("zb-auto", best.polish())
+            drafts.append(Draft(problem, effort, known))
+    close = _CLOSE * min(draft.cost for draft in drafts)
+    polished = [(*draft.polish(), draft.problem) for draft in drafts if draft.cost <= close]
+    _, rows, problem = min(polished, key=lambda entry: entry[0])
+    return problem.schedule("zb-auto", rows)
 
 
 def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:

@@ -13,11 +13,13 @@ The budget is counted in placed passes, so that the result does not depend on th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import chain, zip_longest
 from typing import NamedTuple
 
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.loops import Packed, compiled, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
+from megatron.zero_bubble.search.published import published
 from megatron.zero_bubble.search.seeds import Seed, classics, seeds, serial
 
 _BUDGET, _BUDGET_PER_PASS = (1_500_000, 60_000_000), (20, 300)
@@ -175,13 +177,14 @@ class Draft:
         if small is not problem:
             derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
             workbench = Workbench(problem, workbench.left)
-            pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations))
+            pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
         else:
             pool = distinct(pool, _MOST_REFILLED)
         # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
         greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
         classic = list(_classic(workbench))
-        given = [found for rows in known if (found := workbench.given(rows)).cost < INFEASIBLE]
+        given = (workbench.given(rows) for rows in chain(published(problem), known))
+        given = distinct((found for found in given if found.cost < INFEASIBLE), _MOST_REFILLED)
         best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
         pool += [*given, *classic, *greedy]
         for found in candidates:
@@ -196,8 +199,8 @@ class Draft:
         self._workbench, self._pool = workbench, distinct(pool, _MOST_POLISHED)
         self.cost = self._pool[0].cost
 
-    def polish(self) -> Rows:
-        """Alternate local search and compaction with the rest of the budget, and return the best rows."""
+    def polish(self) -> tuple[float, Rows]:
+        """Alternate local search and compaction with the rest of the budget; return the least cost and its rows."""
         pool, workbench = self._pool, self._workbench
         heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
         rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, heat, 0.4), (2, heat, 0.5), (1, heat, 1.0))
@@ -206,7 +209,8 @@ class Draft:
             for found in chosen:
                 better = workbench.refined(found, passes / len(chosen), warmth, number)
                 pool += [better, *workbench.dense(better)]
-        return workbench.unpack(min(pool, key=_merit))
+        best = min(pool, key=_merit)
+        return best.cost, workbench.unpack(best)
 
 
 def _miniature(problem: Problem, budget: float) -> Problem:
@@ -255,15 +259,39 @@ def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Deriv
     return list(dict.fromkeys(derivation for *_, derivation in ranked if derivation))
 
 
-def _derived(workbench: Workbench, floor: float, derivations: list[Derivation]) -> Iterator[Found]:
-    """Repeat derivations of a miniature on this problem; yield the rows of the last step, which determined the rank."""
+def _surveyed(problem: Problem) -> list[Derivation]:
+    """Rank the feasible seeds by their cost without compaction, on all ranks and with the whole memory limit.
+
+    A seed repeats its steady state, so the costs of two short runs give that of all microbatches.
+    """
+    p, m = problem.num_ranks, problem.num_microbatches
+    counts = (m,) if m <= 2 * p else (p, 2 * p)
+    short = [Workbench(problem.shortened(count), INFEASIBLE) for count in counts]
+    ranked = []
+    for number, seed in enumerate(seeds(problem)):
+        costs = [
+            next((found.cost for found in bench.derive(Derivation(seed, 0.0, None, 0))), INFEASIBLE) for bench in short
+        ]
+        if max(costs) < INFEASIBLE:
+            ranked.append((costs[-1] + (costs[-1] - costs[0]) * (m - counts[-1]) / p, number, seed))
+    return [Derivation(seed, 0.0, None, _STEPS) for *_, seed in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def _derived(
+    workbench: Workbench, floor: float, derivations: list[Derivation], surveyed: list[Derivation]
+) -> Iterator[Found]:
+    """Apply the best derivations of both lists in turn. Of a miniature's derivation, only the last step counts, which
+    determined its rank; of a surveyed one, every step.
+    """
     derived = 0
-    for derivation in derivations:
-        results = list(workbench.derive(derivation))
-        yield from results[-1:]
-        derived += bool(results)
-        if derived == _MOST_REFILLED or workbench.left < floor:
-            return
+    for pair in zip_longest(surveyed, derivations):
+        for derivation, steps in zip(pair, (slice(None), slice(-1, None)), strict=True):
+            if derivation is not None:
+                results = list(workbench.derive(derivation))
+                yield from results[steps]
+                derived += bool(results)
+            if derived == _MOST_REFILLED or workbench.left < floor:
+                return
 
 
 def _classic(workbench: Workbench) -> Iterator[Found]:

@@ -8,7 +8,7 @@ occurrence of a code is for microbatch n.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from math import ceil
@@ -178,6 +178,10 @@ class Problem:
             peak = max(peak, below + max(self.kept[s], self.kept_by_wgrad[s]))
             below += self.kept[s]
         return peak
+
+    def shortened(self, num_microbatches: int) -> Problem:
+        """This problem with fewer microbatches."""
+        return replace(self, num_microbatches=num_microbatches)
 
     def miniature(self, num_ranks: int) -> Problem:
         """Return a similar problem with at most ``num_ranks`` evenly chosen ranks, and few microbatches, but enough for

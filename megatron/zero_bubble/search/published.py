@@ -1,0 +1,90 @@
+"""The published schedules as rows: they take part in every search, so its result is never longer than one of them.
+
+``schedules/`` builds the same orders by name; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import accumulate
+
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.search.evaluate import INFEASIBLE
+from megatron.zero_bubble.search.loops import loops
+from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
+from megatron.zero_bubble.search.seeds import vee_block, zb_v
+
+Pattern = Callable[[Problem], Rows]
+
+
+def v_half(problem: Problem) -> Rows:
+    """The building block of V-Half (arXiv 2405.15362, section 4): down two units per rank, up one."""
+    rest = 0 if problem.num_ranks % 2 else 3  # passes would meet on a rank
+    return vee_block(problem, period=6, down=2, up=1, top=rest, bottom=2)
+
+
+def v_min(problem: Problem) -> Rows:
+    """The building block of V-Min (arXiv 2405.15362, section 4): down and up one unit per rank."""
+    rest = 0 if problem.num_ranks % 3 else 2  # passes would meet on a rank
+    return vee_block(problem, period=6, down=1, up=1, top=rest, bottom=1)
+
+
+def zb_h(problem: Problem, factor: int, lag: int) -> Rows:
+    """``factor`` (p-1-i) warm-up forwards on rank i, then F and B in turn; W's start ``lag`` i backwards late.
+
+    (1, 0) is 1F1B with its backwards split, (1, 1) ZB-H1 and (2, 2) ZB-H2 (arXiv 2401.10241, section 3).
+    """
+    p, m = problem.num_ranks, problem.num_microbatches
+    rows = []
+    for i in range(p):
+        f, b, w = 3 * i + F, 3 * i + B, 3 * i + W
+        warmup, late = min(m, factor * (p - 1 - i)), min(m, lag * i)
+        turns = [[f, b]] * (m - warmup) + [[b]] * warmup
+        row = [f] * warmup
+        for number, turn in enumerate(turns):
+            row += turn if number < late else [*turn, w]
+        rows.append(row + [w] * late)
+    return rows
+
+
+def published(problem: Problem) -> Iterator[Rows]:
+    """The published schedules for the placement of ``problem``; not all fit in its memory."""
+    p, m = problem.num_ranks, problem.num_microbatches
+    if problem.num_stages == p:
+        yield from (zb_h(problem, factor, lag) for factor, lag in ((1, 0), (1, 1), (2, 2)))
+    elif problem.placement == Placement.vee(p):
+        yield from (equal_passes(p, m, pattern) for pattern in (zb_v, v_half, v_min))
+
+
+def equal_passes(num_ranks: int, num_microbatches: int, pattern: Pattern) -> Rows:
+    """A pattern on a V for passes that all take the same time, within the memory that it needs anyway.
+
+    It is the shortest of the pattern itself, compacted forward, and then backward, by span.
+    """
+    rows = pattern(on_equal_passes(num_ranks, num_microbatches))
+    problem = on_equal_passes(num_ranks, num_microbatches, max(map(_peak, rows)))
+    loop = loops(problem)
+    found = [loop.pack(rows)]
+    for backwards in (False, True):
+        denser = loop.compact(found[-1], None, 0.0, backwards)
+        if denser is None:
+            break
+        found.append(denser)
+    costs = [loop.evaluate(candidate) for candidate in found]
+    assert min(costs)[0] < INFEASIBLE, f"the pattern runs on {num_ranks} ranks"
+    return loop.unpack(found[costs.index(min(costs))])
+
+
+def on_equal_passes(num_ranks: int, num_microbatches: int, limit: float = math.inf) -> Problem:
+    """A problem on a V whose passes all take one unit and keep one unit; the limit is in these units."""
+    placement = Placement.vee(num_ranks)
+    ones = (1.0,) * placement.num_stages
+    costs, memory = PassCosts(ones, ones, ones), PassMemory(ones, ones)
+    return Problem.of(placement, num_microbatches, costs, memory, (limit,) * num_ranks, "span")
+
+
+def _peak(row: list[int]) -> int:
+    """The largest number of chunks' activations on a rank, where B frees nothing yet."""
+    return max(accumulate((1, 0, -1)[code % 3] for code in row))
