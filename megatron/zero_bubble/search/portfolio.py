@@ -13,7 +13,7 @@ The budget is counted in placed passes, so that the result does not depend on th
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from typing import NamedTuple
 
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
@@ -178,13 +178,12 @@ class Draft:
             derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
             workbench = Workbench(problem, workbench.left)
             pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
-        else:
-            pool = distinct(pool, _MOST_REFILLED)
+        pool = distinct(pool, _MOST_REFILLED)
         # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
         greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
         classic = list(_classic(workbench))
-        given = (workbench.given(rows) for rows in chain(published(problem), known))
-        given = distinct((found for found in given if found.cost < INFEASIBLE), _MOST_REFILLED)
+        given = list(_published(workbench))
+        given += [found for rows in known if (found := workbench.given(rows)).cost < INFEASIBLE]
         best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
         pool += [*given, *classic, *greedy]
         for found in candidates:
@@ -299,6 +298,15 @@ def _classic(workbench: Workbench) -> Iterator[Found]:
     for seed in classics(workbench.problem):
         for found in list(workbench.derive(Derivation(seed, 0.0, None, 1)))[-1:]:
             yield min((found, *workbench.refilled(found, thorough=False)), key=_merit)
+
+
+def _published(workbench: Workbench) -> Iterator[Found]:
+    """The published schedules that fit in memory, as they are and with their W passes refilled."""
+    for rows in published(workbench.problem):
+        found = workbench.given(rows)
+        if found.cost < INFEASIBLE:
+            yield found
+            yield from workbench.refilled(found, thorough=True)
 
 
 def _most_held(problem: Problem, share: float) -> list[int]:

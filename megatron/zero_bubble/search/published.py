@@ -50,12 +50,14 @@ def zb_h(problem: Problem, factor: int, lag: int) -> Rows:
 
 
 def published(problem: Problem) -> Iterator[Rows]:
-    """The published schedules for the placement of ``problem``; not all fit in its memory."""
+    """The published schedules for the placement of ``problem``, and their patterns; not all fit in its memory."""
     p, m = problem.num_ranks, problem.num_microbatches
     if problem.num_stages == p:
         yield from (zb_h(problem, factor, lag) for factor, lag in ((1, 0), (1, 1), (2, 2)))
     elif problem.placement == Placement.vee(p):
-        yield from (equal_passes(p, m, pattern) for pattern in (zb_v, v_half, v_min))
+        for pattern in (zb_v, v_half, v_min):
+            rows, dense = pattern(problem), equal_passes(p, m, pattern)
+            yield from (rows, dense) if rows != dense else (rows,)
 
 
 def equal_passes(num_ranks: int, num_microbatches: int, pattern: Pattern) -> Rows:
