@@ -54,6 +54,7 @@ def test_search_is_no_longer_than_any_schedule_at_its_own_peak(
         ("zb-v", 20, 80, (6.2, 5.4, 3.8, 3.0), 0.7),
         ("zb-v", 10, 11, (7.7, 6.2, 5.2, 0.0), 0.43),
         ("zb-v", 32, 32, (29.7, 29.4, 19.9, 0.53), 0.4325),
+        ("v-min", 12, 67, (3.4, 13.8, 7.4, 0.5), 0.3),
     ],
 )
 def test_search_is_no_longer_where_it_once_was(

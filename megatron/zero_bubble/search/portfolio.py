@@ -182,8 +182,7 @@ class Draft:
         # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
         greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
         classic = list(_classic(workbench))
-        given = list(_published(workbench))
-        given += [found for rows in known if (found := workbench.given(rows)).cost < INFEASIBLE]
+        given = list(_given(workbench, known))
         best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
         pool += [*given, *classic, *greedy]
         for found in candidates:
@@ -300,13 +299,20 @@ def _classic(workbench: Workbench) -> Iterator[Found]:
             yield min((found, *workbench.refilled(found, thorough=False)), key=_merit)
 
 
-def _published(workbench: Workbench) -> Iterator[Found]:
-    """The published schedules that fit in memory, as they are and with their W passes refilled."""
-    for rows in published(workbench.problem):
+def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
+    """Yield the known and the published schedules that fit in memory; the latter also with their W passes refilled.
+
+    A known schedule that is a published one counts once, so that giving it changes nothing.
+    """
+    schedules = list(published(workbench.problem))
+    for rows in schedules:
         found = workbench.given(rows)
         if found.cost < INFEASIBLE:
             yield found
             yield from workbench.refilled(found, thorough=True)
+    for rows in known:
+        if rows not in schedules and (found := workbench.given(rows)).cost < INFEASIBLE:
+            yield found
 
 
 def _most_held(problem: Problem, share: float) -> list[int]:
