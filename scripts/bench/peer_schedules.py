@@ -6,7 +6,9 @@ that peak as its memory limit, once for the span and once for the makespan. The 
 class next to the lower bound. Each ZB-V of a peer is also compared with our ``zb-v``, fitted to the costs as by
 ``zero-bubble plan``: on a V, in the memory of its pattern.
 
-    bash scripts/bench.sh peer_schedules [--jobs 2] [--sample N]
+    bash scripts/bench.sh peer_schedules [--jobs 2] [--sample N] [--peers FILE]
+
+``configs/published/peer_schedules_p32.csv`` has 120 schedules of the authors' fork on 32 ranks.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ def zb_v_bubble(case: Case, objective: Metric) -> float:
 def main() -> int:
     """Answer every question; return 1 if a peer is better beyond the tolerance, or is not beaten where it must be."""
     options = _parse()
-    cases = read(PEERS)
+    cases = read(options.peers)
     chosen = list(cases)
     if options.sample is not None:
         chosen = random.Random(options.seed).sample(chosen, min(options.sample, len(chosen)))
@@ -160,6 +162,7 @@ def main() -> int:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--peers", type=Path, metavar="FILE", default=PEERS, help="CSV of the public schedules")
     parser.add_argument("--sample", type=int, metavar="N", help="answer N random questions; default: all questions")
     parser.add_argument("--seed", type=int, default=0, help="random seed of --sample")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/peer_schedules.json"))
