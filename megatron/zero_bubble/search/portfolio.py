@@ -201,7 +201,8 @@ class Draft:
         """Alternate local search and compaction with the rest of the budget; return the least cost and its rows."""
         pool, workbench = self._pool, self._workbench
         heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
-        rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, heat, 0.4), (2, heat, 0.5), (1, heat, 1.0))
+        # Number of rows, heat, share of the budget left. Heats in turn find shorter schedules than one heat throughout.
+        rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, 2 * heat, 0.4), (2, heat, 0.5), (1, 2 * heat, 1.0))
         for number, (count, warmth, part) in enumerate(rounds):
             chosen, passes = distinct(pool, count), part * workbench.left
             for found in chosen:
@@ -300,7 +301,8 @@ def _classic(workbench: Workbench) -> Iterator[Found]:
 
 
 def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
-    """Yield the known and the published schedules that fit in memory; the latter also with their W passes refilled.
+    """Yield the known and the published schedules that fit in memory; the latter with their W passes refilled
+    where that makes them shorter.
 
     A known schedule that is a published one counts once, so that giving it changes nothing.
     """
@@ -308,8 +310,7 @@ def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
     for rows in schedules:
         found = workbench.given(rows)
         if found.cost < INFEASIBLE:
-            yield found
-            yield from workbench.refilled(found, thorough=True)
+            yield min((found, *workbench.refilled(found, thorough=True)), key=_merit)
     for rows in known:
         if rows not in schedules and (found := workbench.given(rows)).cost < INFEASIBLE:
             yield found
