@@ -301,16 +301,18 @@ def _classic(workbench: Workbench) -> Iterator[Found]:
 
 
 def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
-    """Yield the known and the published schedules that fit in memory; the latter with their W passes refilled
-    where that makes them shorter.
+    """Yield the known and the published schedules that fit in memory; those on a V also with their W passes refilled.
 
-    A known schedule that is a published one counts once, so that giving it changes nothing.
+    With one stage per rank, the classics are refilled instead. A known schedule that is a published one counts once, so
+    that giving it changes nothing.
     """
-    schedules = list(published(workbench.problem))
+    problem = workbench.problem
+    schedules = list(published(problem))
     for rows in schedules:
         found = workbench.given(rows)
         if found.cost < INFEASIBLE:
-            yield min((found, *workbench.refilled(found, thorough=True)), key=_merit)
+            refilled = workbench.refilled(found, thorough=True) if problem.num_stages > problem.num_ranks else ()
+            yield min((found, *refilled), key=_merit)
     for rows in known:
         if rows not in schedules and (found := workbench.given(rows)).cost < INFEASIBLE:
             yield found
