@@ -201,8 +201,8 @@ class Draft:
         """Alternate local search and compaction with the rest of the budget; return the least cost and its rows."""
         pool, workbench = self._pool, self._workbench
         heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
-        # Number of rows, heat, share of the budget left. Heats in turn find shorter schedules than one heat throughout.
-        rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, 2 * heat, 0.4), (2, heat, 0.5), (1, 2 * heat, 1.0))
+        # Number of rows, heat and share of the budget left; the heat falls from round to round.
+        rounds = ((_MOST_POLISHED, 0.0, 0.3), (_MOST_POLISHED // 2, 2 * heat, 0.4), (2, heat, 0.5), (1, heat / 2, 1.0))
         for number, (count, warmth, part) in enumerate(rounds):
             chosen, passes = distinct(pool, count), part * workbench.left
             for found in chosen:
