@@ -11,10 +11,11 @@ from itertools import accumulate
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.search.blocks import vee_block
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
-from megatron.zero_bubble.search.seeds import vee_block, zb_v
+from megatron.zero_bubble.search.seeds import zb_v
 
 Pattern = Callable[[Problem], Rows]
 
