@@ -13,6 +13,7 @@ from megatron.zero_bubble.analysis.errors import ScheduleError
 from megatron.zero_bubble.analysis.steps import Blocked, advance, steps_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
+from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
 
 __all__ = ["ScheduleError", "validate"]
@@ -22,6 +23,7 @@ Cell = tuple[int, int, Pass]
 Faults = Iterator[tuple[str, Cell]]
 
 
+@without_collection()
 def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
     """Check every rule; ``forward_only`` expects an order without any backward, as an evaluation runs.
 

@@ -7,12 +7,14 @@ from functools import partial
 
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.plan.communicate import communicate
 from megatron.zero_bubble.plan.prove import prove
 
 LoweringPass = Callable[[Plan], Plan]
 
 
+@without_collection()
 def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -> Plan:
     """Turn a valid schedule into the ops of every rank, and prove after every lowering pass that the plan can run.
 

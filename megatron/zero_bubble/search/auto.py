@@ -13,6 +13,7 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem
 
@@ -23,6 +24,7 @@ PLACEMENTS: dict[PlacementChoice, Callable[[int], Placement]] = {"linear": Place
 """The placement for a number of ranks, for each choice except ``auto``."""
 
 
+@without_collection()
 def zb_auto(
     costs: PassCosts,
     memory: PassMemory,

@@ -268,10 +268,13 @@ def _surveyed(problem: Problem) -> list[Derivation]:
     short = [Workbench(problem.shortened(count), INFEASIBLE) for count in counts]
     ranked = []
     for number, seed in enumerate(seeds(problem)):
-        costs = [
-            next((found.cost for found in bench.derive(Derivation(seed, 0.0, None, 0))), INFEASIBLE) for bench in short
-        ]
-        if max(costs) < INFEASIBLE:
+        costs: list[float] = []
+        for bench in short:
+            found = next(bench.derive(Derivation(seed, 0.0, None, 0)), None)
+            if found is None:
+                break
+            costs.append(found.cost)
+        else:
             ranked.append((costs[-1] + (costs[-1] - costs[0]) * (m - counts[-1]) / p, number, seed))
     return [Derivation(seed, 0.0, None, _STEPS) for *_, seed in sorted(ranked, key=lambda entry: entry[:2])]
 
