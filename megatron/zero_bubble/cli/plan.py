@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 import time
 
 from megatron.zero_bubble.analysis.period import period_ms
@@ -25,12 +26,14 @@ from megatron.zero_bubble.planning.plans import (
     limit_verdict,
     rank_memory,
 )
+from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.svg import render_svg
-from megatron.zero_bubble.render.text import headline, render_text
+from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.loops import compiled
 
-_TEXT_WIDTH = 160
+_WIDEST = 160
+"""Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
 SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
 """End of the sentence with the planning time where the search is not compiled."""
 
@@ -173,7 +176,7 @@ def _text(timeline: Timeline, costs: Figures) -> str:
     peaks = timeline.peak_activation
     listed = " ".join(f"{peak:.4g}" for peak in peaks)
     return (
-        "".join(f"{note}\n" for note in costs.notes) + f"{headline(timeline)}\n\n{render_text(timeline, _TEXT_WIDTH)}\n"
+        "".join(f"{note}\n" for note in costs.notes) + f"{picture(timeline)}\n"
         f"{'metric':10}{'ms':>12}{'bubble rate':>14}   measured from\n"
         f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}   "
         "first to last pass of a rank, longest rank: the optimizer does not wait for other ranks\n"
@@ -181,6 +184,12 @@ def _text(timeline: Timeline, costs: Figures) -> str:
         "first to last pass over all ranks: the optimizer waits for every rank\n\n"
         f"peak activation {max(peaks):.4g} microbatches per rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
     )
+
+
+def picture(timeline: Timeline) -> str:
+    """Draw a timeline below its headline, as wide as the terminal."""
+    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    return f"{headline(timeline)}\n\n{draw(timeline, min(columns, _WIDEST))}"
 
 
 def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:

@@ -13,7 +13,8 @@ from megatron.zero_bubble.ir import Kind, Pass
 
 _LONGEST = 12
 """Largest width of a pass in characters, even if short passes then lose their numbers."""
-_CUT = " ~~ "
+CUT = " ~~ "
+"""Mark for columns that are left out."""
 
 
 def render_text(timeline: Timeline, max_width: int | None = None) -> str:
@@ -79,12 +80,13 @@ def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float)
             for ms in (start_ms, end_ms)
         )
         cells.append("." * (start - column))
-        cells.append(_cell(_label(timeline, p), p.kind.value, end - start))
+        cells.append(cell(_label(timeline, p), p.kind.value, end - start))
         column = end
     return cells
 
 
-def _cell(label: str, kind: str, width: int) -> str:
+def cell(label: str, kind: str, width: int) -> str:
+    """Draw one pass, ``width`` characters wide: its label, or only its kind if there is no room."""
     text = label if len(label) < width else kind
     return (text.ljust(width - 1, "-") + " ")[:width] if len(text) < width else text[:width]
 
@@ -93,5 +95,5 @@ def _shorten(row: str, width: int | None) -> str:
     """Cut out the middle of a row, which repeats; warm-up and cool-down are at the ends."""
     if width is None or len(row) <= width:
         return row
-    half = (width - len(_CUT)) // 2
-    return row[:half] + _CUT + row[-half:]
+    half = (width - len(CUT)) // 2
+    return row[:half] + CUT + row[-half:]
