@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ def test_search_in_python_is_reported(capsys: Capture, monkeypatch: pytest.Monke
     arguments = [*command, *SIZES, *TIMES]
     for compiled in (True, None):
         monkeypatch.setattr(f"megatron.zero_bubble.cli.{command[0]}.compiled", lambda: compiled)  # noqa: B023
-        last = run(capsys, *arguments).splitlines()[-1]
-        assert ("in pure Python, which searches less" in last) == (compiled is None)
+        out = run(capsys, *arguments)
+        assert ("in pure Python, which searches less" in out) == (compiled is None)
 
 
 def test_exceeded_limit_is_reported_without_a_gap(capsys: Capture) -> None:
@@ -154,6 +155,45 @@ def test_text_table_columns_are_aligned(capsys: Capture) -> None:
     h1 = next(line for line in lines if line.startswith("zb-h1"))
     for label, end in (("span ms", "55.000"), ("bubble", "0.2727"), ("GiB", "7.451"), ("sends", "48")):
         assert lines[1].index(label) + len(label) == h1.index(end) + len(end)
+
+
+@pytest.mark.parametrize("limit", ["0.5p", "2p"])
+def test_compare_draws_the_first_row_of_the_table(capsys: Capture, limit: str) -> None:
+    out = run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", limit)
+    table, picture = out.split("\n\nShortest within the limit: ")
+    first = table.splitlines()[2]
+    name, (_, makespan_ms) = first[:22].strip(), re.findall(r"\d+\.\d{3}\b", first)
+    assert not first.endswith("over the limit")
+    assert picture.startswith(f"{name}: 4 ranks, 8 microbatches, {float(makespan_ms):.1f} ms, ")
+    assert len(picture.split("\n\n")[1].splitlines()) == 4
+
+
+def test_compare_draws_nothing_if_no_schedule_is_within_the_limit(capsys: Capture) -> None:
+    assert "Shortest" not in run(capsys, "compare", *SIZES, *TIMES, "--memory-limit", "0.2p")
+
+
+def test_large_pictures_are_excerpts_as_wide_as_the_terminal(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = ["--num-ranks", "16", "--num-microbatches", "4", *TIMES]
+    for columns, width in (("100", 100), ("500", 160)):
+        monkeypatch.setenv("COLUMNS", columns)
+        for command in (["plan", "--schedule", "zb-h2"], ["compare", "--max-chunks", "2"]):
+            out = run(capsys, *command, *large)
+            assert "\nwarm-up\n" in out and "Left out: ranks 2-6, 9-13." in out
+            assert max(len(line) for line in out.splitlines() if line.endswith("|")) == width
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_compare_shows_progress_on_a_terminal_only(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    assert main(["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"]) == 0
+    shown = capsys.readouterr().err.split("\r\x1b[K")
+    if terminal:
+        assert shown[:3] == ["", "planning 1f1b (1 of 11)", "planning interleaved-1f1b x2 (2 of 11)"]
+        assert shown[-2:] == ["planning zb-auto vee (11 of 11)", ""]
+    else:
+        assert shown == [""]
 
 
 def test_estimated_plan_states_its_assumptions(capsys: Capture) -> None:

@@ -13,9 +13,11 @@ from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.plan import SLOW, add_search
+from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
+from megatron.zero_bubble.cli.progress import progress
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
 from megatron.zero_bubble.schedules import SCHEDULES, build
@@ -68,8 +70,8 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``compare``."""
     verb.description = (
         "Print one line per schedule for the same costs, shortest first, and a lower bound on the length of any "
-        "schedule within the memory limit. Give the costs as times (--forward-ms, ...), as a file (--costs) or as "
-        "a model (--config)."
+        "schedule within the memory limit; draw the shortest schedule within it. Give the costs as times "
+        "(--forward-ms, ...), as a file (--costs) or as a model (--config)."
     )
     add_figures(verb)
     add_search(
@@ -101,25 +103,48 @@ def compare(options: argparse.Namespace) -> str:
     placements: Sequence[PlacementChoice] = [options.placement]
     if options.placement in (None, "auto"):
         placements = tuple(PLACEMENTS)
-    found, absent = [], []
     chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
     refit = not options.equal_passes
-    for make in _candidates(costs, chunks, limit, placements, options.objective, refit):
-        try:
-            schedule = make()
-            found.append(simulate(schedule, *costs.on(schedule.placement)))
-        except UserError as error:
-            absent.append(str(error))
+    candidates = [*_candidates(costs, chunks, limit, placements, options.objective, refit)]
+    rows, absent, best = _simulated(candidates, costs, limit, options.objective)
     table = Table(
         objective=options.objective,
         num_ranks=costs.num_ranks,
         num_microbatches=costs.num_microbatches,
         memory_limit=limit,
         lower_bound_ms=_bounds(costs, placements, limit, options.objective),
-        rows=_rows(found, costs, limit, options.objective),
+        rows=_with_speedups(rows, options.objective),
         absent=tuple(absent),
     )
-    return json.dumps(asdict(table), indent=2) + "\n" if options.format == "json" else _text(table, costs)
+    if options.format == "json":
+        return json.dumps(asdict(table), indent=2) + "\n"
+    return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
+
+
+_Candidate = tuple[str, Callable[[], Schedule]]
+"""A name for messages, and a constructor, which raises ``UserError`` if the schedule does not exist."""
+
+
+def _simulated(
+    candidates: Sequence[_Candidate], costs: Figures, limit: float, objective: Metric
+) -> tuple[list[Row], list[str], Timeline | None]:
+    """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
+
+    No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
+    """
+    rows, absent, best = [], [], None
+    with progress("planning", candidates) as makers:
+        for make in makers:
+            try:
+                schedule = make()
+                timeline = simulate(schedule, *costs.on(schedule.placement))
+            except UserError as error:
+                absent.append(str(error))
+                continue
+            rows.append(_row(timeline, costs, limit))
+            if rows[-1].within_limit and (best is None or _cost(timeline, objective) < _cost(best, objective)):
+                best = timeline
+    return rows, absent, best
 
 
 def _candidates(
@@ -129,19 +154,19 @@ def _candidates(
     placements: Sequence[PlacementChoice],
     objective: Metric,
     refit: bool,
-) -> Iterator[Callable[[], Schedule]]:
-    """Yield one constructor per schedule; calling it raises ``UserError`` if the schedule does not exist."""
+) -> Iterator[_Candidate]:
+    """Yield one candidate per row of the table."""
     p, m = costs.num_ranks, costs.num_microbatches
     for recipe in SCHEDULES.values():
         if recipe.shape == "interleaved":
             for chunks in range(2, max_chunks + 1):
-                yield partial(_looped, recipe.name, p, m, chunks)
+                yield f"{recipe.name} x{chunks}", partial(_looped, recipe.name, p, m, chunks)
         else:
-            yield partial(build, recipe.name, num_ranks=p, num_microbatches=m)
+            yield recipe.name, partial(build, recipe.name, num_ranks=p, num_microbatches=m)
         if recipe.adapts and refit:
-            yield partial(_fitted, recipe.name, costs, objective)
+            yield f"{recipe.name} {FITTED}", partial(_fitted, recipe.name, costs, objective)
     for placement in placements:
-        yield partial(auto, costs, limit, placement, objective)
+        yield f"{AUTO} {placement}", partial(auto, costs, limit, placement, objective)
 
 
 def _looped(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -166,34 +191,44 @@ def _bounds(
     return bounds
 
 
-def _rows(found: Sequence[Timeline], costs: Figures, limit: float, objective: Metric) -> tuple[Row, ...]:
-    costing = [(timeline.schedule.name, _cost(timeline, objective)) for timeline in found]
-    plain = min((ms for name, ms in costing if name == "1f1b"), default=None)
-    looped = min((ms for name, ms in costing if name.startswith("interleaved-1f1b")), default=None)
-    rows = []
-    for timeline in found:
-        schedule, ms = timeline.schedule, _cost(timeline, objective)
-        ranks = schedule.placement.stage_to_rank
-        messages = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
-        kept = peak_memory(timeline, costs)
-        rows.append(
-            Row(
-                schedule=schedule.name,
-                placement=_name(schedule.placement),
-                span_ms=timeline.span_ms,
-                makespan_ms=timeline.makespan_ms,
-                bubble_rate_span=timeline.bubble_rate("span"),
-                bubble_rate_makespan=timeline.bubble_rate("makespan"),
-                peak_microbatches=max(timeline.peak_activation),
-                peak_memory=kept,
-                messages=messages,
-                message_bytes=None if costs.message_bytes is None else messages * costs.message_bytes,
-                speedup_over_1f1b=_ratio(plain, ms),
-                speedup_over_interleaved=_ratio(looped, ms),
-                within_limit=kept <= limit * (1 + 1e-9),
-            )
+def _row(timeline: Timeline, costs: Figures, limit: float) -> Row:
+    schedule = timeline.schedule
+    ranks = schedule.placement.stage_to_rank
+    messages = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
+    kept = peak_memory(timeline, costs)
+    return Row(
+        schedule=schedule.name,
+        placement=_name(schedule.placement),
+        span_ms=timeline.span_ms,
+        makespan_ms=timeline.makespan_ms,
+        bubble_rate_span=timeline.bubble_rate("span"),
+        bubble_rate_makespan=timeline.bubble_rate("makespan"),
+        peak_microbatches=max(timeline.peak_activation),
+        peak_memory=kept,
+        messages=messages,
+        message_bytes=None if costs.message_bytes is None else messages * costs.message_bytes,
+        speedup_over_1f1b=None,
+        speedup_over_interleaved=None,
+        within_limit=kept <= limit * (1 + 1e-9),
+    )
+
+
+def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
+    """Sort the rows, and compare each with 1F1B and with the best interleaved schedule."""
+
+    def cost(row: Row) -> float:
+        return row.makespan_ms if objective == "makespan" else row.span_ms
+
+    plain = min((cost(row) for row in rows if row.schedule == "1f1b"), default=None)
+    looped = min((cost(row) for row in rows if row.schedule.startswith("interleaved-1f1b")), default=None)
+    return tuple(
+        replace(
+            row,
+            speedup_over_1f1b=_ratio(plain, cost(row)),
+            speedup_over_interleaved=_ratio(looped, cost(row)),
         )
-    return tuple(sorted(rows, key=lambda row: (not row.within_limit, getattr(row, f"{objective}_ms"))))
+        for row in sorted(rows, key=lambda row: (not row.within_limit, cost(row)))
+    )
 
 
 def _cost(timeline: Timeline, objective: Metric) -> float:
