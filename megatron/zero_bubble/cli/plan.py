@@ -27,7 +27,7 @@ from megatron.zero_bubble.planning.plans import (
     rank_memory,
 )
 from megatron.zero_bubble.render.excerpt import draw
-from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.loops import compiled
@@ -73,7 +73,12 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--step-ms", type=float, metavar="MS", help="time of the optimizer step; also print the iteration time with it"
     )
-    verb.add_argument("--format", choices=("text", "json", "svg"), default="text", help="output format (default: text)")
+    verb.add_argument(
+        "--format",
+        choices=("text", "json", "svg"),
+        default="text",
+        help="output format (default: text); an svg can be zoomed in a browser",
+    )
     verb.set_defaults(command=plan)
 
 
@@ -103,7 +108,7 @@ def plan(options: argparse.Namespace) -> str:
     made = make_plan(options)
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     if options.format == "svg":
-        return render_svg(timeline)
+        return zoomable(render_svg(timeline))
     if options.format == "json":
         return plan_to_json(timeline, certificate)
     text = _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")

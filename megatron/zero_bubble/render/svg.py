@@ -2,6 +2,7 @@
 
 Several timelines are drawn above each other on one time scale, for example the planned above the measured one. All
 passes of one kind on a rank are one path, so that a plan of 32 ranks and 256 microbatches takes less than a megabyte.
+Their microbatches are counted from 0, or listed in ``data-numbers`` where they have another order.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from html import escape
+from importlib import resources
 
 from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.memory import Kept, memory_curve
@@ -78,9 +80,17 @@ def render_svg(
 
 
 def draw_comparison(compared: Comparison) -> str:
-    """Draw a recorded iteration: the plan above the measured timeline, and the memory of every rank below."""
+    """Draw a recorded iteration, zoomable: the plan above the measured timeline, and the memory of every rank below."""
     measured = compared.measured.timeline
-    return render_svg(compared.planned, measured, titles=("planned", "measured"), memory=compared.memory)
+    return zoomable(render_svg(compared.planned, measured, titles=("planned", "measured"), memory=compared.memory))
+
+
+def zoomable(svg: str) -> str:
+    """Add a script to a drawing with which browsers zoom and move it in time; other viewers ignore the script."""
+    script = (resources.files("megatron.zero_bubble.render") / "page" / "zoom.js").read_text(encoding="utf-8")
+    drawing = svg.removesuffix("</svg>\n")
+    constants = f"const LEFT = {_LEFT}, RIGHT = {_RIGHT}, DIGIT = {_DIGIT};\n"
+    return f"{drawing}<script><![CDATA[\n{constants}{script}]]></script></svg>\n"
 
 
 def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[str, float]:
@@ -102,21 +112,26 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
     placement = timeline.schedule.placement
     chunks = len(placement.stages_of(rank))
     paths: defaultdict[tuple[Kind, int], list[str]] = defaultdict(list)
+    numbers: defaultdict[tuple[Kind, int], list[str]] = defaultdict(list)
     labels = []
     for p, start_ms, end_ms in timeline.spans[rank]:
         x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
         # Leave a thin gap between neighbours, but never so wide that a short pass disappears.
         drawn = w - min(1.0, 0.15 * w)
-        paths[p.kind, placement.chunk_of(p.stage)].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
+        lane = p.kind, placement.chunk_of(p.stage)
+        paths[lane].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
         label = f"{p.microbatch}.{p.slice}" if p.slice else str(p.microbatch)
+        numbers[lane].append(label)
         if _DIGIT * len(label) < drawn:
             labels.append(f'<text class="mb" x="{x + drawn / 2:.1f}" y="{y + height / 2 + 3.5:g}">{label}</text>')
     middle = y + height / 2 + 4
     yield f'<text class="rank" x="{_LEFT - 8}" y="{middle:g}">rank {rank}</text>'
     yield f'<rect class="idle" x="{_LEFT}" y="{y:g}" width="{timeline.makespan_ms * scale:.2f}" height="{height}"/>'
     for (kind, chunk), path in paths.items():
+        listed = numbers[kind, chunk]
+        data = "" if listed == [str(n) for n in range(len(listed))] else f' data-numbers="{" ".join(listed)}"'
         # Later chunks of the same rank are paler.
-        yield f'<path class="{kind.value}" fill-opacity="{1 - 0.5 * chunk / chunks:.3g}" d="{"".join(path)}"/>'
+        yield f'<path class="{kind.value}" fill-opacity="{1 - 0.5 * chunk / chunks:.3g}"{data} d="{"".join(path)}"/>'
     yield "".join(labels) + "\n"
 
 
