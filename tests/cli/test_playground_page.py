@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -14,12 +15,13 @@ import pytest
 from megatron.zero_bubble import SCHEDULES
 from megatron.zero_bubble.__main__ import main
 from tests.helpers.browser import browser, console_errors, resize
-from tests.helpers.playground import drawn_setting, playground, settle
+from tests.helpers.playground import drawn_setting, playground, settle, show
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
     from selenium.webdriver.remote.webelement import WebElement
 
+WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWait
 Capture = pytest.CaptureFixture[str]
 KEYS = {"p": "num-ranks", "m": "num-microbatches", "F": "forward-ms", "B": "backward-ms", "W": "wgrad-ms"}
 KEYS |= {"comm": "comm-ms"}
@@ -170,8 +172,7 @@ def test_url_restores_the_setting(page: WebDriver, address: str) -> None:
 def test_hovering_over_a_pass_shows_its_dependencies(page: WebDriver) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 
-    canvas = page.find_element("css selector", "#picture-zb-h1 canvas.layer")
-    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    canvas = show(page, "zb-h1")
     left, scale, pitch = (float(str(canvas.get_attribute(f"data-{name}"))) for name in ("left", "scale", "pitch"))
     # F of microbatch 0 takes 10 ms per rank and 0.5 ms to the next rank: on rank 1 it runs from 10.5 to 20.5 ms.
     x = left + 15 * scale - canvas.size["width"] / 2
@@ -193,13 +194,71 @@ def test_hovering_over_a_pass_shows_its_dependencies(page: WebDriver) -> None:
 def test_passes_can_be_selected_with_the_keyboard(page: WebDriver) -> None:
     from selenium.webdriver.common.keys import Keys
 
-    canvas = page.find_element("css selector", "#picture-zb-h1 canvas.layer")
+    canvas = show(page, "zb-h1")
     page.execute_script("arguments[0].focus()", canvas)
     said = [page.find_element("id", "tip").text.split(" ")[0]]
     for key in (Keys.ARROW_DOWN, Keys.ARROW_RIGHT, Keys.ENTER, Keys.ESCAPE):
         canvas.send_keys(key)
         said.append(page.find_element("id", "tip").text.split(" ")[0])
     assert said == ["0F0", "1F0", "1F1", "0F1", ""]
+
+
+def test_drawings_zoom_together_around_the_pointer_and_move(page: WebDriver) -> None:
+    from selenium.webdriver.common.action_chains import ActionChains
+    from selenium.webdriver.common.keys import Keys
+
+    canvas = show(page, "zb-h1")
+    scale = "return [...document.querySelectorAll('canvas.layer')].map((layer) => Number(layer.dataset.scale))"
+    [whole] = set(page.execute_script(scale))
+    left, width = float(str(canvas.get_attribute("data-left"))), canvas.size["width"]
+    part = 0.25 * (width - left - 8)
+    wheel = """arguments[0].dispatchEvent(new WheelEvent("wheel", {deltaY: -1000, ctrlKey: arguments[1], clientX:
+        arguments[0].getBoundingClientRect().left + arguments[2], cancelable: true}))"""
+    at = "return [view.start + 0.25 * view.length, view.length]"
+    page.execute_script(wheel, canvas, False, left + part)
+    assert page.execute_script(at) == [0.25, 1], "the wheel alone scrolls the page"
+    page.execute_script(wheel, canvas, True, left + part)
+    middle, length = page.execute_script(at)
+    assert (middle, length) == (pytest.approx(0.25, abs=1e-3), pytest.approx(0.22313, abs=1e-3))
+    WebDriverWait(page, 10).until(lambda page: set(page.execute_script(scale)) != {whole})
+    [zoomed] = set(page.execute_script(scale))
+    assert zoomed == pytest.approx(whole / length)
+    ActionChains(page).move_to_element(canvas).click_and_hold().move_by_offset(-100, 0).release().perform()
+    moved = 100 / (width - left - 8) * length
+    assert page.execute_script(at) == [pytest.approx(middle + moved, abs=2e-3), pytest.approx(length)]
+    canvas.send_keys("+")
+    assert page.execute_script(at)[1] == pytest.approx(length / 1.5)
+    canvas.send_keys(Keys.HOME, "0")
+    assert page.execute_script(at) == [0.25, 1]
+
+
+def test_selected_pass_is_brought_into_view(page: WebDriver) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    canvas = show(page, "zb-h1")
+    page.execute_script("arguments[0].focus(); view.show(0.9, 0.1)", canvas)
+    canvas.send_keys(Keys.ARROW_RIGHT)
+    assert page.find_element("id", "tip").text.startswith("0F1 ")
+    start, length = page.execute_script("return [view.from, view.ms]")
+    assert start <= 10.0 and start + length >= 20.0
+    page.execute_script("view.show(0, 1)")
+
+
+def test_64_ranks_are_planned_one_by_one_and_drawn_when_in_view(driver: WebDriver, address: str) -> None:
+    driver.get("about:blank")
+    driver.get(f"{address}#{urlencode(SMALL | {'p': '64', 'm': '6', 'placement': 'linear'})}")
+    status = driver.find_element("id", "status")
+    WebDriverWait(driver, 60, 0.01).until(lambda _: re.fullmatch(r"planning zb-h[12] \(\d of 4\)…", status.text))
+    settle(driver)
+    figures = driver.find_elements("css selector", "figure")
+    assert [figure.size["height"] > 64 * 12 for figure in figures] == [True] * 4
+    rows = "return drawn.map(({rows}) => (rows ?? []).flat().length)"
+    show(driver, driver.execute_script("return drawn[0].id"))
+    assert driver.execute_script(rows)[3] == 0
+    show(driver, driver.execute_script("return drawn[3].id"))
+    WebDriverWait(driver, 10).until(lambda driver: driver.execute_script(rows)[0] == 0)
+    assert driver.execute_script(rows)[3] in (64 * 6 * 2, 64 * 6 * 3)
+    assert console_errors(driver) == []
 
 
 def test_copied_command_prints_the_same_figures(page: WebDriver, capsys: Capture) -> None:

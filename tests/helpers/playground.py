@@ -13,6 +13,7 @@ from megatron.zero_bubble.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from selenium.webdriver.chrome.webdriver import WebDriver
+    from selenium.webdriver.remote.webelement import WebElement
 
 _SETTLED = "return document.body.dataset.settled === hashOf(readSetting())"
 
@@ -33,6 +34,17 @@ def settle(driver: WebDriver, seconds: float = 120) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
     WebDriverWait(driver, seconds, poll_frequency=0.1).until(lambda page: page.execute_script(_SETTLED))
+
+
+def show(driver: WebDriver, row: str) -> WebElement:
+    """Scroll to the drawing of a row, wait until it is drawn, and return the canvas that follows the pointer."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    figure = f"#picture-{row.replace(' ', '-')}"
+    canvas = driver.find_element("css selector", f"{figure} canvas.layer")
+    driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    WebDriverWait(driver, 60, 0.05).until(lambda page: page.find_elements("css selector", f"{figure}[data-drawn]"))
+    return canvas
 
 
 def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 from tests.helpers.browser import browser, screenshot
-from tests.helpers.playground import playground, settle
+from tests.helpers.playground import playground, settle, show
 
 SETTING = {"p": "4", "m": "8", "F": "10", "B": "11", "W": "8", "comm": "0.5", "limit": "1", "placement": "vee"}
 
@@ -19,7 +19,9 @@ def main(folder: Path) -> None:
     with playground() as address, browser(1160, 880) as driver:
         driver.get(f"{address}#{urlencode(SETTING)}")
         settle(driver)
-        canvas = driver.find_element("css selector", "figure canvas.layer")
+        canvas = show(driver, str(driver.execute_script("return drawn[0].id")))
+        driver.execute_script("scrollTo(0, 0)")
+        driver.execute_script("linkPasses(drawn[0].rows, drawn[0].waits)")
         spot = "const p = drawn[0].rows[2].find(({kind, needs}) => kind === 'B' && needs[0].pass.rank !== 2);"
         spot += "const {x, y, wide, high} = drawn[0].box(p); return [x + wide / 2, y + high / 2];"
         x, y = driver.execute_script(spot)

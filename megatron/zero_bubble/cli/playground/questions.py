@@ -30,9 +30,8 @@ _FLAGS = (
 )
 _WITHOUT_VALUE = ("equal-passes",)
 _MOST_MS = dict.fromkeys(("forward-ms", "backward-ms", "wgrad-ms", "comm-ms"), 1e6)
-MOST = {"num-ranks": 32, "num-microbatches": 128, "num-chunks": 4, **_MOST_MS}
-MOST_CELLS = 1024
-"""Largest product of ranks and microbatches: it takes about a second to plan and a few seconds to search."""
+MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **_MOST_MS}
+"""Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""
 
 
 class Question(NamedTuple):
@@ -77,12 +76,22 @@ def read_question(query: str) -> Question:
     return Question(shlex.join(words), options)
 
 
-def answer(question: Question) -> dict[str, Any]:
-    """Make the plan as ``--format json`` prints it, with the additional data for a drawing.
+class Answer(NamedTuple):
+    """The answer in two parts, because a page shows the figures of all schedules but few drawings at a time.
 
-    ``times`` has ``[start, end]`` of every pass in ``order``, in ms; ``waits_for`` has the passes that it depends on,
-    each with the time in ms at which its result arrives. ``limit`` states whether the plan is within the memory limit;
-    it is None without a limit.
+    Attributes:
+        figures: the plan as ``--format json`` prints it, without its order; ``limit`` states whether the plan is within
+            the memory limit, and is None without a limit.
+        drawing: the plan's ``order``; ``times`` has ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the
+            passes that it depends on, each with the time in ms at which its result arrives.
+    """
+
+    figures: dict[str, Any]
+    drawing: dict[str, Any]
+
+
+def answer(question: Question) -> Answer:
+    """Make the plan, as ``zero-bubble plan`` does.
 
     Raises:
         UserError: with the message that ``zero-bubble plan`` prints on stderr.
@@ -93,13 +102,13 @@ def answer(question: Question) -> dict[str, Any]:
     if certificate is not None:
         kept, sentence = limit_verdict(timeline, costs, certificate)
         limit = {"kept": kept, "sentence": sentence}
-    return {
-        "command": question.command,
-        "plan": plan_content(timeline, certificate),
-        "limit": limit,
+    plan = plan_content(timeline, certificate)
+    drawing = {
+        "order": plan.pop("order"),
         "times": [[(start, end) for _, start, end in row] for row in timeline.spans],
         "waits_for": _arrivals(timeline, costs.on(timeline.schedule.placement)[0]),
     }
+    return Answer({"command": question.command, "plan": plan, "limit": limit}, drawing)
 
 
 def catalogue() -> dict[str, Any]:
@@ -111,18 +120,15 @@ def catalogue() -> dict[str, Any]:
         "auto": AUTO,
         "kinds": [{"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind]} for kind in COLOURS],
         "most": MOST,
-        "most_cells": MOST_CELLS,
     }
 
 
 def _check_size(options: argparse.Namespace) -> None:
-    sizes = [(flag, getattr(options, flag.replace("-", "_")), most) for flag, most in MOST.items()]
-    if options.num_ranks is not None and options.num_microbatches is not None:
-        sizes.append(("ranks times microbatches", options.num_ranks * options.num_microbatches, MOST_CELLS))
-    for what, size, most in sizes:
+    for flag, most in MOST.items():
+        size = getattr(options, flag.replace("-", "_"))
         if size is not None and size > most:
             raise UserError(
-                f"the playground allows at most {most:g} {what}; got {size:g}; use zero-bubble plan for larger values"
+                f"the playground allows at most {most:g} {flag}; got {size:g}; use zero-bubble plan for larger values"
             )
 
 

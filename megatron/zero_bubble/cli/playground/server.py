@@ -1,6 +1,7 @@
 """The playground's HTTP server: it serves one page and answers the page's questions, on this machine only.
 
-``GET /`` returns the page and ``GET /plan?<question>`` an answer as JSON; a question that cannot be answered gets
+``GET /`` returns the page, ``GET /plan?<question>`` the figures of a plan as JSON, and ``GET /drawing?<question>`` its
+passes. The second of the two requests for a plan is answered from a cache. A question that cannot be answered gets
 status 400 and ``{"error": sentence}``. The Host header of a request must name this machine; otherwise another site
 could point its name here and act as our page (DNS rebinding). Requests from pages of other sites are rejected too: such
 a page could not read the answer, but could keep the server busy with planning.
@@ -8,26 +9,36 @@ a page could not read the answer, but could keep the server busy with planning.
 
 from __future__ import annotations
 
+import gzip
 import json
 import select
 import socket
-from contextlib import nullcontext, suppress
-from functools import lru_cache
+from contextlib import suppress
 from http import HTTPStatus
 from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
+from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from megatron.zero_bubble.cli.playground.page import build_page
-from megatron.zero_bubble.cli.playground.questions import answer, catalogue, read_question
+from megatron.zero_bubble.cli.playground.questions import Answer, answer, catalogue, read_question
 from megatron.zero_bubble.planning.figures import beyond_floats
 
 _HOME = "127.0.0.1"
 _OUR_SITES = (None, "none", "same-origin")
 """Accepted ``Sec-Fetch-Site``: from a client that is not a browser, an address that the user opened, and our page."""
 _KEPT = 64
-"""Number of cached answers, of at most half a MB each."""
+"""Number of cached answers; the largest take about 3 MB each."""
+_FAST = 1
+"""Level of the compression, by which a drawing of 10 MB becomes small."""
+
+
+class _Encoded(NamedTuple):
+    """An answer as it is sent: the figures as JSON, the drawing as compressed JSON."""
+
+    figures: bytes
+    drawing: bytes
 
 
 class Server(ThreadingHTTPServer):
@@ -41,14 +52,21 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int) -> None:
         self.page = build_page(catalogue()).encode()
-        self.answers = lru_cache(_KEPT)(_answer)
-        self.searching = Lock()
+        self.answers: dict[str, _Encoded] = {}
+        self.planning, self.searching = Lock(), Lock()
         super().__init__((_HOME, port), _Handler)
 
     @property
     def address(self) -> str:
         """URL of the page."""
         return f"http://{_HOME}:{self.server_port}/"
+
+    def keep(self, query: str, encoded: _Encoded) -> _Encoded:
+        """Add an answer to the cache, remove the oldest from a full cache, and return the answer."""
+        self.answers[query] = encoded
+        for old in list(self.answers)[:-_KEPT]:
+            self.answers.pop(old, None)
+        return encoded
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -88,16 +106,28 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, url: SplitResult) -> None:
         if url.path == "/":
             self._reply(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
-        elif url.path == "/plan":
-            self._plan(url.query)
+        elif url.path in ("/plan", "/drawing"):
+            if (encoded := self._answer(url.query)) is None:
+                return
+            if url.path == "/plan":
+                self._reply(HTTPStatus.OK, "application/json", encoded.figures)
+            else:
+                self._reply(HTTPStatus.OK, "application/json", encoded.drawing, encoding="gzip")
         else:
-            self._refuse(HTTPStatus.NOT_FOUND, f"only / and /plan exist; got {url.path!r}")
+            self._refuse(HTTPStatus.NOT_FOUND, f"only /, /plan and /drawing exist; got {url.path!r}")
 
-    def _plan(self, query: str) -> None:
-        """Answer a question. One search runs at a time, and none for a client that disconnects while it waits."""
-        with self.server.searching if read_question(query).searches else nullcontext():
-            if not self._has_left():
-                self._reply(HTTPStatus.OK, "application/json", self.server.answers(query))
+    def _answer(self, query: str) -> _Encoded | None:
+        """Answer a question, or return None if the client has disconnected.
+
+        One search and one other plan run at a time, and neither for a client that disconnects while it waits.
+        """
+        server, question = self.server, read_question(query)
+        if (known := server.answers.get(query)) is not None:
+            return known
+        with server.searching if question.searches else server.planning:
+            if self._has_left():
+                return None
+            return server.answers.get(query) or server.keep(query, _encode(answer(question)))
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)
@@ -108,9 +138,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, sentence: str) -> None:
         self._reply(status, "application/json", json.dumps({"error": sentence}).encode())
 
-    def _reply(self, status: HTTPStatus, kind: str, body: bytes) -> None:
+    def _reply(self, status: HTTPStatus, kind: str, body: bytes, encoding: str = "identity") -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
+        self.send_header("Content-Encoding", encoding)
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
         self.send_header("X-Content-Type-Options", "nosniff")
@@ -121,9 +152,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing, to keep the user's terminal clean."""
 
 
-def _answer(query: str) -> bytes:
-    content = answer(read_question(query))
-    try:
-        return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
-    except ValueError:
-        raise OverflowError("a figure in the answer is infinite") from None
+def _encode(found: Answer) -> _Encoded:
+    def encode(content: dict[str, Any]) -> bytes:
+        try:
+            return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+        except ValueError:
+            raise OverflowError("a figure in the answer is infinite") from None
+
+    return _Encoded(encode(found.figures), gzip.compress(encode(found.drawing), _FAST))

@@ -1,5 +1,6 @@
 "use strict";
-// When the setting changes, the page asks for all schedules that need no search together, then searches one by one.
+// When the setting changes, the page asks for the figures of one schedule after the other: first for those that need no
+// search. A drawing is asked for when it comes into view (picture.js).
 
 const PAUSE_MS = 120;  // shortest time between questions while a slider is dragged
 const PATIENCE_MS = 700;  // how long the page shows the previous setting before it shows partial answers
@@ -10,13 +11,13 @@ let shown = {setting: null, rows: [], answers: new Map(), refusals: new Map()};
 let leave = new AbortController();
 let timer = 0;
 
-/** Return the server's answer, or throw an Error with its message. */
-async function ask(query, signal) {
+/** Return the server's answer about a `part`, plan or drawing, or throw an Error with its message. */
+async function ask(query, signal, part = "plan") {
   let reply;
   try {
-    reply = await fetch(`plan?${query}`, {signal});
+    reply = await fetch(`${part}?${query}`, {signal});
   } catch (error) {
-    if (signal.aborted) throw error;
+    if (signal?.aborted) throw error;
     throw new Error("the server does not answer; check that zero-bubble playground is still running", {cause: error});
   }
   const content = await reply.json();
@@ -43,19 +44,15 @@ async function update() {
   const wanted = next.rows.filter(({why}) => !why);
   for (const {id, why} of next.rows) if (why) next.refusals.set(id, why);
   document.body.classList.add("busy");
-  say("planning…");
   const started = performance.now();
-  await Promise.all(wanted.filter(({searched}) => !searched).map(async (row) => {
-    if (await askRow(row, next, signal) && performance.now() - started > PATIENCE_MS) show(next);
-  }));
-  if (signal.aborted) return;
-  show(next);
   // The widest search runs first, because users wait for it most.
-  for (const row of wanted.filter(({searched}) => searched).reverse()) {
-    say(`searching ${row.id}…`);
+  const order = [...wanted.filter(({searched}) => !searched), ...wanted.filter(({searched}) => searched).reverse()];
+  for (const [number, row] of order.entries()) {
+    say(`${row.searched ? "searching" : "planning"} ${row.id} (${number + 1} of ${order.length})…`);
     if (!(await askRow(row, next, signal))) return;
-    paint();
+    if (order[number + 1]?.searched || performance.now() - started > PATIENCE_MS) show(next);
   }
+  show(next);
   say(`${next.answers.size} schedules planned.`);
   document.body.dataset.settled = hashOf(setting);
 }
@@ -136,8 +133,7 @@ function paintPictures(known, answers) {
     const answer = answers.get(row.id);
     const picture = pictures.get(row.id) ?? new Picture(row.id);
     pictures.set(row.id, picture);
-    if (picture.answer !== answer) picture.set(answer, row.summary);
-    picture.answer = answer;
+    if (picture.answer !== answer) picture.set(answer, row);
     const {plan, limit} = answer;
     const rates = `bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
@@ -149,8 +145,8 @@ function paintPictures(known, answers) {
 }
 
 function draw() {
-  const longest = Math.max(...drawn.map(({plan}) => plan.makespan_ms));
-  for (const picture of drawn) picture.draw(longest);
+  view.longest = Math.max(0, ...drawn.map(({answer}) => answer.plan.makespan_ms));
+  for (const picture of drawn) picture.draw();
 }
 
 function changed() {

@@ -1,7 +1,7 @@
 "use strict";
 // The setting: the values of the controls, stored in the address bar after the #, and the questions to ask for it.
 
-const {most, most_cells: mostCells} = CATALOGUE;
+const {most} = CATALOGUE;
 const CONTROLS = [
   {key: "p", flag: "num-ranks", label: "ranks p", start: "4", min: 2, max: most["num-ranks"]},
   {key: "m", flag: "num-microbatches", label: "microbatches m", start: "8", min: 1, max: most["num-microbatches"]},
@@ -61,11 +61,10 @@ function writeSetting(setting) {
   moveSliders(setting);
 }
 
-/** Set the sliders to the numbers. With many ranks, the slider for microbatches has a smaller maximum. */
+/** Set the sliders to the numbers. */
 function moveSliders(setting) {
   for (const {key, max} of CONTROLS) {
     const slider = document.getElementById(`slider-${key}`);
-    if (key === "m") slider.max = Math.max(1, Math.min(max, Math.floor(mostCells / setting.p) || max));
     slider.value = setting[key] === "" ? max : setting[key];
     const part = (slider.value - slider.min) / (slider.max - slider.min || 1);
     slider.style.setProperty("--part", `${100 * part}%`);

@@ -27,7 +27,7 @@ function memoryCell({peak_activation: peaks, num_ranks: p, memory_limit_microbat
     bar.style.height = `${100 * peak / scale}%`;
     return bar;
   });
-  const chart = element("span", {className: "bars"}, ...bars);
+  const chart = element("span", {className: peaks.length > 16 ? "bars" : "bars few"}, ...bars);
   chart.style.setProperty("--limit", `${Math.min(200, 100 * limit / scale)}%`);
   made.append(chart);
   return made;
