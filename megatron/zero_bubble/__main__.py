@@ -9,7 +9,6 @@ Invalid input prints one sentence on stderr and exits with code 2.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -34,10 +33,6 @@ _COMMANDS = {
 """The commands and their lines in ``--help``; ``cli/`` has a module for each but ``list``."""
 
 
-_COLLECT_AFTER = (100_000, 50, 100)
-"""Thresholds of the cycle collector. A large plan is hundreds of thousands of tuples without a cycle, and visiting them
-again and again takes a third of the time of a comparison on 64 ranks."""
-
 _LETTERS = (
     "p: ranks; v: stages (chunks) per rank; m: microbatches; F, B, W: times of a microbatch's passes and M: its "
     "activation memory, on one rank; bubble: idle time (not a rate) of a rank from its first to its last pass, without "
@@ -56,7 +51,6 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    gc.set_threshold(*_COLLECT_AFTER)
     options = parser(only=arguments[0] if arguments else "").parse_args(arguments)
     try:
         output: str = options.command(options)
