@@ -89,19 +89,28 @@ def _area_span(s: Setting, rank: int) -> float:
 
 
 def by_fill(s: Setting) -> Sequence[float]:
-    """The time to the first stage of another rank, all F and B passes of that rank, and the time back."""
+    """The time to the first stage of another rank, what that rank runs until the end of its last B, and the time back.
+
+    Of that rank's passes, only W passes can follow its last B, as many as fit into its memory at that time. Both of its
+    waits are over by then.
+    """
+    inside = []
+    for rank in range(s.num_ranks):
+        stages = s.stages(rank)
+        first = stages[0]
+        left = _fill([s.w[k] for k in stages], [s.g[k] for k in stages], s.m, s.limit[rank] - s.a[first])
+        inside.append(max(s.work[rank] - s.w[first] - left, s.m * sum(s.f[k] + s.b[k] for k in stages)))
+        inside[rank] += waits(s, rank)[0]
     spans = []
     for rank in range(s.num_ranks):
         own = s.stages(rank)[0]
         longest = 0.0
         for other in range(s.num_ranks):
-            stages = s.stages(other)
-            first = stages[0]
+            first = s.stages(other)[0]
             if first < own:
                 continue
-            busy = s.m * sum(s.f[k] + s.b[k] for k in stages)
             way_back = s.backward_left[first] - s.backward_left[own] - s.b[first] + s.b[own] if first > own else 0.0
-            longest = max(longest, s.forward_at[first] - s.forward_at[own] + busy + way_back)
+            longest = max(longest, s.forward_at[first] - s.forward_at[own] + inside[other] + way_back)
         spans.append(longest + s.w[own])
     return spans
 
