@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.analysis.bounds.paths import Paths
 from megatron.zero_bubble.analysis.bounds.setting import Setting
-from megatron.zero_bubble.analysis.bounds.windows import by_area, by_fill, by_head_chain, by_waits
+from megatron.zero_bubble.analysis.bounds.ways import by_ways
+from megatron.zero_bubble.analysis.bounds.windows import by_area, by_head_chain, by_waits
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
@@ -98,7 +99,7 @@ def _closed_forms(setting: Setting, objective: Metric) -> list[Bound]:
         "work": setting.work,
         "work and waits for the first and last backward": by_waits(setting),
         "memory times time": by_area(setting),
-        "way to a rank, its work, and back": by_fill(setting),
+        "way to a rank, its work, and back": by_ways(setting),
     }
     bounds = []
     for reason, spans in forms.items():

@@ -19,33 +19,42 @@ from megatron.zero_bubble.analysis.bounds.setting import Setting
 _HALVINGS = 60
 
 
-def head_idle(s: Setting, rank: int) -> float:
-    """Idle time between the first F and the first B of a rank; that microbatch runs F on all chunks before its B."""
+def head_work(s: Setting, rank: int) -> float:
+    """Largest work of a rank before its first B: the F passes of that microbatch, and others that fit into memory."""
     stages = s.stages(rank)
-    window = s.round_trip(stages[0], stages[-1])
     forward = [s.f[stage] for stage in stages]
-    others = _fill(forward, [s.a[stage] for stage in stages], s.m - 1, s.limit[rank] - s.whole(rank))
-    return max(0.0, window - sum(forward) - others)
+    room = s.limit[rank] - s.whole(rank)
+    return sum(forward) + fill(forward, [s.a[stage] for stage in stages], s.m - 1, room)
 
 
-def tail_idle(s: Setting, rank: int) -> float:
-    """Idle time between the end of a rank's last F and the start of the same microbatch's B."""
+def tail_work(s: Setting, rank: int) -> float:
+    """Largest work of a rank after its last F, without the B and W passes of the same microbatch."""
     stages = s.stages(rank)
-    last = stages[-1]
-    window = s.round_trip(last, last) - s.f[last]
     room = s.limit[rank] - s.whole(rank)
     backward = [s.b[stage] + s.w[stage] for stage in stages]
     keeps, kept_for_w = [s.a[stage] for stage in stages], [s.g[stage] for stage in stages]
     wgrad = [s.w[stage] for stage in stages]
     # Fill with B and W fractionally; if all chunks need the same memory, also enumerate the number of B passes.
-    work = _fill(backward + wgrad, keeps + kept_for_w, s.m - 1, room)
+    work = fill(backward + wgrad, keeps + kept_for_w, s.m - 1, room)
     if len(set(keeps)) == len(set(kept_for_w)) == 1:
         most = min(len(stages) * (s.m - 1), s.fits(keeps[0], room))
         work = min(
             work,
-            max(n * max(backward) + _fill(wgrad, kept_for_w, s.m - 1, room - n * keeps[0]) for n in range(most + 1)),
+            max(n * max(backward) + fill(wgrad, kept_for_w, s.m - 1, room - n * keeps[0]) for n in range(most + 1)),
         )
-    return max(0.0, window - work)
+    return work
+
+
+def head_idle(s: Setting, rank: int) -> float:
+    """Idle time between the first F and the first B of a rank; that microbatch runs F on all chunks before its B."""
+    stages = s.stages(rank)
+    return max(0.0, s.round_trip(stages[0], stages[-1]) - head_work(s, rank))
+
+
+def tail_idle(s: Setting, rank: int) -> float:
+    """Idle time between the end of a rank's last F and the start of the same microbatch's B."""
+    last = s.stages(rank)[-1]
+    return max(0.0, s.round_trip(last, last) - s.f[last] - tail_work(s, rank))
 
 
 def waits(s: Setting, rank: int) -> tuple[float, bool]:
@@ -86,33 +95,6 @@ def _area_span(s: Setting, rank: int) -> float:
     # The two ramps count only if they are known to fit into the span one after the other.
     apart = shortest * steps + (limit - most) / freed <= s.work[rank]
     return (stay + (filling + draining if apart else 0.0)) / limit
-
-
-def by_fill(s: Setting) -> Sequence[float]:
-    """The time to the first stage of another rank, what that rank runs until the end of its last B, and the time back.
-
-    Of that rank's passes, only W passes can follow its last B, as many as fit into its memory at that time. Both of its
-    waits are over by then.
-    """
-    inside = []
-    for rank in range(s.num_ranks):
-        stages = s.stages(rank)
-        first = stages[0]
-        left = _fill([s.w[k] for k in stages], [s.g[k] for k in stages], s.m, s.limit[rank] - s.a[first])
-        inside.append(max(s.work[rank] - s.w[first] - left, s.m * sum(s.f[k] + s.b[k] for k in stages)))
-        inside[rank] += waits(s, rank)[0]
-    spans = []
-    for rank in range(s.num_ranks):
-        own = s.stages(rank)[0]
-        longest = 0.0
-        for other in range(s.num_ranks):
-            first = s.stages(other)[0]
-            if first < own:
-                continue
-            way_back = s.backward_left[first] - s.backward_left[own] - s.b[first] + s.b[own] if first > own else 0.0
-            longest = max(longest, s.forward_at[first] - s.forward_at[own] + inside[other] + way_back)
-        spans.append(longest + s.w[own])
-    return spans
 
 
 def by_head_chain(s: Setting, objective: str, floor: float) -> float:
@@ -163,7 +145,7 @@ def _chain_holds(s: Setting, idle: Sequence[float]) -> bool:
     return True
 
 
-def _fill(values: Sequence[float], weights: Sequence[float], count: int, room: float) -> float:
+def fill(values: Sequence[float], weights: Sequence[float], count: int, room: float) -> float:
     """Largest total value that fits into ``room`` with at most ``count`` of each item; only whole items if all weights
     are equal.
     """
