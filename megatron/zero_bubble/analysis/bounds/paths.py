@@ -16,10 +16,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 
 from megatron.zero_bubble.analysis.bounds.jackson import one_machine_bound
+from megatron.zero_bubble.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.ir import Chain, Kind, Pass
 
 _NEVER = -math.inf
+_ROUNDS = 4
+"""Number of earlier microbatches from which the time to make room for an F is counted; more are rarely longer."""
 
 
 class Paths:
@@ -53,7 +56,7 @@ class Paths:
             of_j = ([[(n + j * step, ms) for n, ms in needs] for needs in stages] for stages in by_kind)
             forwards, backwards, wgrads = of_j
             for k, needs in enumerate(forwards):
-                edges.append(needs + [(first + j * step, 0.0) for first, since in turns[k] if j >= since])
+                edges.append(needs + [(first + j * step, ms) for first, since, ms in turns[k] if j >= since])
             edges += reversed(backwards)
             edges += wgrads
             if j:
@@ -77,9 +80,9 @@ class Paths:
                 hop = s.activation_hop[stage - 1] if kind is Kind.F else s.gradient_hop[stage]
             yield [(number[source.kind](source.stage, 0), hop)]
 
-    def _forced_by_memory(self, stage: int) -> Iterable[tuple[int, int]]:
-        """Yield the passes that F on ``stage`` must follow: the number of the pass, relative to microbatch 0, and the
-        first microbatch to which this applies.
+    def _forced_by_memory(self, stage: int) -> Iterator[tuple[int, int, float]]:
+        """Yield the passes that F on ``stage`` must follow: the number of the pass, relative to microbatch 0, the first
+        microbatch to which this applies, and the least time from its end to the start of F.
 
         Assume that F(j) starts before B(i) of this chunk or a later one has ended. Until that B ends, microbatch i
         occupies the memory of F on all chunks up to that of the B, and microbatches i+1 to j at least that of F up to
@@ -91,14 +94,20 @@ class Paths:
         chunks, limit = s.stages(rank), s.limit[rank]
         upper = sum(s.a[k] for k in chunks if k <= stage)
         between = 0.0
+        lags = {}
         for k in chunks:
             if k >= stage:
                 between += s.a[k] if k > stage else 0.0
-                lag = max(1, s.fits(upper, limit - between))
-                yield self.b(k, -lag), lag
+                lags[k] = max(1, s.fits(upper, limit - between))
+                yield self.b(k, -lags[k]), lags[k], 0.0
             if k <= stage and s.g[k] > 0:
                 lag = s.fits(s.g[k], limit - upper) + 1
-                yield self.w(k, -lag), lag
+                yield self.w(k, -lag), lag, 0.0
+        last = chunks[-1]
+        for lag in range(lags[last], min(lags[last] + _ROUNDS, s.m)):
+            # Passes of later chunks that F on this stage is known to follow.
+            counts = [lag + 1 if k <= stage else max(0, lag - lags[k] + 1) for k in chunks]
+            yield self.b(last, -lag), lag, max(0.0, time_to_make_room(s, rank, counts) - s.b[last])
 
     def heads(self, origin: int) -> list[float]:
         """Return the least time from the start of pass ``origin`` to the start of each pass; -inf without a path."""

@@ -5,8 +5,8 @@ by dependencies and by memory. It runs the rest of its work between the start of
 the way from the first pass of any other rank to X, and after it the way from Y to the last pass of that other rank.
 
 X is the rank's first F or its first B, and Y its last F or its last B. On a V, the way from the first rank over the
-last one adds up to 6m + 6p - 3k - 1 if every pass takes 1 and memory has room for k of them. That is the length of V-Min
-and V-Half (arXiv 2405.15362, figure 13).
+last one adds up to 6m + 6p - 3k - 1 if every pass takes 1 and memory has room for k of them. That is the length of
+V-Half and of most V-Min (arXiv 2405.15362, figure 13).
 """
 
 from __future__ import annotations

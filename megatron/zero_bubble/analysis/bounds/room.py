@@ -1,0 +1,40 @@
+"""The time that a rank needs to make room in its memory: F passes fill the memory, and B and W passes free it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from megatron.zero_bubble.analysis.bounds.setting import Setting
+
+_ROUNDING = 1e-9
+"""Share of the limit by which sums of memory may differ from their exact values."""
+
+
+def time_to_make_room(s: Setting, rank: int, counts: Sequence[int]) -> float:
+    """Return the least time from the start of the rank's first B for a microbatch i to the start of a later F, if the
+    rank has then run, for microbatch i and later ones, ``counts`` of F on each of its chunks, including that F.
+
+    At the start of that B, the rank has freed nothing of these microbatches, so it holds the memory of all their F
+    passes so far. It runs the other ones after that, and as many B and W passes as free the memory for them.
+    """
+    stages, limit = s.stages(rank), s.limit[rank]
+    excess = sum(n * s.a[k] for n, k in zip(counts, stages, strict=True)) - limit
+    if excess <= limit * _ROUNDING:
+        return 0.0
+    held = s.fits(min(s.a[k] for k in stages), limit)
+    forwards = max(0, sum(counts) - held - 1)
+    return forwards * min(s.f[k] for k in stages) + _time_to_free(s, stages, excess - limit * _ROUNDING)
+
+
+def _time_to_free(s: Setting, stages: Sequence[int], excess: float) -> float:
+    """Return the least time in which B and W passes free ``excess``; each W needs a B before it."""
+    b, w = min(s.b[k] for k in stages), min(s.w[k] for k in stages)
+    by_b, by_w = max(s.a[k] - s.g[k] for k in stages), max(s.g[k] for k in stages)
+    backwards = math.ceil(excess / (by_b + by_w))
+    shortest = math.inf
+    while 0 < backwards * b < shortest:
+        left = max(0.0, excess - backwards * by_b)
+        shortest = min(shortest, backwards * b + (math.ceil(left / by_w) * w if left > 0 and by_w > 0 else 0.0))
+        backwards += 1
+    return shortest if math.isfinite(shortest) else 0.0
