@@ -161,7 +161,7 @@ def test_more_effort_never_lowers_the_bound() -> None:
         pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
         limit = 1.5 * max(least_memory(instance.memory, instance.placement))
         by_effort = [lower_bound(*pipeline, limit, effort=effort).value_ms for effort in (0, 400, 10**6)]
-        assert by_effort == sorted(by_effort)
+        assert all(a <= b * (1 + 1e-9) for a, b in pairwise(by_effort))
 
 
 def test_gap_is_relative_and_rounded_to_zero() -> None:

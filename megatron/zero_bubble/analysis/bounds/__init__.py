@@ -85,7 +85,7 @@ def lower_bound(
     chain = by_head_chain(setting, objective, best.value_ms)
     if chain > best.value_ms:
         best = Bound(chain, "waits of neighbouring ranks")
-    paths = Paths(setting)
+    paths = Paths(setting, _reach(setting, objective, effort))
     for rank in _origins(closed, objective, effort // len(paths.length)):
         value = paths.bound(rank)
         if value > best.value_ms * (1 + 1e-12):
@@ -107,6 +107,13 @@ def _closed_forms(setting: Setting, objective: Metric) -> list[Bound]:
             late = setting.forward_at[setting.stages(rank)[0]] if objective == "makespan" else 0.0
             bounds.append(Bound(late + span, reason, rank))
     return bounds
+
+
+def _reach(s: Setting, objective: Metric, effort: int) -> int:
+    """Return the number of microbatches that can compete with each pass if all longest paths fit into ``effort``."""
+    origins = 1 if objective == "makespan" else s.num_ranks
+    of_one_rank = 3 * max(len(s.stages(rank)) for rank in range(s.num_ranks))
+    return min(s.m, effort // (origins * 3 * s.num_stages * s.m * of_one_rank))
 
 
 def _origins(closed: list[Bound], objective: Metric, affordable: int) -> list[int | None]:

@@ -2,8 +2,9 @@
 
 In every schedule of a ``Setting``, the passes obey the dependencies of the pipeline, the order of microbatches, and an
 order that the memory limit enforces: if at most K microbatches fit, F(j) comes after B(j-K). Longest paths along these
-edges give every pass a head and a tail. The passes of any one rank, with their heads and tails, are a one-machine
-problem (``jackson``), whose solution is a lower bound.
+edges give every pass a head and a tail. In small pipelines, so do the passes of the same rank that always come before
+or after it. The passes of any one rank, with their heads and tails, are a one-machine problem (``jackson``), whose
+solution is a lower bound.
 
 All edges lead from earlier to later microbatches or along the path of one microbatch. Passes numbered by microbatch,
 then F by rising stage, B by falling stage, and W, are therefore in topological order.
@@ -28,8 +29,10 @@ _ROUNDS = 4
 class Paths:
     """The graph of the passes of a setting, numbered in the order in which a single microbatch would run them."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, reach: int = 0) -> None:
+        """``reach`` is the number of microbatches before and after a pass whose passes compete with it for its rank."""
         self.setting = setting
+        self.reach = reach
         self.stages = setting.num_stages
         self.length = (*setting.f, *reversed(setting.b), *setting.w) * setting.m
 
@@ -119,6 +122,8 @@ class Paths:
                 time = heads[before] + length[before] + transfer
                 if time > heads[n]:
                     heads[n] = time
+            if heads[n] > _NEVER and self.reach:
+                heads[n] = max(heads[n], self._busy(n, heads, self._earlier, range(-self.reach, 1)))
         return heads
 
     def tails(self, ends: Iterable[int]) -> list[float]:
@@ -128,11 +133,38 @@ class Paths:
             tails[n] = 0.0
         length = self.length
         for n in range(len(tails) - 1, -1, -1):
+            if tails[n] > _NEVER and self.reach:
+                tails[n] = max(tails[n], self._busy(n, tails, self._later, range(self.reach + 1)))
             time = tails[n] + length[n]
             for before, transfer in self.before[n]:
                 if time + transfer > tails[before]:
                     tails[before] = time + transfer
         return tails
+
+    @cached_property
+    def _earlier(self) -> list[list[int]]:
+        """For every pass of microbatch 0, itself and the passes of that microbatch and rank that always precede it."""
+        path = [*range(self.stages), *reversed(range(self.stages))]
+        ranks = self.setting.placement.stage_to_rank
+        along = [[k for k in range(n + 1) if ranks[path[k]] == ranks[path[n]]] for n in range(len(path))]
+        return along + [[*along[self.b(stage, 0)], self.w(stage, 0)] for stage in range(self.stages)]
+
+    @cached_property
+    def _later(self) -> list[list[int]]:
+        """For every pass of microbatch 0, itself and the passes of that microbatch and rank that always follow it."""
+        return [[n for n, earlier in enumerate(self._earlier) if k in earlier] for k in range(3 * self.stages)]
+
+    def _busy(self, n: int, times: Sequence[float], same: Sequence[Sequence[int]], lags: range) -> float:
+        """Return the least time in which the rank of pass ``n`` can run the passes ``same`` of the microbatches at
+        ``lags``, none of them before its entry in ``times``. Microbatches keep their order.
+        """
+        j, own = divmod(n, 3 * self.stages)
+        end = 0.0
+        others = [k + (j + lag) * 3 * self.stages for lag in lags if 0 <= j + lag < self.setting.m for k in same[own]]
+        for time, k in sorted((times[k], k) for k in others if k != n):
+            if time > _NEVER:
+                end = max(end, time) + self.length[k]
+        return end
 
     def bound(self, rank: int | None) -> float:
         """Return a bound on the span of ``rank``, or on the makespan (None): the largest bound over all machines."""
