@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -10,6 +11,7 @@ from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, Sc
 from megatron.zero_bubble.analysis.bounds import least_memory, lower_bound
 from megatron.zero_bubble.analysis.bounds.room import time_to_make_room
 from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.search import zb_auto
 from tests.helpers.instances import Instance, peak_memory
 
@@ -97,14 +99,30 @@ def test_v_half_is_proved_optimal_for_equal_passes(p: int, m: int) -> None:
         assert lower_bound(costs, memory, placement, m, half, objective).gap(cost) == 0.0
 
 
-def test_zb_v_is_proved_optimal_for_a_profile_of_the_paper() -> None:
-    """The makespan is that of the last rank; on the way over that rank, rank 0 needs as long as the plan."""
+def test_plan_with_short_w_passes_is_proved_optimal_in_the_memory_of_1f1b() -> None:
+    """Rank 0 needs more than its work: it waits for the last rank, which runs almost all its W passes in between."""
     placement = Placement.vee(4)
     costs, memory = PassCosts.uniform(placement, 30.0, 30.0, 20.0), PassMemory.uniform(placement)
     plan = zb_auto(costs, memory, 4, 12, 4.0, placement="vee")
     bound = lower_bound(costs, memory, placement, 12, 4.0)
     assert bound.gap(simulate(plan, costs).span_ms) == 0.0
     assert bound.reason == "way to a rank, its work, and back"
+
+
+def test_without_a_limit_w_passes_do_not_delay_the_way_back() -> None:
+    """Three F to the last rank, its 24 F and B, three B back and one W."""
+    placement = Placement.vee(4)
+    costs, memory = PassCosts.uniform(placement, 2.0, 2.0, 2.0), PassMemory.uniform(placement)
+    setting = Setting.of(costs, memory, placement, 6, (math.inf,) * 4, False)
+    assert by_ways(setting)[0] == 3 + 24 + 3 + 1
+
+
+def test_rounding_error_in_the_limit_does_not_raise_the_bound() -> None:
+    """Room for 3 passes of 9.22...: the memory of two, subtracted twice, leaves slightly less than nothing."""
+    placement, passes = Placement.vee(4), 9.221157199663265
+    costs, memory = PassCosts.uniform(placement, 16.0, 14.0, 5.0), PassMemory.uniform(placement, 2 * passes, 0.0)
+    least, larger = (lower_bound(costs, memory, placement, 2, 3 * passes * (1 + e), effort=0) for e in (0.0, 1e-12))
+    assert least.value_ms == pytest.approx(larger.value_ms)
 
 
 def test_time_to_make_room() -> None:

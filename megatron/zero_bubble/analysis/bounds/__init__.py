@@ -2,8 +2,8 @@
 
 The gap between a schedule and the bound is a certificate: no schedule, known or unknown, is shorter by more than the
 gap. Every bound holds for all schedules of whole microbatches on the placement, with split or fused backwards, and any
-order of microbatches. ``setting`` explains why these schedules can be treated alike; ``windows`` derives the bounds in
-closed form, and ``paths`` those by longest paths with Jackson's preemptive one-machine schedule.
+order of microbatches. ``setting`` explains why these schedules can be treated alike; ``windows`` and ``ways`` derive
+the bounds in closed form, and ``paths`` those by longest paths with Jackson's preemptive one-machine schedule.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def lower_bound(
     ``memory_limit`` is in the unit of ``memory``: one figure, or one figure per rank, or None for no limit. ``fused``
     restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed;
     longest paths are computed from as many ranks as fit into ``effort`` visited passes, so the result does not depend
-    on the speed of the machine.
+    on the speed of the machine. In small pipelines, what is left of ``effort`` makes their heads and tails longer.
 
     Raises:
         UserError: when the limit admits no schedule (the message gives the least limit that does), or when figures are

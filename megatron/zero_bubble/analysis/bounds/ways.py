@@ -48,5 +48,6 @@ def _wgrad_left(s: Setting, rank: int) -> float:
     """Largest work of a rank after its last B: W passes, as many as fit into memory next to that B."""
     stages = s.stages(rank)
     first = stages[0]
-    room = s.limit[rank] - s.a[first]
-    return s.w[first] + fill([s.w[k] for k in stages], [s.g[k] for k in stages], s.m, room)
+    wgrad = [s.w[k] for k in stages]
+    others = fill(wgrad, [s.g[k] for k in stages], s.m, s.limit[rank] - s.a[first])
+    return min(s.w[first] + others, s.m * sum(wgrad))

@@ -42,7 +42,7 @@ def tail_work(s: Setting, rank: int) -> float:
             work,
             max(n * max(backward) + fill(wgrad, kept_for_w, s.m - 1, room - n * keeps[0]) for n in range(most + 1)),
         )
-    return work
+    return min(work, (s.m - 1) * sum(backward))
 
 
 def head_idle(s: Setting, rank: int) -> float:
@@ -147,10 +147,9 @@ def _chain_holds(s: Setting, idle: Sequence[float]) -> bool:
 
 def fill(values: Sequence[float], weights: Sequence[float], count: int, room: float) -> float:
     """Largest total value that fits into ``room`` with at most ``count`` of each item; only whole items if all weights
-    are equal.
+    are equal. Rounding errors can leave a room below 0, in which items without weight still fit.
     """
-    if room < 0:
-        return 0.0
+    room = max(0.0, room)
     if not math.isfinite(room):
         return count * sum(values)
     whole = len(set(weights)) == 1 and weights[0] > 0
