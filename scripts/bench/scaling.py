@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 
 from bench import page, ranks
-from bench.chart import Line, Panel, draw
+from bench.chart import Axis, Line, Panel, draw
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.model_config import read_model
@@ -206,7 +206,10 @@ def chart_of(points: list[Point], setting: Setting) -> str:
         for m, (metric, optimizer) in product(sizes, OPTIMIZERS.items())
     ]
     title = f"Predicted throughput over pipeline ranks; 100 % is {setting.ideal_tokens_s:,.0f} tokens/s"
-    return draw(title, panels, {name: f"{name}, memory {recipe(name).memory}" for name in _names(points)})
+    legend = {name: f"{name}, memory {recipe(name).memory}" for name in _names(points)}
+    x = Axis.counts("pipeline ranks", sorted({point.num_ranks for point in points}))
+    y = Axis.shares("throughput", 1 - max(max(point.bubble.values()) for point in points), 1.0)
+    return draw(title, panels, legend, x, y)
 
 
 def _names(points: list[Point]) -> list[str]:
