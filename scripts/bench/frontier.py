@@ -1,8 +1,9 @@
 """The memory-bubble frontier: the least bubble that zb-auto finds under every memory limit, next to public schedules.
 
-Eight ranks, 24 microbatches, limits from a third of 1F1B's peak to twice that, in eighths, and the peaks of the public
-schedules. One panel for each profile of costs with M_W = M_B in ``configs/published/peer_schedules.csv``: our frontier,
-the lower bound and the public schedules.
+Eight ranks, 24 microbatches; limits at every half microbatch from three eighths of 1F1B's peak to twice that peak, and
+at the peaks of the public schedules. One panel for each profile of costs with M_W = M_B in
+``configs/published/peer_schedules.csv``. A limit between two of these admits no more than the lower one, so the line
+is a step: each bubble holds up to the next limit. No public schedule may lie below the line as it is drawn.
 
     bash scripts/bench.sh frontier [--objective span] [--svg docs/frontier.svg]
 """
@@ -15,17 +16,16 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from html import escape
+from itertools import pairwise
 from pathlib import Path
 
 from bench import peer_schedules, ranks
-from bench.peer_schedules import Answer, Case, Metric
+from bench.chart import Axis, Dot, Line, Panel, draw
+from bench.peer_schedules import TOLERANCE, Answer, Case, Metric
 
 P, M = 8, 24
-LIMITS = (P / 3, *(P / 3 + P / 8 * step for step in range(1, 14)), 2.0 * P)
-WIDTH, HEIGHT, MARGIN, COLUMNS = 420, 280, 50, 2
-_LINE, _LETTER = 11, 5.4
-"""Height of a label, and about the width of a letter, in pixels."""
+LIMITS = tuple(halves / 2 for halves in range(6, 4 * P + 1))
+LEGEND = {"bound": "lower bound", "peer": "public schedules at their peaks", "zb-auto": "zb-auto within the limit"}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Panel:
+class Frontier:
     """One cost profile: the answers of zb-auto at each limit, and the points of the peers."""
 
     case: Case
@@ -57,22 +57,35 @@ class Panel:
         bubbles = [answer.bubble for answer in self.found]
         return bubbles == sorted(bubbles, reverse=True)
 
+    @property
+    def panel(self) -> Panel:
+        """What is drawn, with memory in units of 1F1B's peak."""
+        limits = [limit / P for limit in self.limits]
+        bound = Line("bound", steps(limits, [answer.bound for answer in self.found]), is_dashed=True)
+        line = Line("zb-auto", steps(limits, [answer.bubble for answer in self.found]))
+        dots = (Dot("peer", _short(peer.schedule), peer.peak / P, peer.bubble) for peer in self.peers)
+        return Panel(self.title, (bound, line), tuple(dots))
+
 
 def main() -> int:
-    """Plan, draw and write; return 1 if a frontier is not monotone."""
+    """Plan, draw and write; return 1 if a frontier is not monotone or a peer lies below it."""
     options = _parse()
-    panels = list(_panels(options.objective, options.jobs))
-    for panel in panels:
-        print(f"{panel.title}: {'monotone' if panel.is_monotone else 'NOT MONOTONE'}")
-        for limit, answer in zip(panel.limits, panel.found, strict=True):
+    frontiers = list(_frontiers(options.objective, options.jobs))
+    wrong = []
+    for frontier in frontiers:
+        print(f"{frontier.title}: {'monotone' if frontier.is_monotone else 'NOT MONOTONE'}")
+        for limit, answer in zip(frontier.limits, frontier.found, strict=True):
             found = f"bubble {answer.bubble:.4f}, bound {answer.bound:.4f}, {answer.placement}"
             print(f"  {limit / P:5.3f} of 1F1B: {found}, {answer.seconds:.1f} s")
+        wrong += below(frontier.panel)
     options.svg.parent.mkdir(parents=True, exist_ok=True)
-    options.svg.write_text(draw(panels, options.objective), encoding="utf-8")
+    options.svg.write_text(draw_all(frontiers, options.objective), encoding="utf-8")
     print(f"drawn in {options.svg}")
     content = {"bench": "frontier", "machine": ranks.machine(), "objective": options.objective}
-    ranks.write(options.output, content | {"panels": [asdict(panel) for panel in panels]})
-    return int(not all(panel.is_monotone for panel in panels))
+    ranks.write(options.output, content | {"panels": [asdict(frontier) for frontier in frontiers], "below": wrong})
+    for sentence in wrong:
+        print(sentence)
+    return int(bool(wrong) or not all(frontier.is_monotone for frontier in frontiers))
 
 
 def _parse() -> argparse.Namespace:
@@ -84,7 +97,7 @@ def _parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _panels(metric: Metric, jobs: int | None) -> Iterator[Panel]:
+def _frontiers(metric: Metric, jobs: int | None) -> Iterator[Frontier]:
     cases = peer_schedules.read(peer_schedules.PEERS)
     of_size = {case: found for case, found in cases.items() if (case.p, case.m) == (P, M)}
     profiles = sorted({replace(case, limit=0.0) for case in of_size if case.wgrad_memory == 1}, key=str)
@@ -101,7 +114,7 @@ def _panels(metric: Metric, jobs: int | None) -> Iterator[Panel]:
                 for peer in listed
                 if replace(case, limit=0.0) == profile
             )
-            yield Panel(profile, tried, found, tuple(points))
+            yield Frontier(profile, tried, found, tuple(points))
 
 
 def _follow(metric: Metric, profile: Case, limits: Sequence[float]) -> tuple[Answer, ...]:
@@ -113,58 +126,40 @@ def _follow(metric: Metric, profile: Case, limits: Sequence[float]) -> tuple[Ans
     return tuple(found)
 
 
-def draw(panels: Sequence[Panel], objective: Metric) -> str:
-    """Draw all panels as one SVG."""
-    rows = -(-len(panels) // COLUMNS)
-    size = COLUMNS * WIDTH, rows * HEIGHT + 24
-    what = f"Bubble rate ({objective}) over peak activation memory, p={P}, m={M}"
-    whose = '<tspan fill="#0a7d38">zb-auto</tspan>, <tspan fill="#888">lower bound</tspan>, public schedules'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]} {size[1]}" font-family="sans-serif">',
-        f'<style>text{{font-size:10px}}</style><rect width="{size[0]}" height="{size[1]}" fill="white"/>',
-        f'<text x="{MARGIN}" y="16" style="font-size:13px">{what}: {whose}</text>',
-    ]
-    for index, panel in enumerate(panels):
-        x, y = index % COLUMNS * WIDTH, index // COLUMNS * HEIGHT + 24
-        parts.append(f'<g transform="translate({x},{y})">{"".join(_panel(panel))}</g>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+def steps(limits: Sequence[float], rates: Sequence[float]) -> tuple[tuple[float, float], ...]:
+    """The corners of a line that keeps each limit's rate up to the next limit."""
+    corners = [(limits[0], rates[0])]
+    for (_, rate), (limit, next_rate) in pairwise(zip(limits, rates, strict=True)):
+        corners += [(limit, rate), (limit, next_rate)]
+    return tuple(corners)
 
 
-def _panel(panel: Panel) -> Iterator[str]:
-    most = 1.1 * max([point.bubble for point in panel.peers] + [answer.bubble for answer in panel.found])
+def below(panel: Panel) -> list[str]:
+    """A sentence for each peer that lies below zb-auto's line as it is drawn."""
+    corners = next(line.points for line in panel.lines if line.name == "zb-auto")
+    sentences = []
+    for dot in panel.dots:
+        height = [rate for limit, rate in corners if limit <= dot.x + 1e-9][-1]
+        if dot.y < height - TOLERANCE:
+            sentences.append(
+                f"{panel.title}: {dot.label} has a bubble of {dot.y:.2%} in {dot.x:.3f} p, below zb-auto's {height:.2%}"
+            )
+    return sentences
 
-    def x(peak: float) -> float:
-        return MARGIN + (WIDTH - MARGIN - 20) * peak / (2 * P)
 
-    def y(bubble: float) -> float:
-        return HEIGHT - MARGIN + 10 - (HEIGHT - MARGIN - 20) * bubble / most
+def draw_all(frontiers: Sequence[Frontier], objective: Metric) -> str:
+    """Draw all frontiers as one SVG."""
+    panels = [frontier.panel for frontier in frontiers]
+    ticks = tuple(quarter / 4 for quarter in range(1, 9))
+    x = Axis("memory per rank; 1 p: the peak of 1F1B", ticks, tuple(f"{tick:g} p" for tick in ticks))
+    rates = [rate for panel in panels for line in panel.lines for _, rate in line.points]
+    rates += [dot.y for panel in panels for dot in panel.dots]
+    y = Axis.shares(f"bubble rate ({objective})", 0.0, max(rates))
+    return draw(f"Bubble rate over memory, {P} ranks, {M} microbatches", panels, LEGEND, x, y)
 
-    yield f'<text x="{WIDTH / 2}" y="12" text-anchor="middle">{escape(panel.title)}</text>'
-    for step in range(5):
-        peak, bubble = P * step / 2, most * step / 4
-        yield f'<line x1="{x(peak)}" y1="{y(0)}" x2="{x(peak)}" y2="{y(most)}" stroke="#eee"/>'
-        yield f'<text x="{x(peak)}" y="{y(0) + 14}" text-anchor="middle">{step / 2:g} p</text>'
-        yield f'<line x1="{x(0)}" y1="{y(bubble)}" x2="{x(2 * P)}" y2="{y(bubble)}" stroke="#eee"/>'
-        yield f'<text x="{x(0) - 4}" y="{y(bubble) + 3}" text-anchor="end">{bubble:.0%}</text>'
-    for name, color in (("bound", "#888"), ("bubble", "#0a7d38")):
-        corners: list[str] = []
-        for limit, answer in zip(panel.limits, panel.found, strict=True):
-            rate = getattr(answer, name)
-            if corners:
-                corners.append(f"{x(limit):.1f},{corners[-1].split(',')[1]}")
-            corners.append(f"{x(limit):.1f},{y(rate):.1f}")
-        yield f'<polyline points="{" ".join(corners)}" fill="none" stroke="{color}" stroke-width="1.5"/>'
-    labels: list[tuple[float, float, float]] = []
-    for point in sorted(panel.peers, key=lambda point: point.bubble):
-        name = escape(point.schedule.split("[")[0].removeprefix("deepseek-"))
-        left, top = x(point.peak) + 5, y(point.bubble) - 3
-        width = _LETTER * len(name)
-        if left + width > WIDTH - 20:
-            left -= width + 10
-        top = min([top, *(above - _LINE for start, end, above in labels if start < left + width and left < end)])
-        labels.append((left, left + width, top))
-        yield f'<circle cx="{x(point.peak):.1f}" cy="{y(point.bubble):.1f}" r="3" fill="#c0392b"/>'
-        yield f'<text x="{left:.1f}" y="{top:.1f}" fill="#c0392b">{name}</text>'
+
+def _short(schedule: str) -> str:
+    return schedule.split("[", maxsplit=1)[0].removeprefix("deepseek-")
 
 
 if __name__ == "__main__":

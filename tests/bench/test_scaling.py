@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.chart import Axis, Line, Panel, draw
 from bench.ranks import environment
 from bench.scaling import CHOICES, DRAWN, Setting, lengths_ms, predict
 from megatron.zero_bubble import PassCosts, build, simulate
@@ -103,12 +102,3 @@ def test_chart_has_one_line_per_schedule_and_panel(tmp_path: Path) -> None:
     assert len(lines) == 2 * 2 and len(content["points"]) == 2 * 2
     assert "prefers-color-scheme:dark" in text
     assert "zb-h2, memory (2p-1)M" in text
-
-
-def test_chart_axes_point_up_and_right() -> None:
-    axes = Axis.counts("ranks", (2, 8)), Axis.shares("throughput", 0.71, 1.0)
-    text = draw("title", [Panel("<panel>", (Line("a", ((2, 0.95), (8, 0.71))),))], {"a": "a & b"}, *axes)
-    corners = ElementTree.fromstring(text).find(".//{http://www.w3.org/2000/svg}polyline").get("points").split()
-    (x0, y0), (x1, y1) = (map(float, corner.split(",")) for corner in corners)
-    assert x0 < x1 and y0 < y1
-    assert "&lt;panel&gt;" in text and "a &amp; b" in text
