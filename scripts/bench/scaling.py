@@ -5,8 +5,13 @@ time with any number of ranks, and a pipeline without bubbles would process the 
 size. Pass times come from a costs file (recorded by a run, or published), or are estimated from the model's shapes.
 Every schedule of every size is simulated pass by pass; nothing is extrapolated.
 
+Published schedules are made for equal passes. Others are planned for the pass times: ``zb-auto`` in the memory of 1F1B,
+and V-Half and V-Min fitted, in their own memory. Each is planned once per size and optimizer, up to ``--plan-up-to``
+ranks times microbatches. The largest sizes take minutes and about 2 GiB per process, so ``--planned`` takes what an
+earlier run planned from its results, such as ``docs/scaling.json``.
+
     bash scripts/bench.sh scaling [--config FILE [--gpu NAME]] [--costs FILE] [--latency-us US --link-gbs GBS]
-        [--num-ranks 2 ... 256] [--num-microbatches 256 2048]
+        [--num-ranks 2 ... 256] [--num-microbatches 256 2048] [--plan-up-to 524288] [--planned FILE]
 """
 
 from __future__ import annotations
@@ -15,10 +20,10 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -30,12 +35,19 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.files import json_object, read_file
 from megatron.zero_bubble.schedules import recipe
+from megatron.zero_bubble.search import fit, zb_auto
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import Problem
 
-CHOICES = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
-DRAWN = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+FITTED = "-fitted"
+PUBLISHED = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+PLANNED = ("zb-auto", *(f"{name}{FITTED}" for name in ("zb-v", "v-half", "v-min")))
+DRAWN = (
+    *("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min"),
+    *("v-half-fitted", "v-min-fitted", "zb-auto"),  # in ZB-V's memory, zb-auto is the fitted ZB-V or shorter
+)
 OPTIMIZERS: dict[Metric, str] = {"makespan": "synchronous optimizer", "span": "post-validation"}
 
 
@@ -57,7 +69,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Point:
-    """One schedule at one size: its length, bubble rate and tokens per second of the whole pipeline, by optimizer."""
+    """One schedule at one size: its length, bubble rate and tokens per second of the whole pipeline, by optimizer.
+
+    It took ``seconds`` to build or plan, and to simulate.
+    """
 
     schedule: str
     num_ranks: int
@@ -65,6 +80,11 @@ class Point:
     ms: dict[Metric, float]
     bubble: dict[Metric, float]
     tokens_s: dict[Metric, float]
+    seconds: float
+
+
+Task = tuple[str, tuple[int, int]]
+"""A schedule's name, and its numbers of ranks and of microbatches."""
 
 
 def main() -> None:
@@ -72,23 +92,28 @@ def main() -> None:
     options = _parse()
     try:
         setting, assumptions = _setting(options)
+        known = _known(options.planned, setting) if options.planned else []
     except ValueError as error:
         sys.exit(f"scaling.py: {error}")
-    # The largest sizes first, so that all cores are busy until the end.
-    sizes = sorted(product(options.num_ranks, options.num_microbatches), key=math.prod, reverse=True)
-    with ProcessPoolExecutor(options.jobs) as pool:
-        points = list(pool.map(partial(predict, setting), *zip(*product(options.schedules, sizes), strict=True)))
+    sizes = [*product(options.num_ranks, options.num_microbatches)]
+    tasks = [
+        (name, size)
+        for name, size in product(options.schedules, sizes)
+        if name in PUBLISHED or math.prod(size) <= options.plan_up_to
+    ]
+    points = _predict_all(setting, tasks, known, options.jobs)
     points.sort(key=lambda at: (at.num_microbatches, options.schedules.index(at.schedule), at.num_ranks))
+    left_out = _left_out(options.schedules, sizes, options.plan_up_to)
     content = {
         "setting": asdict(setting),
         "ideal_tokens_s": setting.ideal_tokens_s,
-        "assumptions": assumptions,
-        "memory": {name: recipe(name).memory for name in options.schedules},
+        "assumptions": [*assumptions, *_planned(options.schedules), *left_out],
+        "memory": {name: _memory(name) for name in options.schedules},
         "points": [asdict(point) for point in points],
     }
     page.report("scaling", content, options.output)
     chart = options.output.with_suffix(".svg")
-    chart.write_text(chart_of(points, setting), encoding="utf-8")
+    chart.write_text(chart_of(points, setting, left_out), encoding="utf-8")
     print(f"drawn to {chart}")
 
 
@@ -106,8 +131,15 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--link-gbs", type=float, help="bandwidth between neighbours in GB/s (default: the GPU's)")
     parser.add_argument("--num-ranks", type=int, nargs="+", default=[2**k for k in range(1, 9)])
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[256, 2048])
-    parser.add_argument("--schedules", nargs="+", choices=CHOICES, default=list(DRAWN))
-    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--schedules", nargs="+", choices=(*PUBLISHED, *PLANNED), default=list(DRAWN))
+    parser.add_argument(
+        "--plan-up-to", type=int, metavar="N", default=128 * 2048,
+        help="plan zb-auto and fitted schedules only for up to N ranks times microbatches (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--planned", type=Path, metavar="FILE", help="results of an earlier run; what it planned is not planned again"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="number of processes")
     parser.add_argument(
         "--output", type=Path, default=Path("runs/bench/scaling.json"), help="results; the chart is written next to it"
     )
@@ -137,7 +169,7 @@ def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
         f"A transfer takes {transfer}, {setting.comm_ms:.3f} ms, between any two neighbours, and occupies no rank.",
         "An iteration takes the makespan with a synchronous optimizer, else the span; steps take no time.",
         "Data parallelism and its reductions are not counted.",
-        "Schedules are those for passes of equal length; those on a V have two stages per rank.",
+        "Published schedules are those for passes of equal length; those on a V have two stages per rank.",
     ]
 
 
@@ -155,12 +187,62 @@ def _shown(path: Path) -> str:
     return str(path.resolve().relative_to(ranks.ROOT) if path.resolve().is_relative_to(ranks.ROOT) else path)
 
 
+def _planned(names: Sequence[str]) -> Iterator[str]:
+    """What is planned, in a sentence for each."""
+    if "zb-auto" in names:
+        yield "zb-auto is planned for these times, in the memory of 1F1B."
+    if fitted := [name for name in names if name.endswith(FITTED)]:
+        yield f"{' and '.join(fitted)}: fitted to these times, in the memory of the published schedule."
+    if set(PLANNED) & set(names):
+        yield "What is planned or fitted is so once for the makespan, and once for the span."
+
+
+def _left_out(names: Sequence[str], sizes: Sequence[tuple[int, int]], plan_up_to: int) -> list[str]:
+    """A sentence about the sizes that are not planned, if there are any."""
+    larger = [f"{m} microbatches on {p} ranks" for p, m in sorted(sizes) if p * m > plan_up_to]
+    if larger and set(PLANNED) & set(names):
+        return [f"Not planned or fitted, as it takes too long: {', '.join(larger)}."]
+    return []
+
+
+def _memory(name: str) -> str:
+    return recipe("1f1b" if name == "zb-auto" else name.removesuffix(FITTED)).memory
+
+
+def _known(path: Path, setting: Setting) -> list[Point]:
+    content = read_file(path, "results of an earlier run", json_object)
+    if content["setting"] != asdict(setting):
+        raise ValueError(f"{path} must be of the same setting; it has {content['setting']}; leave out --planned")
+    return [Point(**row) for row in content["points"] if row["schedule"] in PLANNED]
+
+
+def _predict_all(setting: Setting, tasks: Sequence[Task], known: Sequence[Point], jobs: int) -> list[Point]:
+    """The points of all tasks, in any order; the longest tasks start first, so that no process ends alone."""
+    of_task = {(point.schedule, (point.num_ranks, point.num_microbatches)): point for point in known}
+    points = [of_task[task] for task in tasks if task in of_task]
+    to_do = sorted(set(tasks) - set(of_task), key=lambda task: (task[0] in PLANNED, math.prod(task[1])), reverse=True)
+    with ProcessPoolExecutor(jobs) as pool:
+        futures = [pool.submit(predict, setting, *task) for task in to_do]
+        for done, future in enumerate(as_completed(futures), 1):
+            point = future.result()
+            size = f"{point.num_ranks} ranks, {point.num_microbatches} microbatches"
+            print(f"  {done}/{len(to_do)} {point.schedule}, {size}: {point.seconds:.1f} s", file=sys.stderr, flush=True)
+            points.append(point)
+    return points
+
+
 def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
     """Predict schedule ``name`` with ``size``, the numbers of ranks and of microbatches."""
+    started = time.perf_counter()
     num_ranks, num_microbatches = size
-    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     figures = setting.forward_ms, setting.backward_ms, setting.wgrad_ms, setting.comm_ms
-    ms = lengths_ms(schedule, PassCosts.uniform(schedule.placement, *figures))
+    costs = PassCosts.uniform(Placement.vee(num_ranks), *figures)
+    ms: dict[Metric, float] = {}
+    for metric in OPTIMIZERS:
+        if metric not in ms:
+            schedule = _schedule(name, size, costs, metric)
+            lengths = lengths_ms(schedule, PassCosts.uniform(schedule.placement, *figures))
+            ms |= {metric: lengths[metric]} if name in PLANNED else lengths
     work = num_microbatches * sum(figures[:3])
     tokens = num_microbatches * setting.tokens
     return Point(
@@ -170,7 +252,18 @@ def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
         ms,
         {metric: (length - work) / length for metric, length in ms.items()},
         {metric: tokens / length * 1e3 for metric, length in ms.items()},
+        time.perf_counter() - started,
     )
+
+
+def _schedule(name: str, size: tuple[int, int], costs: PassCosts, metric: Metric) -> Schedule:
+    """Build the schedule, or plan it for ``costs`` on a V and the length ``metric``."""
+    num_ranks, num_microbatches = size
+    memory = PassMemory.uniform(Placement.vee(num_ranks))
+    if name == "zb-auto":
+        return zb_auto(costs, memory, num_ranks, num_microbatches, float(num_ranks), objective=metric)
+    published = build(name.removesuffix(FITTED), num_ranks=num_ranks, num_microbatches=num_microbatches)
+    return fit(published, costs, memory, objective=metric) if name.endswith(FITTED) else published
 
 
 def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
@@ -198,7 +291,7 @@ def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:
     return lengths
 
 
-def chart_of(points: list[Point], setting: Setting) -> str:
+def chart_of(points: list[Point], setting: Setting, caption: Sequence[str]) -> str:
     """One panel per optimizer and number of microbatches: throughput, as a share of the ideal, over ranks."""
     sizes = sorted({point.num_microbatches for point in points})
     panels = [
@@ -206,10 +299,13 @@ def chart_of(points: list[Point], setting: Setting) -> str:
         for m, (metric, optimizer) in product(sizes, OPTIMIZERS.items())
     ]
     title = f"Predicted throughput over pipeline ranks; 100 % is {setting.ideal_tokens_s:,.0f} tokens/s"
-    legend = {name: f"{name}, memory {recipe(name).memory}" for name in _names(points)}
+    names = _names(points)
+    legend = {name.removesuffix(FITTED): f"{name.removesuffix(FITTED)}, memory {_memory(name)}" for name in names}
+    for name in filter(lambda name: f"{name}{FITTED}" in names, names):
+        legend[name] += ", solid if fitted, dashed if not"
     x = Axis.counts("pipeline ranks", sorted({point.num_ranks for point in points}))
     y = Axis.shares("throughput", 1 - max(max(point.bubble.values()) for point in points), 1.0)
-    return draw(title, panels, legend, x, y)
+    return draw(title, panels, legend, x, y, caption)
 
 
 def _names(points: list[Point]) -> list[str]:
@@ -217,9 +313,11 @@ def _names(points: list[Point]) -> list[str]:
 
 
 def _lines(points: list[Point], num_microbatches: int, metric: Metric) -> Iterator[Line]:
-    for name in _names(points):
+    names = _names(points)
+    for name in names:
         of = [p for p in points if (p.schedule, p.num_microbatches) == (name, num_microbatches)]
-        yield Line(name, tuple((point.num_ranks, 1 - point.bubble[metric]) for point in of))
+        shares = tuple((point.num_ranks, 1 - point.bubble[metric]) for point in of)
+        yield Line(name.removesuffix(FITTED), shares, is_dashed=f"{name}{FITTED}" in names)
 
 
 if __name__ == "__main__":

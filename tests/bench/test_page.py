@@ -77,3 +77,18 @@ def test_a_bench_prints_what_the_page_would_have_of_it(tmp_path: Path, capsys: p
     assert json.loads((tmp_path / "wgrad.json").read_text()) == content
     printed = [re.split(r" {2,}", line) for line in capsys.readouterr().out.splitlines()]
     assert SECTIONS["wgrad"].table(SECTIONS["wgrad"].summary(content)) == [row for row in printed if len(row) == 6]
+
+
+def test_sizes_that_were_not_planned_have_a_dash_and_only_orders_for_equal_passes_explain_a_rise() -> None:
+    content = json.loads((GOLDEN / "run/scaling.json").read_text())
+    throughputs = {"zb-v": (3e4, 2e4, 1e4), "v-half": (1e4, 2e4, 3e4), "v-min-fitted": (1e4, 2e4)}
+    content["memory"] = dict.fromkeys(throughputs, "pM")
+    content["points"] = [
+        {"schedule": name, "num_ranks": 2**k, "num_microbatches": 16, "tokens_s": {"makespan": rate, "span": rate}}
+        for name, rates in throughputs.items()
+        for k, rate in enumerate(rates)
+    ]
+    summary = SECTIONS["scaling"].summary(content)
+    assert SECTIONS["scaling"].table(summary)[-1] == ["16", "v-min-fitted", "pM", "10.0 / 10.0", "-"]
+    text = SECTIONS["scaling"].text(summary, content["machine"])
+    assert "The throughput of v-half does not fall steadily" in text

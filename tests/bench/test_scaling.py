@@ -15,14 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.ranks import environment
-from bench.scaling import CHOICES, DRAWN, Setting, lengths_ms, predict
+from bench.scaling import DRAWN, PUBLISHED, Setting, lengths_ms, predict
 from megatron.zero_bubble import PassCosts, build, simulate
 
 ROOT = Path(__file__).parents[2]
 SETTING = Setting(forward_ms=10.0, backward_ms=12.0, wgrad_ms=8.0, comm_ms=0.5, tokens=1000)
 
 
-@given(st.sampled_from(CHOICES), st.integers(1, 6), st.integers(1, 15), st.randoms())
+@given(st.sampled_from(PUBLISHED), st.integers(1, 6), st.integers(1, 15), st.randoms())
 def test_lengths_equal_the_simulators(name: str, p: int, m: int, rng: random.Random) -> None:
     schedule = build(name, num_ranks=p, num_microbatches=m)
     figures = (tuple(rng.uniform(0.1, 20.0) for _ in range(schedule.num_stages)) for _ in range(3))
@@ -48,7 +48,7 @@ def test_1f1b_without_transfers_equals_the_papers_formula(p: int) -> None:
         assert point.tokens_s[metric] == pytest.approx(m * 1000 / ((m + p - 1) * work) * 1e3)
 
 
-@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("name", [name for name in DRAWN if name in PUBLISHED])
 def test_more_microbatches_and_post_validation_never_lower_throughput(name: str) -> None:
     few, many = (predict(SETTING, name, (4, m)) for m in (16, 64))
     for metric in ("makespan", "span"):
@@ -93,6 +93,54 @@ def test_missing_costs_file_is_rejected_in_one_sentence(tmp_path: Path) -> None:
     result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr.startswith("scaling.py: cannot read the costs file") and result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("planned", "published"), [
+    ("zb-auto", "zb-v"), ("zb-v-fitted", "zb-v"), ("v-half-fitted", "v-half"), ("v-min-fitted", "v-min"),
+])  # fmt: skip
+def test_planned_schedules_are_faster_than_published_ones_in_the_same_memory(planned: str, published: str) -> None:
+    ours, theirs = predict(SETTING, planned, (4, 12)), predict(SETTING, published, (4, 12))
+    for metric in ("makespan", "span"):
+        assert ours.tokens_s[metric] > theirs.tokens_s[metric]
+
+
+def test_published_schedules_are_dashed_beside_fitted_ones_and_what_is_not_planned_is_said(tmp_path: Path) -> None:
+    flags = ("--schedules", "v-half", "v-half-fitted", "zb-h1", "--plan-up-to", "16")
+    content, text = scale(tmp_path, *flags)
+    lines = ElementTree.fromstring(text).findall(".//{http://www.w3.org/2000/svg}polyline")
+    assert [line.attrib.get("class") for line in lines] == ["dashed", None, None] * 2
+    assert [len(line.attrib["points"].split()) for line in lines] == [2, 1, 2] * 2
+    assert lines[0].attrib["stroke"] == lines[1].attrib["stroke"] != lines[2].attrib["stroke"]
+    sentence = "Not planned or fitted, as it takes too long: 8 microbatches on 4 ranks."
+    assert sentence in text and sentence == content["assumptions"][-1]
+    assert "v-half, memory (p/2+1)M, solid if fitted, dashed if not" in text
+    assert "Not planned" not in scale(tmp_path, "--schedules", "zb-h1", "--plan-up-to", "16")[1]
+
+
+def test_what_is_planned_already_is_not_planned_again(tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    first, _ = scale(tmp_path / "first", "--schedules", "1f1b", "zb-auto", "--num-ranks", "2")
+    published, planned = first["points"]
+    published["seconds"] = planned["seconds"] = 1234.0
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps(first))
+    second, _ = scale(tmp_path, "--schedules", "1f1b", "zb-auto", "--planned", str(earlier))
+    points = second["points"]
+    sizes = [("1f1b", 2), ("1f1b", 4), ("zb-auto", 2), ("zb-auto", 4)]
+    assert [(point["schedule"], point["num_ranks"]) for point in points] == sizes
+    assert [point["seconds"] == 1234 for point in points] == [False, False, True, False]
+    assert points[2] == planned
+
+
+def test_plans_for_another_setting_are_rejected(tmp_path: Path) -> None:
+    earlier = tmp_path / "earlier.json"
+    earlier.write_text(json.dumps({"setting": {"forward_ms": 1}, "points": []}))
+    command = [sys.executable, "-m", "bench.scaling", "--num-ranks", "2", "--num-microbatches", "2"]
+    command += ["--planned", str(earlier)]
+    command += ["--schedules", "1f1b", "--output", str(tmp_path / "scaling.json")]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "must be of the same setting" in result.stderr and result.stderr.count("\n") == 1
 
 
 def test_chart_has_one_line_per_schedule_and_panel(tmp_path: Path) -> None:
