@@ -21,7 +21,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -92,18 +92,19 @@ def main() -> None:
     options = _parse()
     try:
         setting, assumptions = _setting(options)
-        known = _known(options.planned, setting) if options.planned else []
+        known = _known(options.planned, setting) if options.planned else {}
     except ValueError as error:
         sys.exit(f"scaling.py: {error}")
     sizes = [*product(options.num_ranks, options.num_microbatches)]
+    asked = [*product(options.schedules, sizes)]
     tasks = [
         (name, size)
-        for name, size in product(options.schedules, sizes)
-        if name in PUBLISHED or math.prod(size) <= options.plan_up_to
+        for name, size in asked
+        if name in PUBLISHED or (name, size) in known or math.prod(size) <= options.plan_up_to
     ]
     points = _predict_all(setting, tasks, known, options.jobs)
     points.sort(key=lambda at: (at.num_microbatches, options.schedules.index(at.schedule), at.num_ranks))
-    left_out = _left_out(options.schedules, sizes, options.plan_up_to)
+    left_out = _left_out(set(asked) - set(tasks))
     content = {
         "setting": asdict(setting),
         "ideal_tokens_s": setting.ideal_tokens_s,
@@ -197,30 +198,29 @@ def _planned(names: Sequence[str]) -> Iterator[str]:
         yield "What is planned or fitted is so once for the makespan, and once for the span."
 
 
-def _left_out(names: Sequence[str], sizes: Sequence[tuple[int, int]], plan_up_to: int) -> list[str]:
+def _left_out(tasks: Iterable[Task]) -> list[str]:
     """A sentence about the sizes that are not planned, if there are any."""
-    larger = [f"{m} microbatches on {p} ranks" for p, m in sorted(sizes) if p * m > plan_up_to]
-    if larger and set(PLANNED) & set(names):
-        return [f"Not planned or fitted, as it takes too long: {', '.join(larger)}."]
-    return []
+    sizes = sorted({size for _, size in tasks})
+    named = ", ".join(f"{m} microbatches on {p} ranks" for p, m in sizes)
+    return [f"Not planned or fitted, as it takes too long: {named}."] if sizes else []
 
 
 def _memory(name: str) -> str:
     return recipe("1f1b" if name == "zb-auto" else name.removesuffix(FITTED)).memory
 
 
-def _known(path: Path, setting: Setting) -> list[Point]:
+def _known(path: Path, setting: Setting) -> dict[Task, Point]:
     content = read_file(path, "results of an earlier run", json_object)
     if content["setting"] != asdict(setting):
         raise ValueError(f"{path} must be of the same setting; it has {content['setting']}; leave out --planned")
-    return [Point(**row) for row in content["points"] if row["schedule"] in PLANNED]
+    points = [Point(**row) for row in content["points"] if row["schedule"] in PLANNED]
+    return {(point.schedule, (point.num_ranks, point.num_microbatches)): point for point in points}
 
 
-def _predict_all(setting: Setting, tasks: Sequence[Task], known: Sequence[Point], jobs: int) -> list[Point]:
-    """The points of all tasks, in any order; the longest tasks start first, so that no process ends alone."""
-    of_task = {(point.schedule, (point.num_ranks, point.num_microbatches)): point for point in known}
-    points = [of_task[task] for task in tasks if task in of_task]
-    to_do = sorted(set(tasks) - set(of_task), key=lambda task: (task[0] in PLANNED, math.prod(task[1])), reverse=True)
+def _predict_all(setting: Setting, tasks: Sequence[Task], known: Mapping[Task, Point], jobs: int) -> list[Point]:
+    """The points of all tasks, in any order; the longest tasks start first, so that all processes end together."""
+    points = [known[task] for task in tasks if task in known]
+    to_do = sorted(set(tasks) - set(known), key=lambda task: (task[0] in PLANNED, math.prod(task[1])), reverse=True)
     with ProcessPoolExecutor(jobs) as pool:
         futures = [pool.submit(predict, setting, *task) for task in to_do]
         for done, future in enumerate(as_completed(futures), 1):
@@ -237,12 +237,11 @@ def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
     num_ranks, num_microbatches = size
     figures = setting.forward_ms, setting.backward_ms, setting.wgrad_ms, setting.comm_ms
     costs = PassCosts.uniform(Placement.vee(num_ranks), *figures)
-    ms: dict[Metric, float] = {}
-    for metric in OPTIMIZERS:
-        if metric not in ms:
-            schedule = _schedule(name, size, costs, metric)
-            lengths = lengths_ms(schedule, PassCosts.uniform(schedule.placement, *figures))
-            ms |= {metric: lengths[metric]} if name in PLANNED else lengths
+    if name in PLANNED:
+        ms = {metric: lengths_ms(_plan(name, size, costs, metric), costs)[metric] for metric in OPTIMIZERS}
+    else:
+        schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+        ms = lengths_ms(schedule, PassCosts.uniform(schedule.placement, *figures))
     work = num_microbatches * sum(figures[:3])
     tokens = num_microbatches * setting.tokens
     return Point(
@@ -256,14 +255,14 @@ def predict(setting: Setting, name: str, size: tuple[int, int]) -> Point:
     )
 
 
-def _schedule(name: str, size: tuple[int, int], costs: PassCosts, metric: Metric) -> Schedule:
-    """Build the schedule, or plan it for ``costs`` on a V and the length ``metric``."""
+def _plan(name: str, size: tuple[int, int], costs: PassCosts, metric: Metric) -> Schedule:
+    """Plan ``zb-auto`` in the memory of 1F1B, or fit a published schedule, for ``costs`` on a V."""
     num_ranks, num_microbatches = size
     memory = PassMemory.uniform(Placement.vee(num_ranks))
     if name == "zb-auto":
         return zb_auto(costs, memory, num_ranks, num_microbatches, float(num_ranks), objective=metric)
     published = build(name.removesuffix(FITTED), num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return fit(published, costs, memory, objective=metric) if name.endswith(FITTED) else published
+    return fit(published, costs, memory, objective=metric)
 
 
 def lengths_ms(schedule: Schedule, costs: PassCosts) -> dict[Metric, float]:

@@ -124,11 +124,11 @@ def test_what_is_planned_already_is_not_planned_again(tmp_path: Path) -> None:
     published["seconds"] = planned["seconds"] = 1234.0
     earlier = tmp_path / "earlier.json"
     earlier.write_text(json.dumps(first))
-    second, _ = scale(tmp_path, "--schedules", "1f1b", "zb-auto", "--planned", str(earlier))
+    second, _ = scale(tmp_path, "--schedules", "1f1b", "zb-auto", "--planned", str(earlier), "--plan-up-to", "0")
     points = second["points"]
-    sizes = [("1f1b", 2), ("1f1b", 4), ("zb-auto", 2), ("zb-auto", 4)]
+    sizes = [("1f1b", 2), ("1f1b", 4), ("zb-auto", 2)]
     assert [(point["schedule"], point["num_ranks"]) for point in points] == sizes
-    assert [point["seconds"] == 1234 for point in points] == [False, False, True, False]
+    assert [point["seconds"] == 1234 for point in points] == [False, False, True]
     assert points[2] == planned
 
 
