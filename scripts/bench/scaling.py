@@ -195,7 +195,7 @@ def _planned(names: Sequence[str]) -> Iterator[str]:
     if fitted := [name for name in names if name.endswith(FITTED)]:
         yield f"{' and '.join(fitted)}: fitted to these times, in the memory of the published schedule."
     if set(PLANNED) & set(names):
-        yield "What is planned or fitted is so once for the makespan, and once for the span."
+        yield "Each of these is planned twice: for the makespan and for the span."
 
 
 def _left_out(tasks: Iterable[Task]) -> list[str]:
