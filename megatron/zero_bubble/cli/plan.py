@@ -77,7 +77,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         "--format",
         choices=("text", "json", "svg"),
         default="text",
-        help="output format (default: text); an svg can be zoomed in a browser",
+        help="output format (default: text); an SVG can be zoomed in a browser",
     )
     verb.set_defaults(command=plan)
 
