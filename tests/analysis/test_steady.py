@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, Timeline, build, simulate
+from megatron.zero_bubble import PassCosts, Placement, Timeline, build, simulate
 from megatron.zero_bubble.analysis.steady import Period, find_period
+from tests.helpers.gpipe import gpipe
 
 
 def simulated(name: str, num_ranks: int, num_microbatches: int) -> Timeline:
@@ -26,9 +27,9 @@ def test_dense_schedules_repeat_after_the_work_of_a_microbatch(name: str) -> Non
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
 def test_schedules_in_groups_repeat_after_a_group(name: str) -> None:
     """Transfers delay each group of p microbatches; within a group, an interleaved rank repeats passes of one stage."""
-    found = find_period(simulated(name, 8, 64))
+    found = find_period(simulated(name, 16, 64))
     assert found is not None
-    assert found.num_microbatches == 8
+    assert found.num_microbatches == 16
 
 
 def test_every_pass_of_a_period_returns_later() -> None:
@@ -60,4 +61,5 @@ def test_few_microbatches_have_no_period(num_microbatches: int) -> None:
 
 
 def test_repeated_forwards_of_the_warm_up_are_no_period() -> None:
-    assert find_period(simulated("breadth-first", 4, 16)) is None
+    schedule = gpipe(Placement.linear(4), 32)
+    assert find_period(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))) is None

@@ -93,6 +93,17 @@ def test_wheel_zooms_around_the_pointer_until_numbers_appear(page: WebDriver) ->
     assert (other - x) / (more - ms) == pytest.approx(widths[1] / 20, rel=1e-2)
 
 
+def test_time_under_the_pointer_stays(page: WebDriver) -> None:
+    def under(x: float) -> float:
+        (first, ms), *_, (last, more) = page.execute_async_script(SHOWN)["ticks"]
+        return float(ms + (x - first) * (more - ms) / (last - first))
+
+    before = under(600)
+    for delta in (-1000, -1000, 500):
+        page.execute_script(WHEEL, 600, delta)
+        assert under(600) == pytest.approx(before, rel=2e-3)
+
+
 def test_drag_moves_and_double_click_resets(page: WebDriver) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 

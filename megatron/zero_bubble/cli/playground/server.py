@@ -127,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         with server.searching if question.searches else server.planning:
             if self._has_left():
                 return None
-            return server.answers.get(query) or server.keep(query, _encode(answer(question)))
+            return server.keep(query, _encode(answer(question)))
 
     def _has_left(self) -> bool:
         readable, _, _ = select.select([self.connection], [], [], 0)

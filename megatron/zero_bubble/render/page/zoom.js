@@ -1,9 +1,9 @@
 // Zooms and moves an SVG drawing in time: the wheel zooms around the pointer, dragging moves, a double click resets.
-// Viewers that run no scripts show the drawing as it is. It is redrawn, not scaled, so that the gaps between passes stay
-// thin and the numbers appear where there is room. LEFT, RIGHT and DIGIT are those of svg.py, in pixels.
+// Viewers that run no scripts show the drawing as it is. It is redrawn, not scaled, so that the gaps between passes
+// stay thin and the numbers appear where there is room. LEFT, RIGHT and DIGIT are those of svg.py, in pixels.
 "use strict";
 (() => {
-  const svg = document.documentElement;
+  const svg = document.currentScript.parentNode;
   const [, , WIDTH] = svg.getAttribute("viewBox").split(" ").map(Number);
   const END = WIDTH - RIGHT, MOST = 200;
   const create = (name, attributes) => {
@@ -32,7 +32,7 @@
   const msPerPixel = ticks.length > 1 ? Number(last.textContent) / (attribute(last, "x") - LEFT) : 0;
   const labels = create("g", {});
   const axis = create("g", {});
-  const passed = all("text.mb");
+  const still = all("text.mb");
   let from = LEFT, scale = 1, waiting = false;  // the drawing's x at the left edge, and the magnification
 
   const place = (x) => Math.max(LEFT, Math.min(END, LEFT + (x - from) * scale));
@@ -71,7 +71,7 @@
 
   function draw() {
     waiting = false;
-    for (const old of [...passed, ...ticks, ...grid]) old.remove();
+    for (const old of [...still, ...ticks, ...grid]) old.remove();
     drawPasses();
     drawAxis();
     for (const {bar, x, width} of bars) {
@@ -84,7 +84,7 @@
   }
 
   function show(left, magnification) {
-    scale = Math.max(1, Math.min(MOST, magnification));
+    scale = magnification;
     from = Math.max(LEFT, Math.min(END - (END - LEFT) / scale, left));
     if (!waiting) requestAnimationFrame(draw);
     waiting = true;
@@ -98,7 +98,8 @@
     const x = pointer(event);
     if (x < LEFT) return;  // over the names of the ranks, the wheel scrolls
     event.preventDefault();
-    const under = from + (x - LEFT) / scale, next = Math.max(1, Math.min(MOST, scale * Math.exp(-event.deltaY * 0.0015)));
+    const under = from + (x - LEFT) / scale;
+    const next = Math.max(1, Math.min(MOST, scale * Math.exp(-event.deltaY * 0.0015)));
     show(under - (x - LEFT) / next, next);
   }, {passive: false});
   let held = null;
