@@ -118,10 +118,10 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
         x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
         # Leave a thin gap between neighbours, but never so wide that a short pass disappears.
         drawn = w - min(1.0, 0.15 * w)
-        lane = p.kind, placement.chunk_of(p.stage)
-        paths[lane].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
+        part = p.kind, placement.chunk_of(p.stage)
+        paths[part].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
         label = f"{p.microbatch}.{p.slice}" if p.slice else str(p.microbatch)
-        numbers[lane].append(label)
+        numbers[part].append(label)
         if _DIGIT * len(label) < drawn:
             labels.append(f'<text class="mb" x="{x + drawn / 2:.1f}" y="{y + height / 2 + 3.5:g}">{label}</text>')
     middle = y + height / 2 + 4
