@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 
-_ROUNDING = 1e-9
+_ROUNDING = 2e-9
 """Share of the limit by which sums of memory may differ from their exact values."""
 
 
@@ -24,17 +24,16 @@ def time_to_make_room(s: Setting, rank: int, counts: Sequence[int]) -> float:
         return 0.0
     held = s.fits(min(s.a[k] for k in stages), limit)
     forwards = max(0, sum(counts) - held - 1)
-    return forwards * min(s.f[k] for k in stages) + _time_to_free(s, stages, excess - limit * _ROUNDING)
+    # The F belongs to the last microbatch, of which no B can run before.
+    most = (max(counts) - 1) * len(stages)
+    return forwards * min(s.f[k] for k in stages) + _time_to_free(s, stages, excess - limit * _ROUNDING, most)
 
 
-def _time_to_free(s: Setting, stages: Sequence[int], excess: float) -> float:
-    """Return the least time in which B and W passes free ``excess``; each W needs a B before it."""
+def _time_to_free(s: Setting, stages: Sequence[int], excess: float, most: int) -> float:
+    """Return the least time in which at most ``most`` B, and at most one W after each, free ``excess``."""
     b, w = min(s.b[k] for k in stages), min(s.w[k] for k in stages)
     by_b, by_w = max(s.a[k] - s.g[k] for k in stages), max(s.g[k] for k in stages)
-    backwards = math.ceil(excess / (by_b + by_w))
-    shortest = math.inf
-    while 0 < backwards * b < shortest:
-        left = max(0.0, excess - backwards * by_b)
-        shortest = min(shortest, backwards * b + (math.ceil(left / by_w) * w if left > 0 and by_w > 0 else 0.0))
-        backwards += 1
-    return shortest if math.isfinite(shortest) else 0.0
+    least = min(most, math.ceil(excess / (by_b + by_w)))
+    if by_w == 0:
+        return least * b
+    return min(n * b + max(0, math.ceil((excess - n * by_b) / by_w)) * w for n in range(least, most + 1))
