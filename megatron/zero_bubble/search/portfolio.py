@@ -28,11 +28,13 @@ _MOST_RANKS, _BUDGET_ABOVE = 16, (0.6, 0.4)
 """With more ranks than this, a miniature has fewer ranks, and this share of the constant budget is enough: for one
 stage per rank, and for two, whose plans also take twice as long to lower.
 """
-_SCREENED, _VARIED, _RANKED, _DERIVED, _REFILLED, _SETTLED = 0.42, 0.48, 0.56, 0.66, 0.84, 0.92
+_SCREENED, _VARIED, _RANKED, _DERIVED, _REFILLED, _SETTLED = 0.24, 0.30, 0.36, 0.66, 0.84, 0.92
 """Shares of the budget after which each of these steps stops; the rest is for polishing."""
 _COMPACTING = 8
 """Cost of placing a pass in ``compact``, relative to ``evaluate``."""
 _HASTES = (0.0, 0.3, 0.6)
+_SURVEYED = (0.0, 0.6)
+"""Hastes with which surveyed seeds are compacted."""
 _SHARES = (None, 0.5, 1.0)
 """Largest share of a V's memory that is reserved for microbatches on the way up. None reserves nothing; 1.0 leaves room
 for one microbatch on the way down."""
@@ -276,7 +278,8 @@ def _surveyed(problem: Problem) -> list[Derivation]:
             costs.append(found.cost)
         else:
             ranked.append((costs[-1] + (costs[-1] - costs[0]) * (m - counts[-1]) / p, number, seed))
-    return [Derivation(seed, 0.0, None, _STEPS) for *_, seed in sorted(ranked, key=lambda entry: entry[:2])]
+    by_length = sorted(ranked, key=lambda entry: entry[:2])
+    return [Derivation(seed, haste, None, _STEPS) for *_, seed in by_length for haste in _SURVEYED]
 
 
 def _derived(
@@ -285,14 +288,12 @@ def _derived(
     """Apply the best derivations of both lists in turn. Of a miniature's derivation, only the last step counts, which
     determined its rank; of a surveyed one, every step.
     """
-    derived = 0
     for pair in zip_longest(surveyed, derivations):
         for derivation, steps in zip(pair, (slice(None), slice(-1, None)), strict=True):
             if derivation is not None:
                 results = list(workbench.derive(derivation))
                 yield from results[steps]
-                derived += bool(results)
-            if derived == _MOST_REFILLED or workbench.left < floor:
+            if workbench.left < floor:
                 return
 
 
