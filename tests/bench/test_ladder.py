@@ -58,11 +58,22 @@ def test_profiles_are_those_of_the_public_schedules() -> None:
     assert LADDER.case(8).m == 16 and LADDER.case(8).limit == 4.0
 
 
+def climb(output: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "bench.ladder", "--jobs", "1", "--output", str(output), *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+
+
+def test_the_search_is_steady_for_one_profile(tmp_path: Path) -> None:
+    sizes = ["--num-ranks", "8", "16", "32", "--multiples", "4", "--limits", "1/3", "1/2", "3/4", "1"]
+    result = climb(tmp_path / "ladder.json", "--profiles", "29.7/29.4/19.9/0.53/0.4325", *sizes)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "0 violations on 4 ladders with 12 plans" in result.stdout
+
+
 def test_limits_without_a_schedule_are_left_out(tmp_path: Path) -> None:
     output = tmp_path / "ladder.json"
-    command = [sys.executable, "-m", "bench.ladder", "--profiles", "10/10/10/0/1", "--num-ranks", "4", "8"]
-    command += ["--multiples", "2", "--limits", "1/8", "1", "--jobs", "1", "--output", str(output)]
-    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
+    sizes = ["--num-ranks", "4", "8", "--multiples", "2", "--limits", "1/8", "1"]
+    result = climb(output, "--profiles", "10/10/10/0/1", *sizes)
     assert result.returncode == 0, result.stdout + result.stderr
     rungs_written = [(rung["limit"], rung["num_ranks"]) for rung in json.loads(output.read_text())["rungs"]]
     assert rungs_written == [("1/8", 8), ("1", 4), ("1", 8)]
