@@ -18,8 +18,7 @@ _SLACK = 1e-9
 def refill(problem: Problem, rows: Rows, eagerness: float, target: float) -> Rows | None:  # noqa: C901 (one hot loop)
     """Return the new rows, or None if they deadlock or do not fit; the time is linear in the number of passes."""
     _, duration, source, hop, _, wgrads, receiver, delta = problem.tables
-    ends: list[list[float]] = [[] for _ in duration]
-    ends.append([0.0] * problem.num_microbatches)  # code NONE: always available
+    ends = [*([] for _ in duration), [0.0] * problem.num_microbatches]  # the last is of code NONE: always available
     num_ranks = problem.num_ranks
     free, kept, position = [0.0] * num_ranks, [0.0] * num_ranks, [0] * num_ranks
     spare = [target + start - problem.work[rank] for rank, start in enumerate(problem.origin)]
