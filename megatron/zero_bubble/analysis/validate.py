@@ -15,12 +15,16 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
+from megatron.zero_bubble.ir.repeats import find_repeats
 
 __all__ = ["ScheduleError", "validate"]
 
 Cell = tuple[int, int, Pass]
 """Rank, position in the rank's order (one past the end: missing) and the pass."""
 Faults = Iterator[tuple[str, Cell]]
+
+_KEPT = 2
+"""Repeated windows of a schedule that are checked: if the second can follow the first, so can any number of them."""
 
 
 @without_collection()
@@ -36,6 +40,18 @@ def validate(schedule: Schedule, *, forward_only: bool = False) -> None:
             f"{schedule.name}: the order must have one list for each of the {schedule.num_ranks} ranks; "
             f"got {len(schedule.order)}"
         )
+    repeats = find_repeats(schedule)
+    if repeats is not None:
+        try:
+            _check(repeats.stem(schedule, _KEPT), forward_only)
+        except ScheduleError:
+            pass  # the error for the whole schedule shows its own microbatches
+        else:
+            return
+    _check(schedule, forward_only)
+
+
+def _check(schedule: Schedule, forward_only: bool) -> None:
     backwards = no_backward if forward_only else every_backward
     for rule in (
         known_passes,

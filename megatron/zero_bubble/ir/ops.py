@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.passes import Kind, Pass
+from megatron.zero_bubble.ir.passes import Kind, Pass, later
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.ir.plan import Plan
@@ -102,6 +102,13 @@ class Op:
         """
         return 0.0, 0.0
 
+    def later(self, by: int) -> Op | None:
+        """The op that does the same for microbatches that are ``by`` later; its effects must be the same ``later``.
+
+        None if there is none: plans with such an op are lowered and stored pass by pass, not in repeated windows.
+        """
+        return None
+
     @classmethod
     def parse(cls, text: str, rank: int) -> Op | None:
         """Read what ``str`` wrote for an op of ``rank``; None if it is an op of another class."""
@@ -168,6 +175,9 @@ class Compute(Op):
     def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
         return memory_of(self.work, memory, num_slices)
 
+    def later(self, by: int) -> Compute:
+        return Compute(later(self.work, by))
+
     @classmethod
     def parse(cls, text: str, rank: int) -> Compute | None:
         return cls(Pass.parse(text)) if re.fullmatch(r"\d+[A-Z]+[\d.]+", text) else None
@@ -200,6 +210,9 @@ class Send(Op):
     def effects(self, flow: Flow) -> Effects:
         message = self.message
         return Effects(uses=(message.value,), gives=(message,), makes=(Token("sent", message),))
+
+    def later(self, by: int) -> Send:
+        return Send(later(self.message, by))
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Send | None:
@@ -245,6 +258,9 @@ class Recv(Op):
         message = self.message
         return Effects(gives=(message.value,), makes=(Token("posted", message),), arrives=Token("sent", message))
 
+    def later(self, by: int) -> Recv:
+        return Recv(later(self.message, by))
+
     @classmethod
     def parse(cls, text: str, rank: int) -> Recv | None:
         match = re.fullmatch(r"(.+)<(\d+)", text)
@@ -262,6 +278,9 @@ class Settle(Op):
 
     def effects(self, flow: Flow) -> Effects:
         return Effects(takes=(self.message,), waits=(Token("posted", self.message),))
+
+    def later(self, by: int) -> Settle:
+        return Settle(later(self.message, by))
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Settle | None:

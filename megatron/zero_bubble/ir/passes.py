@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar, cast
 
 from megatron.zero_bubble.errors import UserError
+
+_Resource = TypeVar("_Resource")
 
 
 class Kind(Enum):
@@ -54,3 +56,18 @@ class Pass(NamedTuple):
             raise UserError(f"a pass is written <stage><F|B|W|BW><microbatch>[.<slice>], for example 2F0; got {text!r}")
         stage, kind, microbatch, slice_ = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch), int(slice_ or 0))
+
+
+def later(resource: _Resource, by: int) -> _Resource:
+    """Return a pass for a microbatch that is ``by`` later, or a tuple, such as a value or message, of such passes."""
+    return cast(_Resource, _later(resource, by))
+
+
+def _later(resource: object, by: int) -> object:
+    if isinstance(resource, Pass):
+        stage, kind, microbatch, slice_ = resource
+        return Pass(stage, kind, microbatch + by, slice_)
+    if isinstance(resource, tuple):
+        make = getattr(type(resource), "_make", tuple)  # a named tuple, or a plain one
+        return make([_later(part, by) for part in resource])
+    return resource

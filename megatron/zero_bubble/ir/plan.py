@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.ops import OPS, Compute, Effects, Message, Op, Recv, Send, parse_op
 from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
+from megatron.zero_bubble.ir.unrolled import Unrolled
 
 Channel = tuple[int, int]
 
@@ -26,7 +28,7 @@ class Plan:
     """
 
     schedule: Schedule
-    ops: tuple[tuple[Op, ...], ...]
+    ops: Sequence[tuple[Op, ...]]
     drain: tuple[tuple[Op, ...], ...] = ()
     has_messages: bool = True
 
@@ -35,15 +37,22 @@ class Plan:
         """A plan with only the passes of ``schedule``."""
         return cls(schedule, tuple(tuple(map(Compute, row)) for row in schedule.order), has_messages=False)
 
+    @property
+    def stem(self) -> Plan:
+        """The part of the plan that is stored: all of it, unless its ops are ``Unrolled``."""
+        return self.ops.stem if isinstance(self.ops, Unrolled) else self
+
     @cached_property
     def channels(self) -> frozenset[Channel]:
         """The (source, target) pairs of ranks between which messages travel."""
-        return frozenset(op.message.channel for row in self.ops for op in row if isinstance(op, Send))
+        return frozenset(op.message.channel for row in self.stem.ops for op in row if isinstance(op, Send))
 
     @cached_property
     def digest(self) -> str:
         """A hash of the ops of all ranks."""
-        text = "\n".join(" ".join(row) for row in self.to_text())
+        text = "\n".join(" ".join(row) for row in self.stem.to_text())
+        if isinstance(self.ops, Unrolled):
+            text += f"\n{self.ops.cuts} {self.ops.copies}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def messages(self, kind: type[Send | Recv]) -> dict[Channel, list[Message]]:
@@ -61,16 +70,13 @@ class Plan:
         flow = self.schedule.flow
         return tuple(tuple([op.effects(flow) for op in row]) for row in self.ops)
 
-    @cached_property
-    def allocations(self) -> tuple[Allocation, ...]:
-        """For every rank, the registers that hold its values while it runs."""
-        flow = self.schedule.flow
-        drains = self.drain or ((),) * len(self.ops)
-        rows = zip(self.ops, self.effects, drains, strict=True)
-        return tuple(
-            allocate((*ops, *drain), (*effects, *(op.effects(flow) for op in drain)), len(ops))
-            for ops, effects, drain in rows
-        )
+    @without_collection()
+    def allocation(self, rank: int) -> Allocation:
+        """The registers that hold the values of ``rank`` while it runs."""
+        flow, ops = self.schedule.flow, self.ops[rank]
+        drain = self.drain[rank] if self.drain else ()
+        row = (*ops, *drain)
+        return allocate(row, [op.effects(flow) for op in row], len(ops))
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """``ops`` as strings."""

@@ -8,15 +8,22 @@ from functools import partial
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.plan.communicate import communicate
 from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.plan.unroll import unroll
 
 LoweringPass = Callable[[Plan], Plan]
+
+_KEPT, _MORE = 6, 2
+"""Repeated windows in the stem of a plan, and the factor by which it gets more until its ops repeat as well."""
 
 
 @without_collection()
 def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -> Plan:
     """Turn a valid schedule into the ops of every rank, and prove after every lowering pass that the plan can run.
+
+    The steady state of a schedule, which repeats the same passes, is lowered and proved only once.
 
     Args:
         schedule: any schedule that ``analysis.validate`` accepts.
@@ -26,6 +33,19 @@ def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -
         PlanError: when an op lacks an input, a resource is never released, or the ranks would wait for each other; the
             message shows the position of each rank.
     """
+    repeats, kept = find_repeats(schedule), _KEPT
+    while repeats is not None and 2 * kept <= repeats.copies:
+        try:
+            stem = _lowered(repeats.stem(schedule, kept), passes)
+        except PlanError:
+            break  # the error for the whole schedule shows its own microbatches
+        if (plan := unroll(stem, schedule, repeats, kept)) is not None:
+            return plan
+        kept *= _MORE
+    return _lowered(schedule, passes)
+
+
+def _lowered(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan:
     plan = Plan.bare(schedule)
     for lowering_pass in passes:
         plan = lowering_pass(plan)

@@ -19,6 +19,8 @@ from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Message, Op, Plan, Recv, Send, Token, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
+from megatron.zero_bubble.ir.unrolled import Unrolled
+from megatron.zero_bubble.plan.unroll import can_repeat
 
 
 def prove(plan: Plan, single_queue: bool = False) -> None:
@@ -29,11 +31,14 @@ def prove(plan: Plan, single_queue: bool = False) -> None:
             the message shows the position on the rank. Also for ranks that wait for each other; the message marks the
             op of each rank.
     """
-    _prove_run(plan, single_queue)
+    stem = plan.stem
+    rows = _prove_run(stem, single_queue)
     if plan.drain:
-        begun = (ops[: ops.index(Validate())] for ops in plan.ops)
+        begun = (ops[: ops.index(Validate())] for ops in stem.ops)
         stopped = tuple((*ops, *drain) for ops, drain in zip(begun, plan.drain, strict=True))
-        _prove_run(replace(plan, ops=stopped), single_queue, stopped=True)
+        _prove_run(replace(stem, ops=stopped), single_queue, stopped=True)
+    if isinstance(plan.ops, Unrolled) and not can_repeat(plan.ops, rows):
+        prove(replace(plan, ops=tuple(plan.ops)), single_queue)
 
 
 def prove_single_queue(plan: Plan) -> None:
@@ -51,7 +56,7 @@ def prove_single_queue(plan: Plan) -> None:
         ) from error
 
 
-def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> None:
+def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> list[list[Step]]:
     kinds = dict.fromkeys(type(op) for row in plan.ops for op in row)
     always: tuple[type[Op], ...] = (Compute,) if stopped or not plan.drain else (Compute, Validate)
     for kind in dict.fromkeys((*always, *kinds)):
@@ -69,6 +74,7 @@ def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> None:
             pass
     except Blocked as blocked:
         raise _error(plan, "the ranks wait for each other", dict(enumerate(blocked.positions))) from None
+    return rows
 
 
 def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:

@@ -50,7 +50,7 @@ class Executor:
     ) -> None:
         self._ops = plan.ops[rank]
         self._drain = plan.drain[rank] if plan.drain else ()
-        self._registers = plan.allocations[rank]
+        self._registers = plan.allocation(rank)
         self._handlers = handlers
         self._observer = observer
         self._table: list[Any] = [None] * self._registers.size

@@ -1,0 +1,136 @@
+"""The repeated part of a schedule: in the steady state, every rank runs the same passes again, some microbatches later.
+
+What is true of a schedule with a few repetitions is true of one with many: its ``stem``, the schedule with only a few
+of them, is validated, lowered and proved in its place.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.ir.passes import Kind, Pass, later
+from megatron.zero_bubble.ir.schedule import Schedule
+
+_Code = tuple[int, Kind, int]
+"""Stage, kind and slice of a pass."""
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """Windows of the rows of a schedule, one directly after the other, that differ only in their microbatches.
+
+    The boundaries of a window are a consistent cut: no pass before them depends on a pass after them.
+
+    Attributes:
+        num_microbatches: how many microbatches later the passes of the next window are.
+        copies: the number of windows.
+        begins: the position in each rank's row at which the first window begins.
+        lengths: the number of passes of each rank in a window.
+    """
+
+    num_microbatches: int
+    copies: int
+    begins: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    def stem(self, schedule: Schedule, copies: int) -> Schedule:
+        """Return ``schedule`` with only ``copies`` windows."""
+        left_out = self.copies - copies
+        earlier = -left_out * self.num_microbatches
+        order = []
+        for row, begin, length in zip(schedule.order, self.begins, self.lengths, strict=True):
+            end = begin + copies * length
+            order.append((*row[:end], *(later(p, earlier) for p in row[end + left_out * length :])))
+        return replace(schedule, num_microbatches=schedule.num_microbatches + earlier, order=tuple(order))
+
+
+def find_repeats(schedule: Schedule) -> Repeats | None:
+    """Find the repeated part; None if there is none, or if it is less than half of the schedule.
+
+    Takes time linear in the number of passes. Only finds repetitions in schedules that run the microbatches of every
+    stage in order.
+    """
+    rows = [_Row(row, schedule.num_microbatches) for row in schedule.order]
+    if not all(row.in_order for row in rows):
+        return None
+    for num_microbatches in range(1, schedule.num_microbatches // 4 + 1):
+        if all(row.repeats(num_microbatches) for row in rows):
+            found = _consistent(schedule, rows, num_microbatches)
+            if found is not None and 2 * found.copies * num_microbatches > schedule.num_microbatches:
+                return found
+    return None
+
+
+class _Row:
+    """The passes of a rank, as codes."""
+
+    def __init__(self, row: Sequence[Pass], num_microbatches: int) -> None:
+        self._num_microbatches = num_microbatches
+        self.codes: list[_Code] = [(stage, kind, slice_) for stage, kind, _, slice_ in row]
+        self.positions: dict[_Code, list[int]] = {code: [] for code in self.codes}
+        microbatches: dict[_Code, list[int]] = {code: [] for code in self.positions}
+        for position, (code, p) in enumerate(zip(self.codes, row, strict=True)):
+            self.positions[code].append(position)
+            microbatches[code].append(p.microbatch)
+        in_order = list(range(num_microbatches))
+        self.in_order = all(found == in_order for found in microbatches.values())
+
+    def length(self, num_microbatches: int) -> int:
+        return len(self.positions) * num_microbatches
+
+    def repeats(self, num_microbatches: int) -> bool:
+        """Whether two windows in the middle of the row are equal, with all codes for all microbatches."""
+        length = self.length(num_microbatches)
+        begin = len(self.codes) // 2 - length
+        window = self.codes[begin : begin + length]
+        return window == self.codes[begin + length : begin + 2 * length] and all(
+            window.count(code) == num_microbatches for code in self.positions
+        )
+
+    def stretch(self, num_microbatches: int) -> tuple[int, int]:
+        """Return the longest part of the row, around its middle, in which each window equals the next."""
+        codes, length = self.codes, self.length(num_microbatches)
+        middle = len(codes) // 2
+
+        def differs_before(count: int) -> bool:
+            return codes[middle - count : middle] != codes[middle - count - length : middle - length]
+
+        def differs_after(count: int) -> bool:
+            return codes[middle : middle + count] != codes[middle - length : middle + count - length]
+
+        before = bisect_left(range(middle - length + 1), True, lo=1, key=differs_before) - 1
+        after = bisect_left(range(len(codes) - middle + 1), True, lo=1, key=differs_after) - 1
+        return middle - before - length, middle + after
+
+
+def _consistent(schedule: Schedule, rows: Sequence[_Row], num_microbatches: int) -> Repeats | None:
+    """Return the windows from the first consistent cut within the repeated parts of all rows."""
+    parts = [row.stretch(num_microbatches) for row in rows]
+    begins = [begin for begin, _ in parts]
+    needs = list(_needs(schedule, rows))
+    changed = True
+    while changed:
+        changed = False
+        for rank, code, feeder_rank, feeder in needs:
+            # Microbatches run in order, so a cut is consistent if no code is ahead of the code that feeds it.
+            count = bisect_left(rows[rank].positions[code], begins[rank])
+            if count and (after := rows[feeder_rank].positions[feeder][count - 1] + 1) > begins[feeder_rank]:
+                begins[feeder_rank] = after
+                changed = True
+    lengths = [row.length(num_microbatches) for row in rows]
+    copies = min((end - begin) // length for begin, (_, end), length in zip(begins, parts, lengths, strict=True))
+    return Repeats(num_microbatches, copies, tuple(begins), tuple(lengths)) if copies > 1 else None
+
+
+def _needs(schedule: Schedule, rows: Sequence[_Row]) -> Iterator[tuple[int, _Code, int, _Code]]:
+    """Yield each rank and code, with the rank and code of each pass that it depends on."""
+    home = {code: rank for rank, row in enumerate(rows) for code in row.positions}
+    middle = schedule.num_microbatches // 2
+    for code, rank in home.items():
+        stage, kind, slice_ = code
+        for needed in schedule.dependencies(Pass(stage, kind, middle, slice_)):
+            feeder = (needed.stage, needed.kind, needed.slice)
+            if feeder in home:  # a pass that is missing will be noticed when the stem is validated
+                yield rank, code, home[feeder], feeder
