@@ -52,19 +52,20 @@ class _Row:
 
     def __init__(self, plan: Plan, rank: int, report: Report, stopped: bool) -> None:
         self._plan, self._rank, self._report, self._stopped = plan, rank, report, stopped
-        self._flow = plan.schedule.flow
-        self._ops, self._effects = plan.ops[rank], plan.effects[rank]
+        self._flow, self._ops = plan.schedule.flow, plan.ops[rank]
 
     def steps(self) -> list[Step]:
         travels = not self._plan.has_messages
-        last_use = {value: position for position, effects in enumerate(self._effects) for value in effects.uses}
+        # Not ``plan.effects``: it would keep the effects of all ranks in memory.
+        declared = [op.effects(self._flow) for op in self._ops]
+        last_use = {value: position for position, effects in enumerate(declared) for value in effects.uses}
         # By value: the position of its giver, and the token with which it arrives.
         given: dict[Hashable, tuple[int, Hashable]] = {}
         found = []
-        for position, effects in enumerate(self._effects):
+        for position, (op, effects) in enumerate(zip(self._ops, declared, strict=True)):
             uses, gives, takes, waits, makes, arrives = effects
             after: list[int] = []
-            tokens: list[Hashable] = list(waits)
+            tokens: list[Hashable] = [*waits]
             for value in (*uses, *takes) if takes else uses:
                 giver, token = given.get(value) or self._absent(value, position)
                 if giver is not None:
@@ -78,10 +79,9 @@ class _Row:
                 given.pop(value, None)
             for value in gives:
                 if value in given:
-                    op = self._ops[position]
                     self._report(f"{op} gives {value}, which rank {self._rank} has already", self._rank, position)
                 given[value] = (position, arrives)
-            found.append(Step(self._ops[position], tuple(after), tuple(tokens), makes + gives if travels else makes))
+            found.append(Step(op, tuple(after), tuple(tokens), makes + gives if travels else makes))
         self._check_left(given)
         return found
 

@@ -118,16 +118,16 @@ class Chain:
         if kind is W:
             return ()
         forward = kind is F
-        names = []
+        values = []
         if stage < self.num_stages - 1 if forward else stage:
-            names.append(OUT)
+            values.append(Value(p, OUT))
         if forward and not self.forward_only:
-            names.append(SAVED)
+            values.append(Value(p, SAVED))
         if kind is B:
-            names.append(OPERANDS)
+            values.append(Value(p, OPERANDS))
         if slice_ < self.num_slices - 1 if forward else slice_:
-            names.append(HISTORY)
-        return tuple([Value(p, name) for name in names])
+            values.append(Value(p, HISTORY))
+        return tuple(values)
 
     def consumers(self, value: Value) -> tuple[Pass, ...]:
         """The one pass that uses ``value``."""
