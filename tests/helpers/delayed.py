@@ -29,7 +29,7 @@ def run(
     rows: list[list[Span]] = [[] for _ in schedule.order]
     sends: list[list[Sent]] = [[] for _ in schedule.order]
     receives: list[list[Received]] = [[] for _ in schedule.order]
-    for rank, position, _ in advance(steps_of(schedule)):
+    for rank, position, _ in advance(steps_of(schedule), ends):
         p = schedule.order[rank][position]
         ready = rows[rank][-1].end_ms if rows[rank] else 0.0
         for d in schedule.dependencies(p):

@@ -115,7 +115,7 @@ def test_cuts_must_be_consistent() -> None:
     rows, (begin, end, next_end) = steps(ops.stem), ops.cuts
 
     def moved(cut: tuple[int, ...]) -> tuple[int, ...]:
-        return (*cut[:-1], cut[-1] + 3 * (end[-1] - begin[-1]))
+        return (*cut[:-1], cut[-1] + end[-1] - begin[-1])
 
     ahead = replace(ops, cuts=(moved(begin), moved(end), moved(next_end)))
     assert can_repeat(ops, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from heapq import merge
+from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Timeline
@@ -25,7 +26,8 @@ def memory_curve(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ..
 
 def peaks(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
     """Return the peak memory of each rank, in units of one microbatch on that rank."""
-    most = (max((kept.amount for kept in curve), default=0.0) for curve in memory_curve(timeline, memory))
+    changes = (_changes(timeline, rank, memory) for rank in range(len(timeline.spans)))
+    most = (max(accumulate(change for _, change in of_rank), default=0.0) for of_rank in changes)
     return tuple(peak / one for peak, one in zip(most, _microbatch(timeline, memory), strict=True))
 
 

@@ -7,7 +7,7 @@ when the op ends, or immediately if the op is on a lane other than that of the p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.memory import peaks
@@ -66,7 +66,7 @@ class Run:
         spans, lanes: the passes of each rank in the last iteration, and its ops on other lanes.
     """
 
-    def __init__(self, rows: list[list[Step]], schedule: Schedule, costs: PassCosts) -> None:
+    def __init__(self, rows: Sequence[Iterable[Step]], schedule: Schedule, costs: PassCosts) -> None:
         self._steps = rows
         self._costs, self._num_slices = costs, schedule.num_slices
         self.free = [0.0] * len(rows)
@@ -79,17 +79,18 @@ class Run:
             Blocked: when the ranks wait for each other.
         """
         costs, free, num_slices, comm = self._costs, self.free, self._num_slices, self._costs.comm
-        lane_free = self._lane_free
-        made: dict[object, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
+        made: dict[Hashable, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
         ends: list[list[float]] = [[] for _ in free]
         self.spans: list[list[Span]] = [[] for _ in free]
         self.lanes: list[list[LaneSpan]] = [[] for _ in free]
-        for rank, _, (op, after, waits, makes) in advance(self._steps, tuple(given_ms)):
+        spans, lane_free = self.spans, self._lane_free
+        for rank, _, (op, after, waits, makes) in advance(self._steps, made):
             start, own, lane = free[rank], ends[rank], op.lane or COMPUTE
             if lane != COMPUTE:
                 start = max(start, lane_free[rank].get(lane, 0.0))
             for position in after:
-                start = max(start, own[position])
+                if own[position] > start:
+                    start = own[position]
             for token in waits:
                 ms, source = made[token]
                 if source != rank and source is not None:
@@ -102,7 +103,7 @@ class Run:
             else:
                 lane_free[rank][lane] = end
             if isinstance(op, Compute):
-                self.spans[rank].append(Span(op.work, start, end))
+                spans[rank].append(Span(op.work, start, end))
             elif op.lane is not None:
                 self.lanes[rank].append(LaneSpan(lane, op, start, end))
             own.append(end)

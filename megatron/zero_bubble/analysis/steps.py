@@ -6,7 +6,8 @@ which the tokens of other ranks hold are found by running.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import NamedTuple, TypeGuard
 
 from megatron.zero_bubble.ir import Compute, Op, Plan, Schedule, Value
@@ -27,10 +28,13 @@ class Step(NamedTuple):
     makes: tuple[Hashable, ...]
 
 
-def steps_of(schedule: Schedule) -> list[list[Step]]:
-    """Return the steps of a schedule without ops: a pass is its own token, and waits for the passes it depends on."""
+def steps_of(schedule: Schedule) -> list[Iterator[Step]]:
+    """Return the steps of a schedule without ops: a pass is its own token, and waits for the passes it depends on.
+
+    A step is made when it is its turn, so that a run keeps only its results.
+    """
     dependencies = schedule.dependencies
-    return [[Step(Compute(p), (), dependencies(p), (p,)) for p in row] for row in schedule.order]
+    return [map(Step, map(Compute, row), repeat(()), map(dependencies, row), zip(row)) for row in schedule.order]
 
 
 def steps(plan: Plan, report: Report = lambda *_: None, stopped: bool = False) -> list[list[Step]]:
@@ -48,19 +52,20 @@ class _Row:
 
     def __init__(self, plan: Plan, rank: int, report: Report, stopped: bool) -> None:
         self._plan, self._rank, self._report, self._stopped = plan, rank, report, stopped
-        self._flow = plan.schedule.flow
-        self._ops, self._effects = plan.ops[rank], plan.effects[rank]
+        self._flow, self._ops = plan.schedule.flow, plan.ops[rank]
 
     def steps(self) -> list[Step]:
         travels = not self._plan.has_messages
-        last_use = {value: position for position, effects in enumerate(self._effects) for value in effects.uses}
+        # Not ``plan.effects``: it would keep the effects of all ranks in memory.
+        declared = [op.effects(self._flow) for op in self._ops]
+        last_use = {value: position for position, effects in enumerate(declared) for value in effects.uses}
         # By value: the position of its giver, and the token with which it arrives.
         given: dict[Hashable, tuple[int, Hashable]] = {}
         found = []
-        for position, effects in enumerate(self._effects):
+        for position, (op, effects) in enumerate(zip(self._ops, declared, strict=True)):
             uses, gives, takes, waits, makes, arrives = effects
             after: list[int] = []
-            tokens: list[Hashable] = list(waits)
+            tokens: list[Hashable] = [*waits]
             for value in (*uses, *takes) if takes else uses:
                 giver, token = given.get(value) or self._absent(value, position)
                 if giver is not None:
@@ -74,10 +79,9 @@ class _Row:
                 given.pop(value, None)
             for value in gives:
                 if value in given:
-                    op = self._ops[position]
                     self._report(f"{op} gives {value}, which rank {self._rank} has already", self._rank, position)
                 given[value] = (position, arrives)
-            found.append(Step(self._ops[position], tuple(after), tuple(tokens), makes + gives if travels else makes))
+            found.append(Step(op, tuple(after), tuple(tokens), makes + gives if travels else makes))
         self._check_left(given)
         return found
 
@@ -123,9 +127,46 @@ class Blocked(Exception):
         self.waits_for = waits_for
 
 
-def advance(rows: Sequence[Sequence[Step]], given: Sequence[Hashable] = ()) -> Iterator[tuple[int, int, Step]]:
+def advance(rows: Iterable[Iterable[Step]], made: Collection[Hashable]) -> Iterator[tuple[int, int, Step]]:
     """Run all ranks, each as far as possible, and yield (rank, position, step). Every step comes after the steps of
     other ranks whose tokens it waits for. The time is linear in the number of ops.
+
+    Args:
+        made: the tokens that hold. The caller adds those that a step makes before it takes the next step; what it
+            stores with them is its own affair.
+
+    Raises:
+        Blocked: when no rank can proceed.
+    """
+    left = list(map(iter, rows))
+    nexts = [next(row, None) for row in left]
+    positions = [0] * len(left)
+    waiting: dict[Hashable, list[int]] = {}
+    ready = list(range(len(left)))
+    while ready:
+        rank = ready.pop()
+        row, step, position = left[rank], nexts[rank], positions[rank]
+        while step is not None:
+            for token in step.waits:
+                if token not in made:
+                    break
+            else:
+                yield rank, position, step
+                position += 1
+                for token in step.makes:
+                    if token in waiting:
+                        ready.extend(waiting.pop(token))
+                step = next(row, None)
+                continue
+            waiting.setdefault(token, []).append(rank)
+            break
+        nexts[rank], positions[rank] = step, position
+    if any(step is not None for step in nexts):
+        raise Blocked(positions, {rank: token for token, ranks in waiting.items() for rank in ranks})
+
+
+def run_to_end(rows: Iterable[Iterable[Step]], given: Iterable[Hashable] = ()) -> None:
+    """Run all ranks without time.
 
     Args:
         given: tokens that hold from the start.
@@ -134,26 +175,5 @@ def advance(rows: Sequence[Sequence[Step]], given: Sequence[Hashable] = ()) -> I
         Blocked: when no rank can proceed.
     """
     made = set(given)
-    waiting: dict[Hashable, list[int]] = {}
-    positions = [0] * len(rows)
-    ready = list(range(len(rows)))
-    while ready:
-        rank = ready.pop()
-        row = rows[rank]
-        for position in range(positions[rank], len(row)):
-            step = row[position]
-            for token in step.waits:
-                if token not in made:
-                    waiting.setdefault(token, []).append(rank)
-                    break
-            else:
-                yield rank, position, step
-                positions[rank] = position + 1
-                for token in step.makes:
-                    made.add(token)
-                    if token in waiting:
-                        ready.extend(waiting.pop(token))
-                continue
-            break
-    if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
-        raise Blocked(positions, {rank: token for token, ranks in waiting.items() for rank in ranks})
+    for _, _, step in advance(rows, made):
+        made.update(step.makes)

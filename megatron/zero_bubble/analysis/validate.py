@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.errors import ScheduleError
-from megatron.zero_bubble.analysis.steps import Blocked, advance, steps_of
+from megatron.zero_bubble.analysis.steps import Blocked, run_to_end, steps_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
 from megatron.zero_bubble.ir.collection import without_collection
@@ -145,8 +145,7 @@ def wgrad_after_backward(schedule: Schedule) -> Faults:
 def no_deadlock(schedule: Schedule) -> None:
     """Ranks that run their lists in order never wait for each other in a cycle; raises the error itself."""
     try:
-        for _ in advance(steps_of(schedule)):
-            pass
+        run_to_end(steps_of(schedule))
     except Blocked as blocked:
         raise deadlock(schedule, blocked) from None
 

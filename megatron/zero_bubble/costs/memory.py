@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.costs.units import check_same_length, checked_figures, recut, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Value
+from megatron.zero_bubble.ir import Pass, Placement, Value
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
+from megatron.zero_bubble.ir.passes import B, F, W
 
 MEMORY = ("activation", "wgrad")
 
@@ -60,8 +61,8 @@ class PassMemory:
     def delta(self, p: Pass, num_slices: int = 1) -> float:
         """The change of memory by ``p``: at the start of an F, and at the end of other passes."""
         activation, wgrad = self.activation[p.stage] / num_slices, self.wgrad[p.stage] / num_slices
-        if p.kind is Kind.F:
+        if p.kind is F:
             return activation
-        if p.kind is Kind.B:
+        if p.kind is B:
             return wgrad - activation
-        return -wgrad if p.kind is Kind.W else -activation
+        return -wgrad if p.kind is W else -activation

@@ -13,7 +13,8 @@ from megatron.zero_bubble.costs.units import (
     refuse_huge,
     spread,
 )
-from megatron.zero_bubble.ir import Chain, Kind, Pass, Placement
+from megatron.zero_bubble.ir import Chain, Pass, Placement
+from megatron.zero_bubble.ir.passes import B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 
@@ -71,11 +72,11 @@ class PassCosts:
 
     def duration(self, p: Pass, num_slices: int = 1) -> float:
         """Milliseconds of ``p``; the slices of a sequence take equal parts of the microbatch's time."""
-        if p.kind is Kind.F:
+        if p.kind is F:
             whole = self.forward_ms[p.stage]
-        elif p.kind is Kind.B:
+        elif p.kind is B:
             whole = self.backward_ms[p.stage]
-        elif p.kind is Kind.W:
+        elif p.kind is W:
             whole = self.wgrad_ms[p.stage]
         else:
             whole = self.backward_ms[p.stage] + self.wgrad_ms[p.stage]
@@ -90,7 +91,7 @@ class PassCosts:
             return 0.0 if source is None else self.comm(rank_of[source.stage], rank_of[p.stage])
 
         stages = range(placement.num_stages)
-        return tuple(hop(Pass(s, Kind.F, 0)) for s in stages), tuple(hop(Pass(s, Kind.B, 0)) for s in stages)
+        return tuple(hop(Pass(s, F, 0)) for s in stages), tuple(hop(Pass(s, B, 0)) for s in stages)
 
     def comm(self, source_rank: int, destination_rank: int) -> float:
         """Milliseconds from the end of a pass on one rank to its result on another; 0 within a rank."""

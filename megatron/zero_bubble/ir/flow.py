@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir.passes import Kind, Pass
+from megatron.zero_bubble.ir.passes import BW, B, F, Pass, W
 
 OUT = "out"
 """Input of the next stage: an activation, or a gradient in the backward."""
@@ -89,7 +89,7 @@ class Chain:
     def backward_of(self, stage: int, microbatch: int, slice_: int = 0) -> Pass:
         """The pass that computes the input gradient of ``stage``: its BW if fused, else its B."""
         fused = self.fused and (stage, microbatch, slice_) in self.fused
-        return Pass(stage, Kind.BW if fused else Kind.B, microbatch, slice_)
+        return Pass(stage, BW if fused else B, microbatch, slice_)
 
     def source(self, p: Pass) -> Pass | None:
         """The pass that determines when ``p`` can start, apart from slices: all other inputs of ``p`` exist earlier.
@@ -101,46 +101,44 @@ class Chain:
     def inputs(self, p: Pass) -> tuple[Value, ...]:
         """The values that ``p`` uses; ``source`` produces the first one."""
         stage, kind, microbatch, slice_ = p
-        if kind is Kind.W:
-            return (Value(Pass(stage, Kind.B, microbatch, slice_), OPERANDS),)
-        if kind is Kind.F:
-            above = (Value(Pass(stage - 1, Kind.F, microbatch, slice_)),) if stage else ()
-            return (*above, Value(Pass(stage, Kind.F, microbatch, slice_ - 1), HISTORY)) if slice_ else above
-        inputs = []
-        if stage < self.num_stages - 1:
-            inputs.append(Value(self.backward_of(stage + 1, microbatch, slice_)))
-        inputs.append(Value(Pass(stage, Kind.F, microbatch, slice_), SAVED))
+        if kind is W:
+            return (Value(Pass(stage, B, microbatch, slice_), OPERANDS),)
+        if kind is F:
+            above = (Value(Pass(stage - 1, F, microbatch, slice_)),) if stage else ()
+            return (*above, Value(Pass(stage, F, microbatch, slice_ - 1), HISTORY)) if slice_ else above
+        saved = Value(Pass(stage, F, microbatch, slice_), SAVED)
+        below = (Value(self.backward_of(stage + 1, microbatch, slice_)),) if stage < self.num_stages - 1 else ()
         if slice_ < self.num_slices - 1:
-            inputs.append(Value(self.backward_of(stage, microbatch, slice_ + 1), HISTORY))
-        return tuple(inputs)
+            return (*below, saved, Value(self.backward_of(stage, microbatch, slice_ + 1), HISTORY))
+        return (*below, saved)
 
     def outputs(self, p: Pass) -> tuple[Value, ...]:
         """The values of ``p`` that another pass uses."""
         stage, kind, _, slice_ = p
-        if kind is Kind.W:
+        if kind is W:
             return ()
-        forward = kind is Kind.F
-        names = []
+        forward = kind is F
+        values = []
         if stage < self.num_stages - 1 if forward else stage:
-            names.append(OUT)
+            values.append(Value(p, OUT))
         if forward and not self.forward_only:
-            names.append(SAVED)
-        if kind is Kind.B:
-            names.append(OPERANDS)
+            values.append(Value(p, SAVED))
+        if kind is B:
+            values.append(Value(p, OPERANDS))
         if slice_ < self.num_slices - 1 if forward else slice_:
-            names.append(HISTORY)
-        return tuple(Value(p, name) for name in names)
+            values.append(Value(p, HISTORY))
+        return tuple(values)
 
     def consumers(self, value: Value) -> tuple[Pass, ...]:
         """The one pass that uses ``value``."""
         (stage, kind, microbatch, slice_), name = value
         if name == OPERANDS:
-            return (Pass(stage, Kind.W, microbatch, slice_),)
+            return (Pass(stage, W, microbatch, slice_),)
         if name == SAVED:
             return (self.backward_of(stage, microbatch, slice_),)
-        step = 1 if kind is Kind.F else -1
+        step = 1 if kind is F else -1
         if name == OUT:
             stage += step
         else:
             slice_ += step
-        return (Pass(stage, Kind.F, microbatch, slice_) if step > 0 else self.backward_of(stage, microbatch, slice_),)
+        return (Pass(stage, F, microbatch, slice_) if step > 0 else self.backward_of(stage, microbatch, slice_),)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.passes import Kind, Pass, later
+from megatron.zero_bubble.ir.passes import F, Pass, later
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.ir.plan import Plan
@@ -147,13 +147,13 @@ class Message(NamedTuple):
     @property
     def is_activation(self) -> bool:
         """Whether the value comes from a forward; a gradient comes from a backward."""
-        return self.producer.kind is Kind.F
+        return self.producer.kind is F
 
 
 def memory_of(p: Pass, memory: Memory, num_slices: int) -> tuple[float, float]:
     """Memory changes of a pass at its start and end: F changes it at its start, other passes at their end."""
     delta = memory.delta(p, num_slices)
-    return (delta, 0.0) if p.kind is Kind.F else (0.0, delta)
+    return (delta, 0.0) if p.kind is F else (0.0, delta)
 
 
 @dataclass(frozen=True, slots=True)

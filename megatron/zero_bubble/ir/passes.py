@@ -26,6 +26,9 @@ class Kind(Enum):
         return self.value
 
 
+# Enum finds a member in Python at every look-up of ``Kind.F``; code that runs for every pass imports these names.
+F, B, W, BW = Kind
+
 _PASS = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
 
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.ir.flow import Chain, Flow
-from megatron.zero_bubble.ir.passes import Kind, Pass
+from megatron.zero_bubble.ir.passes import BW, F, Pass
 from megatron.zero_bubble.ir.placement import Placement
 
 
@@ -54,7 +54,7 @@ class Schedule:
     @cached_property
     def fused(self) -> frozenset[tuple[int, int, int]]:
         """The (stage, microbatch, slice) whose backward is one BW instead of B and W."""
-        return frozenset((p.stage, p.microbatch, p.slice) for p in self.passes() if p.kind is Kind.BW)
+        return frozenset((p.stage, p.microbatch, p.slice) for p in self.passes() if p.kind is BW)
 
     @cached_property
     def flow(self) -> Flow:
@@ -63,11 +63,11 @@ class Schedule:
 
     def dependencies(self, p: Pass) -> tuple[Pass, ...]:
         """The passes that must end before ``p`` starts."""
-        return tuple([value.producer for value in self.flow.inputs(p)])
+        return tuple([producer for producer, _ in self.flow.inputs(p)])
 
     def forward_only(self) -> Schedule:
         """The schedule of an evaluation: the same placement and order of forwards, without backwards."""
-        order = tuple(tuple(p for p in row if p.kind is Kind.F) for row in self.order)
+        order = tuple(tuple(p for p in row if p.kind is F) for row in self.order)
         return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True)
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:

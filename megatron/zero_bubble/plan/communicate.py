@@ -13,11 +13,11 @@ Three rules, each linear in the number of passes:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megatron.zero_bubble.ir import Effects, Message, Op, Plan, Recv, Send, Settle, Value
+from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Settle, Value
 
 
 def communicate(plan: Plan, max_in_flight: int | None = None) -> Plan:
@@ -27,7 +27,7 @@ def communicate(plan: Plan, max_in_flight: int | None = None) -> Plan:
         max_in_flight: the largest number of unsettled sends per channel; None if returning messages limit it.
     """
     routes = _Routes(plan)
-    ops = tuple(tuple(_RankOps(routes, rank, max_in_flight).write()) for rank in range(len(plan.ops)))
+    ops = tuple(_RankOps(routes, rank, max_in_flight).write() for rank in range(len(plan.ops)))
     return replace(plan, ops=ops, has_messages=True)
 
 
@@ -40,43 +40,41 @@ class _Leg:
     acknowledged: int = 0
 
 
-class _Step(NamedTuple):
-    """An op, the messages it waits for, and those that it sends."""
+class _Row(NamedTuple):
+    """The ops of a rank; for each one, the messages that it waits for, and those that it sends."""
 
-    op: Op
-    inputs: tuple[_Leg, ...]
-    outputs: tuple[_Leg, ...]
+    ops: tuple[Op, ...]
+    inputs: list[tuple[_Leg, ...]]
+    outputs: list[tuple[_Leg, ...]]
 
 
 class _Routes:
-    """The steps of every rank with their messages, and the messages of every channel in the order of its sender."""
+    """The rows of every rank with their messages, and the messages of every channel in the order of its sender."""
 
     def __init__(self, plan: Plan) -> None:
         self.channels: dict[tuple[int, int], list[Message]] = {}
-        sent: list[list[tuple[_Leg, ...]]] = []
-        arriving: list[dict[Value, _Leg]] = [{} for _ in plan.ops]
+        self._arriving: list[dict[Value, _Leg]] = [{} for _ in plan.ops]
         targets = _targets(plan)
-        for rank, row in enumerate(plan.effects):
-            sent.append([])
-            for effects in row:
-                legs = [self._leg(message) for message in _messages(effects, rank, targets)]
-                for leg in legs:
-                    arriving[leg.message.target][leg.message.value] = leg
-                sent[rank].append(tuple(legs))
-        self.steps = [
-            [
-                _Step(op, tuple([legs[value] for value in effects.uses if value in legs]), outputs)
-                for op, effects, outputs in zip(row, declared, sends, strict=True)
-            ]
-            for row, declared, sends, legs in zip(plan.ops, plan.effects, sent, arriving, strict=True)
+        sent = [[self._legs(effects.gives, rank, targets) for effects in row] for rank, row in enumerate(plan.effects)]
+        self.rows = [
+            _Row(ops, [tuple([legs[value] for value in effects.uses if value in legs]) for effects in row], outputs)
+            for ops, row, outputs, legs in zip(plan.ops, plan.effects, sent, self._arriving, strict=True)
         ]
-        for steps in self.steps:
-            _acknowledge(steps)
+        for row in self.rows:
+            _acknowledge(row)
 
-    def _leg(self, message: Message) -> _Leg:
-        channel = self.channels.setdefault(message.channel, [])
-        channel.append(message)
-        return _Leg(message, len(channel) - 1)
+    def _legs(self, gives: Iterable[Hashable], source: int, targets: dict[Value, list[int]]) -> tuple[_Leg, ...]:
+        """The messages for values that an op gives to other ranks; every value is sent once per target."""
+        legs = []
+        for value in gives:
+            if isinstance(value, Value):
+                for target in targets.pop(value, ()):
+                    message = Message(value, source, target)
+                    channel = self.channels.setdefault((source, target), [])
+                    leg = self._arriving[target][value] = _Leg(message, len(channel))
+                    channel.append(message)
+                    legs.append(leg)
+        return tuple(legs)
 
 
 def _targets(plan: Plan) -> dict[Value, list[int]]:
@@ -90,21 +88,14 @@ def _targets(plan: Plan) -> dict[Value, list[int]]:
     return targets
 
 
-def _messages(effects: Effects, source: int, targets: dict[Value, list[int]]) -> Iterator[Message]:
-    """Yield the messages for values that an op gives to other ranks; every value is sent once per target."""
-    for value in effects.gives:
-        if isinstance(value, Value):
-            yield from (Message(value, source, target) for target in targets.pop(value, ()))
-
-
-def _acknowledge(row: list[_Step]) -> None:
+def _acknowledge(row: _Row) -> None:
     """Set ``acknowledged`` of every message that a rank sends: the number of messages consumed from its target."""
     arrived: dict[int, int] = {}
-    for step in row:
-        for leg in step.inputs:
+    for inputs, outputs in zip(row.inputs, row.outputs, strict=True):
+        for leg in inputs:
             source = leg.message.source
             arrived[source] = max(arrived.get(source, 0), leg.place + 1)
-        for leg in step.outputs:
+        for leg in outputs:
             leg.acknowledged = arrived.get(leg.message.target, 0)
 
 
@@ -118,43 +109,43 @@ class _RankOps:
         self._posted = {channel: 0 for channel in routes.channels if channel[1] == rank}
         self._sent = {channel: 0 for channel in routes.channels if channel[0] == rank}
         self._settled = dict.fromkeys(self._sent, 0)
+        self._ops: list[Op] = []
 
-    def write(self) -> Iterator[Op]:
-        steps = self._routes.steps[self._rank]
-        for step, following in zip(steps, (*steps[1:], None), strict=True):
-            if step.inputs:
-                yield from self._post(step)
-            if following is not None and following.inputs:
-                yield from self._post(following)
-            yield step.op
+    def write(self) -> tuple[Op, ...]:
+        ops, inputs, outputs = self._routes.rows[self._rank]
+        for op, legs, following, sends in zip(ops, inputs, [*inputs[1:], ()], outputs, strict=True):
+            self._post(legs)
+            self._post(following)
+            self._ops.append(op)
             # Sent before settling: other ranks wait for a send, but not for a settle.
-            for leg in step.outputs:
-                yield from self._send(leg.message)
-            if step.inputs:
-                yield from self._settle_acknowledged(step)
+            for leg in sends:
+                self._send(leg.message)
+            self._settle_acknowledged(legs)
         for channel, count in self._sent.items():
-            yield from self._settle(channel, count)
+            self._settle(channel, count)
+        return tuple(self._ops)
 
-    def _post(self, step: _Step) -> Iterator[Op]:
-        for leg in step.inputs:
+    def _post(self, legs: tuple[_Leg, ...]) -> None:
+        for leg in legs:
             name = leg.message.channel
             for place in range(self._posted[name], leg.place + 1):
-                yield Recv(self._routes.channels[name][place])
+                self._ops.append(Recv(self._routes.channels[name][place]))
             self._posted[name] = max(self._posted[name], leg.place + 1)
 
-    def _send(self, message: Message) -> Iterator[Op]:
+    def _send(self, message: Message) -> None:
+        channel = message.channel
         if self._max_in_flight is not None:
-            yield from self._settle(message.channel, self._sent[message.channel] + 1 - self._max_in_flight)
-        yield Send(message)
-        self._sent[message.channel] += 1
+            self._settle(channel, self._sent[channel] + 1 - self._max_in_flight)
+        self._ops.append(Send(message))
+        self._sent[channel] += 1
 
-    def _settle_acknowledged(self, step: _Step) -> Iterator[Op]:
-        for leg in step.inputs:
+    def _settle_acknowledged(self, legs: tuple[_Leg, ...]) -> None:
+        for leg in legs:
             back = (self._rank, leg.message.source)
             if back in self._settled:
-                yield from self._settle(back, min(leg.acknowledged, self._sent[back]))
+                self._settle(back, min(leg.acknowledged, self._sent[back]))
 
-    def _settle(self, channel: tuple[int, int], count: int) -> Iterator[Op]:
+    def _settle(self, channel: tuple[int, int], count: int) -> None:
         while self._settled[channel] < count:
-            yield Settle(self._routes.channels[channel][self._settled[channel]])
+            self._ops.append(Settle(self._routes.channels[channel][self._settled[channel]]))
             self._settled[channel] += 1

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps
+from megatron.zero_bubble.analysis.steps import Blocked, Step, run_to_end, steps
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Message, Op, Plan, Recv, Send, Token, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
@@ -70,8 +70,7 @@ def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> list[li
     if single_queue:
         rows = _in_one_queue(plan, rows)
     try:
-        for _ in advance(rows, (STEPPED,)):  # the previous iteration has ended
-            pass
+        run_to_end(rows, (STEPPED,))  # the previous iteration has ended
     except Blocked as blocked:
         raise _error(plan, "the ranks wait for each other", dict(enumerate(blocked.positions))) from None
     return rows
