@@ -35,22 +35,31 @@ def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -
     """
     repeats, kept = find_repeats(schedule), _KEPT
     while repeats is not None and 2 * kept <= repeats.copies:
+        whole = partial(unroll, schedule=schedule, repeats=repeats, kept=kept)
         try:
-            stem = _lowered(repeats.stem(schedule, kept), passes)
+            plan = _lowered(repeats.stem(schedule, kept), passes, whole)
         except PlanError:
-            break  # the error for the whole schedule shows its own microbatches
-        if (plan := unroll(stem, schedule, repeats, kept)) is not None:
+            break  # the error for all passes will show their own microbatches
+        if plan is not None:
             return plan
         kept *= _MORE
-    return _lowered(schedule, passes)
+    plan = _lowered(schedule, passes)
+    assert plan is not None
+    return plan
 
 
-def _lowered(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan:
+def _lowered(
+    schedule: Schedule, passes: Sequence[LoweringPass], finish: Callable[[Plan], Plan | None] = lambda plan: plan
+) -> Plan | None:
+    """Apply the passes to a schedule, and ``finish`` to the result; None if ``finish`` returns None."""
     plan = Plan.bare(schedule)
-    for lowering_pass in passes:
+    for lowering_pass in passes[:-1]:
         plan = lowering_pass(plan)
         prove(plan)
-    return plan
+    finished = finish(passes[-1](plan))
+    if finished is not None:
+        prove(finished)
+    return finished
 
 
 def lower_forward_only(schedule: Schedule) -> Plan:

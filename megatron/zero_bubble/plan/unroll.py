@@ -13,20 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 
-from megatron.zero_bubble.analysis.steps import Step, steps
+from megatron.zero_bubble.analysis.steps import Step
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Schedule, Send
-from megatron.zero_bubble.ir.ops import STEPPED
 from megatron.zero_bubble.ir.passes import later
 from megatron.zero_bubble.ir.repeats import Repeats
 from megatron.zero_bubble.ir.unrolled import Cut, Unrolled
 
 
 def unroll(stem: Plan, schedule: Schedule, repeats: Repeats, kept: int) -> Plan | None:
-    """Insert the windows that are missing in ``stem``, the proved lowering of ``schedule`` with only ``kept`` windows.
+    """Insert the windows that are missing in ``stem``, the lowering of ``schedule`` with only ``kept`` windows.
 
-    Returns None if the ops do not repeat as the passes do: the windows differ, have ops without a ``later``, or are not
-    proved to run again.
+    Returns None if the ops do not repeat as the passes do: the windows differ, or have ops without a ``later``. The
+    result is not proved yet.
     """
     positions = [[place for place, op in enumerate(row) if isinstance(op, Compute)] for row in stem.ops]
     computed = (tuple(op.work for op in row if isinstance(op, Compute)) for row in stem.ops)
@@ -41,45 +41,55 @@ def unroll(stem: Plan, schedule: Schedule, repeats: Repeats, kept: int) -> Plan 
         for number in range(kept - 4, kept - 1)
     ]
     ops = Unrolled(stem, (cuts[0], cuts[1], cuts[2]), repeats.num_microbatches, repeats.copies - kept)
-    repeated = _alike(ops) and can_repeat(ops, steps(stem))
-    return replace(stem, schedule=schedule, ops=ops) if repeated else None
+    return replace(stem, schedule=schedule, ops=ops) if _alike(ops) else None
 
 
 def _alike(ops: Unrolled) -> bool:
     """Whether the two windows are equal but for their microbatches, and every op from there on has a ``later``."""
-    by = ops.num_microbatches
-    rows = list(zip(ops.stem.ops, ops.stem.effects, *ops.cuts, strict=True))
-    kinds = {type(op): op for row, _, begin, *_ in rows for op in row[begin:]}
+    by, flow = ops.num_microbatches, ops.stem.schedule.flow
+    rows = list(zip(ops.stem.ops, *ops.cuts, strict=True))
+    kinds = {type(op): op for row, begin, *_ in rows for op in row[begin:]}
     return all(op.later(by) is not None for op in kinds.values()) and all(
-        tuple(op.later(by) for op in row[begin:middle]) == row[middle:end]
-        and later(effects[begin:middle], by) == effects[middle:end]
-        for row, effects, begin, middle, end in rows
+        end - begin == next_end - end
+        and all(
+            op.later(by) == next_op and later(op.effects(flow), by) == next_op.effects(flow)
+            for op, next_op in zip(row[begin:end], row[end:next_end], strict=True)
+        )
+        for row, begin, end, next_end in rows
     )
 
 
 def can_repeat(ops: Unrolled, rows: Sequence[Sequence[Step]]) -> bool:
     """Whether the inserted windows can run, if the stem can; ``rows`` are the steps of the stem."""
-    first, second = (_left(ops.stem, rows, cut) for cut in ops.cuts[:2])
-    return first is not None and second == {later(left, ops.num_microbatches) for left in first}
+    cuts = ops.cuts[:2]
+    first, second = (set[Hashable](chain(_held(ops.stem, rows, cut), _in_transit(ops.stem, cut))) for cut in cuts)
+    makers = {
+        token: (rank, place) for rank, row in enumerate(rows) for place, step in enumerate(row) for token in step.makes
+    }
+    for rank, row in enumerate(rows):
+        for place, step in enumerate(row):
+            for token in step.waits:
+                maker, made = makers.get(token, (rank, -1))  # a token that no op makes holds from the start
+                for left, cut in ((first, cuts[0]), (second, cuts[1])):
+                    if place >= cut[rank]:
+                        if made < cut[maker]:
+                            left.add(token)
+                    elif made >= cut[maker]:
+                        return False
+    return second == {later(item, ops.num_microbatches) for item in first}
 
 
-def _left(plan: Plan, rows: Sequence[Sequence[Step]], cut: Cut) -> set[Hashable] | None:
-    """Return what the ops before ``cut`` leave for those after it; None if they wait for something after it."""
-    made = {token for row, at in zip(rows, cut, strict=True) for step in row[:at] for token in step.makes}
-    waits = (token for row, at in zip(rows, cut, strict=True) for step in row[:at] for token in step.waits)
-    if not made.issuperset(token for token in waits if token != STEPPED):
-        return None
-    left: set[Hashable] = set()
-    for rank, (row, effects, at) in enumerate(zip(rows, plan.effects, cut, strict=True)):
-        left.update(token for step in row[at:] for token in step.waits if token in made)
-        held: set[Hashable] = set()
-        for _, gives, takes, *_ in effects[:at]:
-            held.update(gives)
-            held.difference_update(takes)
-        left.update(
-            (rank, resource) for uses, _, takes, *_ in effects[at:] for resource in (*uses, *takes) if resource in held
-        )
-    return left.union(_in_transit(plan, cut))
+def _held(plan: Plan, rows: Sequence[Sequence[Step]], cut: Cut) -> Iterator[Hashable]:
+    """Yield the rank and name of every value and buffer that an op before ``cut`` gives and one after it needs."""
+    flow = plan.schedule.flow
+    for rank, (row, at) in enumerate(zip(rows, cut, strict=True)):
+        for step in row[at:]:
+            for giver in step.after:
+                if giver < at:
+                    needs = step.op.effects(flow)
+                    for resource in row[giver].op.effects(flow).gives:
+                        if resource in needs.uses or resource in needs.takes:
+                            yield rank, resource
 
 
 def _in_transit(plan: Plan, cut: Cut) -> Iterator[Hashable]:

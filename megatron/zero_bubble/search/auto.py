@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from operator import itemgetter
 from typing import Literal
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
@@ -14,8 +16,11 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.search.evaluate import INFEASIBLE
+from megatron.zero_bubble.search.extend import Extension, enough
 from megatron.zero_bubble.search.portfolio import Draft
-from megatron.zero_bubble.search.problem import Problem
+from megatron.zero_bubble.search.problem import Problem, Rows
+from megatron.zero_bubble.search.published import one_is_shorter
 
 _CLOSE = 1.01
 """Of two placements whose drafts differ by less than this factor, both are polished."""
@@ -67,15 +72,53 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))
-    drafts: list[Draft] = []
-    for problem in reversed(feasible):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
-        if not drafts or _least(problem, costs, memory, limit, objective) <= drafts[0].cost:
-            known = [problem.rows(start)] if start is not None and start.placement == problem.placement else []
-            drafts.append(Draft(problem, effort, known))
-    close = _CLOSE * min(draft.cost for draft in drafts)
-    polished = [(*draft.polish(), draft.problem) for draft in drafts if draft.cost <= close]
-    _, rows, problem = min(polished, key=lambda entry: entry[0])
+    known = [start] if start is not None else []
+    bound = partial(_least, costs=costs, memory=memory, limit=limit, objective=objective)
+    found = _planned_as_few(feasible, bound, effort, known)
+    rows, problem = found if found is not None else _search(feasible, bound, effort, known)[0][1:]
     return problem.schedule("zb-auto", rows)
+
+
+def _search(
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[Schedule]
+) -> list[tuple[float, Rows, Problem]]:
+    """Return the best rows for any of ``problems``, one per placement, with their costs and in their order."""
+    drafts: list[Draft] = []
+    for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
+        if not drafts or bound(problem) <= drafts[0].cost:
+            drafts.append(Draft(problem, effort, _rows_of(known, problem)))
+    close = _CLOSE * min(draft.cost for draft in drafts)
+    polished = [(*found, draft.problem) for draft in drafts if draft.cost <= close for found in draft.polish()]
+    return sorted(polished, key=itemgetter(0))
+
+
+def _planned_as_few(
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[Schedule]
+) -> tuple[Rows, Problem] | None:
+    """Search with fewer microbatches, and repeat the steady state of the results.
+
+    None if all microbatches are few, or no result has a steady state, or a published or known schedule is shorter.
+    """
+    few = enough(problems[0].num_ranks, problems[0].num_microbatches)
+    if few == problems[0].num_microbatches:
+        return None
+    extensions = {problem.placement: Extension(problem, few) for problem in problems}
+    best, plan = INFEASIBLE, None
+    for cost, rows, short in _search([extension.short for extension in extensions.values()], bound, effort, ()):
+        extension = extensions[short.placement]
+        if extension.least(cost) < best and (longer := extension.of(rows)) is not None:
+            whole_cost = extension.cost(longer)
+            if whole_cost < best:
+                best, plan = whole_cost, (longer, extension.problem)
+    for extension in extensions.values():
+        others = map(extension.cost, _rows_of(known, extension.problem))
+        if one_is_shorter(best, extension) or any(other < best for other in others):
+            return None
+    return plan
+
+
+def _rows_of(known: Sequence[Schedule], problem: Problem) -> list[Rows]:
+    return [problem.rows(schedule) for schedule in known if schedule.placement == problem.placement]
 
 
 def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:

@@ -28,6 +28,8 @@ _MOST_RANKS, _BUDGET_ABOVE = 16, (0.6, 0.4)
 """With more ranks than this, a miniature has fewer ranks, and this share of the constant budget is enough: for one
 stage per rank, and for two, whose plans also take twice as long to lower.
 """
+_FULL_BUDGET_RANKS = 64
+"""With more ranks than this, the budget grows only with the passes per rank."""
 _SCREENED, _VARIED, _RANKED, _DERIVED, _REFILLED, _SETTLED = 0.24, 0.30, 0.36, 0.66, 0.84, 0.92
 """Shares of the budget after which each of these steps stops; the rest is for polishing."""
 _COMPACTING = 8
@@ -35,6 +37,8 @@ _COMPACTING = 8
 _HASTES = (0.0, 0.3, 0.6)
 _SURVEYED = (0.0, 0.6)
 """Hastes with which surveyed seeds are compacted."""
+_SURVEYED_AT_ONCE, _SHARE_ON_HALF = 32, 3
+"""With more ranks than this, the survey tries on all ranks only one of so many seeds: the best on half of the ranks."""
 _SHARES = (None, 0.5, 1.0)
 """Largest share of a V's memory that is reserved for microbatches on the way up. None reserves nothing; 1.0 leaves room
 for one microbatch on the way down."""
@@ -172,7 +176,8 @@ class Draft:
         is_compiled = compiled() is not None
         passes = 3 * problem.num_stages * problem.num_microbatches
         part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
-        budget = effort * (_BUDGET[is_compiled] * part + _BUDGET_PER_PASS[is_compiled] * passes)
+        per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
+        budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes)
         small = _miniature(problem, _SCREENED * budget)
         workbench = Workbench(small, budget)
         pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
@@ -199,8 +204,8 @@ class Draft:
         self._workbench, self._pool = workbench, distinct(pool, _MOST_POLISHED)
         self.cost = self._pool[0].cost
 
-    def polish(self) -> tuple[float, Rows]:
-        """Alternate local search and compaction with the rest of the budget; return the least cost and its rows."""
+    def polish(self) -> Iterator[tuple[float, Rows]]:
+        """Alternate local search and compaction with the rest of the budget; yield the best rows and their costs."""
         pool, workbench = self._pool, self._workbench
         heat = _HEAT * max(self.problem.work) / self.problem.num_microbatches
         # Number of rows, heat and share of the budget left; the heat falls from round to round.
@@ -210,8 +215,7 @@ class Draft:
             for found in chosen:
                 better = workbench.refined(found, passes / len(chosen), warmth, number)
                 pool += [better, *workbench.dense(better)]
-        best = min(pool, key=_merit)
-        return best.cost, workbench.unpack(best)
+        yield from ((found.cost, workbench.unpack(found)) for found in distinct(pool, _MOST_POLISHED))
 
 
 def _miniature(problem: Problem, budget: float) -> Problem:
@@ -261,15 +265,25 @@ def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Deriv
 
 
 def _surveyed(problem: Problem) -> list[Derivation]:
-    """Rank the feasible seeds by their cost without compaction, on all ranks and with the whole memory limit.
+    """Rank the feasible seeds by their cost without compaction, on all ranks and with the whole memory limit."""
+    by_length = _survey(problem, seeds(problem))
+    return [Derivation(seed, haste, None, _STEPS) for seed in by_length for haste in _SURVEYED]
 
-    A seed repeats its steady state, so the costs of two short runs give that of all microbatches.
+
+def _survey(problem: Problem, candidates: Iterable[Seed]) -> list[Seed]:
+    """Return the feasible seeds among ``candidates``, in the order of their costs.
+
+    A seed repeats its steady state, so the costs of two short runs give that of all microbatches. Above a number of
+    ranks, only seeds that are good on half of the ranks run on all.
     """
     p, m = problem.num_ranks, problem.num_microbatches
+    if p > _SURVEYED_AT_ONCE:
+        on_half = _survey(problem.miniature(p // 2), candidates)
+        candidates = on_half[: max(1, len(on_half) // _SHARE_ON_HALF)]
     counts = (m,) if m <= 2 * p else (p, 2 * p)
     short = [Workbench(problem.shortened(count), INFEASIBLE) for count in counts]
     ranked = []
-    for number, seed in enumerate(seeds(problem)):
+    for number, seed in enumerate(candidates):
         costs: list[float] = []
         for bench in short:
             found = next(bench.derive(Derivation(seed, 0.0, None, 0)), None)
@@ -278,8 +292,7 @@ def _surveyed(problem: Problem) -> list[Derivation]:
             costs.append(found.cost)
         else:
             ranked.append((costs[-1] + (costs[-1] - costs[0]) * (m - counts[-1]) / p, number, seed))
-    by_length = sorted(ranked, key=lambda entry: entry[:2])
-    return [Derivation(seed, haste, None, _STEPS) for *_, seed in by_length for haste in _SURVEYED]
+    return [seed for *_, seed in sorted(ranked, key=lambda entry: entry[:2])]
 
 
 def _derived(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, lru_cache
+from itertools import chain, repeat
 from math import ceil
 from typing import NamedTuple
 
@@ -54,7 +54,8 @@ class Tables(NamedTuple):
     delta: list[float]
 
 
-def _routes(rank_of: Sequence[int]) -> tuple[list[int], list[int], list[int], list[int]]:
+@lru_cache(maxsize=16)
+def _routes(rank_of: tuple[int, ...]) -> tuple[list[int], list[int], list[int], list[int]]:
     """Compute the columns ``source``, ``successor``, ``wgrad`` and ``receiver`` for a chain of stages."""
     flow = Chain(len(rank_of))
     passes = (Pass(stage, kind, 0) for stage in range(len(rank_of)) for kind in _KINDS)
@@ -235,12 +236,11 @@ class Problem:
         """Convert codes to a ``Schedule``."""
         order = []
         for row in rows:
-            cursor = [0] * (3 * self.num_stages)
-            passes = []
-            for code in row:
-                passes.append(Pass(code // 3, _KINDS[code % 3], cursor[code]))
-                cursor[code] += 1
-            order.append(tuple(passes))
+            passes = {
+                code: map(Pass, repeat(code // 3), repeat(_KINDS[code % 3]), range(self.num_microbatches))
+                for code in set(row)
+            }
+            order.append(tuple([next(passes[code]) for code in row]))
         return Schedule(name, self.placement, self.num_microbatches, tuple(order))
 
 

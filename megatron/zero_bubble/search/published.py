@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from itertools import accumulate
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.search.blocks import vee_block
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
+from megatron.zero_bubble.search.extend import Extension, repeated
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 from megatron.zero_bubble.search.seeds import zb_v
@@ -54,20 +56,37 @@ def published(problem: Problem) -> Iterator[Rows]:
     """The published schedules for the placement of ``problem``, and their patterns; not all fit in its memory."""
     p, m = problem.num_ranks, problem.num_microbatches
     if problem.num_stages == p:
-        yield from (zb_h(problem, factor, lag) for factor, lag in ((1, 0), (1, 1), (2, 2)))
+        for factor, lag in ((1, 0), (1, 1), (2, 2)):
+            yield repeated(partial(zb_h, factor=factor, lag=lag), problem)
     elif problem.placement == Placement.vee(p):
         for pattern in (zb_v, v_half, v_min):
-            rows, dense = pattern(problem), equal_passes(p, m, pattern)
+            rows, dense = repeated(pattern, problem), equal_passes(p, m, pattern)
             yield from (rows, dense) if rows != dense else (rows,)
 
 
+def one_is_shorter(than: float, extension: Extension) -> bool:
+    """Whether a published schedule, extended, costs less; also if one cannot be extended that might."""
+    loop = loops(extension.short)
+    for rows in published(extension.short):
+        if extension.least(loop.evaluate(loop.pack(rows))[0]) < than:
+            longer = extension.of(rows)
+            if longer is None or extension.cost(longer) < than:
+                return True
+    return False
+
+
+@lru_cache(maxsize=8)
 def equal_passes(num_ranks: int, num_microbatches: int, pattern: Pattern) -> Rows:
     """A pattern on a V for passes that all take the same time, within the memory that it needs anyway.
 
     It is the shortest of the pattern itself, compacted forward, and then backward, by span.
     """
-    rows = pattern(on_equal_passes(num_ranks, num_microbatches))
-    problem = on_equal_passes(num_ranks, num_microbatches, max(map(_peak, rows)))
+    return repeated(partial(_dense, pattern=pattern), on_equal_passes(num_ranks, num_microbatches))
+
+
+def _dense(problem: Problem, pattern: Pattern) -> Rows:
+    rows = pattern(problem)
+    problem = on_equal_passes(problem.num_ranks, problem.num_microbatches, max(map(_peak, rows)))
     loop = loops(problem)
     found = [loop.pack(rows)]
     for backwards in (False, True):
@@ -76,7 +95,7 @@ def equal_passes(num_ranks: int, num_microbatches: int, pattern: Pattern) -> Row
             break
         found.append(denser)
     costs = [loop.evaluate(candidate) for candidate in found]
-    assert min(costs)[0] < INFEASIBLE, f"the pattern runs on {num_ranks} ranks"
+    assert min(costs)[0] < INFEASIBLE, f"the pattern runs on {problem.num_ranks} ranks"
     return loop.unpack(found[costs.index(min(costs))])
 
 
