@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
@@ -17,7 +17,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
-from megatron.zero_bubble.search.extend import Extension, enough
+from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
 from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import one_is_shorter
@@ -72,53 +72,62 @@ def zb_auto(
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
         raise UserError(_too_tight(problems, limit, memory_limit))
-    known = [start] if start is not None else []
+    known = [
+        _Known(problem.rows(start), problem) for problem in feasible if start and start.placement == problem.placement
+    ]
     bound = partial(_least, costs=costs, memory=memory, limit=limit, objective=objective)
-    found = _planned_as_few(feasible, bound, effort, known)
-    rows, problem = found if found is not None else _search(feasible, bound, effort, known)[0][1:]
-    return problem.schedule("zb-auto", rows)
+    best, is_shortest = _planned_as_few(feasible, bound, effort, known)
+    if best is None or not is_shortest:
+        known += [best] if best is not None else []
+        best = _Known(*_search(feasible, bound, effort, known)[0][1:])
+    return best.problem.schedule("zb-auto", best.rows)
+
+
+class _Known(NamedTuple):
+    """Rows for a problem."""
+
+    rows: Rows
+    problem: Problem
 
 
 def _search(
-    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[Schedule]
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
 ) -> list[tuple[float, Rows, Problem]]:
     """Return the best rows for any of ``problems``, one per placement, with their costs and in their order."""
     drafts: list[Draft] = []
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if not drafts or bound(problem) <= drafts[0].cost:
-            drafts.append(Draft(problem, effort, _rows_of(known, problem)))
+            drafts.append(Draft(problem, effort, [rows for rows, of in known if of == problem]))
     close = _CLOSE * min(draft.cost for draft in drafts)
     polished = [(*found, draft.problem) for draft in drafts if draft.cost <= close for found in draft.polish()]
     return sorted(polished, key=itemgetter(0))
 
 
 def _planned_as_few(
-    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[Schedule]
-) -> tuple[Rows, Problem] | None:
+    problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
+) -> tuple[_Known | None, bool]:
     """Search with fewer microbatches, and repeat the steady state of the results.
 
-    None if all microbatches are few, or no result has a steady state, or a published or known schedule is shorter.
+    Returns the best result, and whether a search with all microbatches is unnecessary: the busiest rank never waits in
+    the repeated part, and no published or known schedule is shorter. The result is None if all microbatches have to be
+    searched, or no result has a steady state.
     """
     few = enough(problems[0].num_ranks, problems[0].num_microbatches)
-    if few == problems[0].num_microbatches:
-        return None
+    if few == problems[0].num_microbatches or any(map(is_roomy, problems)):
+        return None, False
     extensions = {problem.placement: Extension(problem, few) for problem in problems}
-    best, plan = INFEASIBLE, None
+    best, plan, is_shortest = INFEASIBLE, None, False
     for cost, rows, short in _search([extension.short for extension in extensions.values()], bound, effort, ()):
         extension = extensions[short.placement]
         if extension.least(cost) < best and (longer := extension.of(rows)) is not None:
             whole_cost = extension.cost(longer)
             if whole_cost < best:
-                best, plan = whole_cost, (longer, extension.problem)
+                best, plan = whole_cost, _Known(longer, extension.problem)
+                is_shortest = extension.never_waits(cost, whole_cost)
     for extension in extensions.values():
-        others = map(extension.cost, _rows_of(known, extension.problem))
-        if one_is_shorter(best, extension) or any(other < best for other in others):
-            return None
-    return plan
-
-
-def _rows_of(known: Sequence[Schedule], problem: Problem) -> list[Rows]:
-    return [problem.rows(schedule) for schedule in known if schedule.placement == problem.placement]
+        others = (extension.cost(rows) for rows, of in known if of == extension.problem)
+        is_shortest = is_shortest and not one_is_shorter(best, extension) and all(other >= best for other in others)
+    return plan, is_shortest
 
 
 def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: Metric = "span") -> Schedule:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from itertools import repeat
+from operator import sub
 
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows
@@ -17,6 +18,9 @@ _STRIDE = 60
 """The number of microbatches left out is a multiple of this, because it has so many divisors: a steady state that
 repeats itself after 1 to 6, 10, 12, 15, 20 or 30 microbatches can be repeated to fit.
 """
+_ROOMY = 1.25
+"""Memory in units of 1F1B's peak, from which on the search needs all microbatches."""
+_ROUNDING = 1e-9
 _PLACES = (0.5, 0.4, 0.6)
 """Where to look for the part to repeat, in parts of a row."""
 
@@ -26,6 +30,15 @@ def enough(num_ranks: int, num_microbatches: int) -> int:
     if num_ranks <= _MOST_RANKS or num_microbatches <= _PER_RANK * num_ranks + _STRIDE:
         return num_microbatches
     return _PER_RANK * num_ranks + (num_microbatches - _PER_RANK * num_ranks) % _STRIDE
+
+
+def is_roomy(problem: Problem) -> bool:
+    """Whether a rank has much more memory than 1F1B needs. W passes can then fall behind a little with every
+    microbatch, so that the best schedule has no steady state.
+    """
+    p, on = problem.num_ranks, problem.placement
+    kept = (sum(problem.kept[s] for s in on.stages_of(rank)) for rank in range(p))
+    return any(limit > _ROOMY * p * one for limit, one in zip(problem.limit, kept, strict=True))
 
 
 class Extension:
@@ -45,7 +58,11 @@ class Extension:
 
         The chain of passes that determines the cost goes through the repeated part on some rank.
         """
-        return cost + min(a - b for a, b in zip(self.problem.work, self.short.work, strict=True))
+        return cost + min(map(sub, self.problem.work, self.short.work))
+
+    def never_waits(self, cost: float, whole_cost: float) -> bool:
+        """Whether extending rows by work for the busiest rank has not cost more than this work."""
+        return whole_cost - cost <= (1 + _ROUNDING) * max(map(sub, self.problem.work, self.short.work))
 
     def cost(self, rows: Rows) -> float:
         """The cost of rows for all microbatches."""
