@@ -1,4 +1,4 @@
-// The hot loops of the schedule search for Python: evaluate, compact, refill and refine rows of passes.
+// The hot loops of the schedule search for Python: time, evaluate, compact, refill and refine rows of passes.
 //
 // Each does, operation by operation, what its namesake in megatron/zero_bubble/search does, so that both give the same
 // numbers to the last bit (build without fused multiply-add); the Python is the reference and says why. The types that
@@ -47,6 +47,7 @@ PYBIND11_MODULE(_planner, module) {
       .def("pack", &Planner::pack, "rows"_a)
       .def("unpack", &Planner::unpack, "rows"_a)
       .def("evaluate", &Planner::evaluate, "rows"_a, without_gil())
+      .def("starts", &Planner::starts, "rows"_a)
       .def(
           "compact", &Planner::compact, "rows"_a, "most_held"_a = py::none(), "haste"_a = 0.0, "backwards"_a = false,
           without_gil())

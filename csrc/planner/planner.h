@@ -96,6 +96,17 @@ class Planner {
     return {found.cost, found.mean};
   }
 
+  // Returns the start of every pass; none if the rows deadlock.
+  std::optional<std::vector<std::vector<double>>> starts(const PackedRows& rows) {
+    check(rows);
+    const std::lock_guard turn(mutex);
+    if (!line.run(rows.codes.data())) return std::nullopt;
+    std::vector<std::vector<double>> result;
+    for (int r = 0; r < problem.num_ranks; ++r)
+      result.emplace_back(line.starts.begin() + layout->begin[r], line.starts.begin() + layout->begin[r + 1]);
+    return result;
+  }
+
   // Returns denser rows; none if they deadlock or do not fit.
   std::optional<PackedRows> compact(
       const PackedRows& rows, const std::optional<std::vector<int>>& most_held, double haste, bool backwards) {

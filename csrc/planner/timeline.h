@@ -32,10 +32,9 @@ class Timeline {
         if (change > 0 && kept > p.limit[r]) return {};
       }
     }
-    run(rows);
+    if (!run(rows)) return {};
     Cost result{-kNever, 0.0};
     for (int r = 0; r < p.num_ranks; ++r) {
-      if (at[r] < begin[r + 1]) return {};
       const double cost = free_at[r] - p.origin[r];
       result.cost = std::max(result.cost, cost);
       result.mean += cost;
@@ -44,8 +43,8 @@ class Timeline {
     return result;
   }
 
-  // Runs each pass as early as possible, until the end or a deadlock.
-  void run(const int32_t* rows) {
+  // Runs each pass as early as possible; returns whether all passes ran, without a deadlock.
+  bool run(const int32_t* rows) {
     done.clear();
     for (int r = 0; r < p.num_ranks; ++r) {
       at[r] = begin[r];
@@ -66,6 +65,7 @@ class Timeline {
       }
       free_at[rank] = now;
     }
+    return std::equal(at.begin(), at.end(), begin.begin() + 1);
   }
 
   const Problem& p;

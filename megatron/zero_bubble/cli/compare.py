@@ -10,7 +10,6 @@ from functools import partial
 from itertools import pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
@@ -23,6 +22,7 @@ from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
+from megatron.zero_bubble.search.timed import timed
 
 _MOST_CHUNKS = 4
 FITTED = "fitted"
@@ -137,7 +137,7 @@ def _simulated(
         for make in makers:
             try:
                 schedule = make()
-                timeline = simulate(schedule, *costs.on(schedule.placement))
+                timeline = timed(schedule, *costs.on(schedule.placement))
             except UserError as error:
                 absent.append(str(error))
                 continue

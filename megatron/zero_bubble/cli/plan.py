@@ -8,7 +8,6 @@ import shutil
 import time
 
 from megatron.zero_bubble.analysis.period import period_ms
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.costs.units import refuse_huge
@@ -31,6 +30,7 @@ from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.loops import compiled
+from megatron.zero_bubble.search.timed import timed
 
 _WIDEST = 160
 """Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
@@ -137,7 +137,7 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     started = time.perf_counter()
     schedule = file or _build(options, costs)
     seconds = time.perf_counter() - started
-    timeline = simulate(schedule, *costs.on(schedule.placement))
+    timeline = timed(schedule, *costs.on(schedule.placement))
     certificate = None
     if options.schedule == AUTO or options.memory_limit is not None:
         certificate = _certify(options, costs, schedule, seconds)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
@@ -22,6 +21,7 @@ from megatron.zero_bubble.formats.files import json_object, read_key
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.plans import auto
+from megatron.zero_bubble.search.timed import timed
 
 _LOWEST_PRIORITY = 19
 
@@ -83,7 +83,7 @@ def plan(request: Request) -> Timeline:
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
     limit = figures.limit(request.memory_limit)
     schedule = auto(figures, limit, request.placement, request.objective)
-    return simulate(schedule, *figures.on(schedule.placement))
+    return timed(schedule, *figures.on(schedule.placement))
 
 
 def main() -> int:

@@ -10,7 +10,6 @@ from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
@@ -21,6 +20,7 @@ from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
 from megatron.zero_bubble.search.portfolio import Draft
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import one_is_shorter
+from megatron.zero_bubble.search.timed import timed
 
 _CLOSE = 1.01
 """Of two placements whose drafts differ by less than this factor, both are polished."""
@@ -142,7 +142,7 @@ def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: 
     Raises:
         UserError: for figures for another number of stages.
     """
-    limit = max(most_kept(simulate(schedule, costs, memory), memory))
+    limit = max(most_kept(timed(schedule, costs, memory), memory))
     sizes = schedule.num_ranks, schedule.num_microbatches
     found = zb_auto(costs, memory, *sizes, limit, placement="vee", objective=objective, start=schedule)
     return replace(found, name=schedule.name)

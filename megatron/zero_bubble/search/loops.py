@@ -16,6 +16,7 @@ from megatron.zero_bubble.search.evaluate import Cost, evaluate
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.refill import refill
 from megatron.zero_bubble.search.refine import refine
+from megatron.zero_bubble.search.rows import times
 
 Packed = Any
 """Rows in the form that the loops use, compiled or not."""
@@ -24,7 +25,7 @@ _Packed = TypeVar("_Packed")
 
 class Loops(Protocol[_Packed]):
     """``evaluate``, ``compact``, ``refill`` and ``refine`` for one problem; ``evaluate`` returns the fields of a
-    ``Cost``.
+    ``Cost``, and ``starts`` the start of every pass in ms by rank and place, or None for rows that deadlock.
     """
 
     def pack(self, rows: Rows) -> _Packed: ...
@@ -32,6 +33,8 @@ class Loops(Protocol[_Packed]):
     def unpack(self, rows: _Packed) -> Rows: ...
 
     def evaluate(self, rows: _Packed) -> tuple[float, float]: ...
+
+    def starts(self, rows: _Packed) -> list[list[float]] | None: ...
 
     def compact(
         self, rows: _Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
@@ -56,6 +59,10 @@ class Reference:
 
     def evaluate(self, rows: Rows) -> Cost:
         return evaluate(self._problem, rows)
+
+    def starts(self, rows: Rows) -> list[list[float]] | None:
+        found = times(self._problem, rows).starts
+        return found if all(len(a) == len(b) for a, b in zip(found, rows, strict=True)) else None
 
     def compact(
         self, rows: Rows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False

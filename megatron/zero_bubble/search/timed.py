@@ -1,0 +1,62 @@
+"""Simulate a schedule with the compiled loops of the search."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Chain, Kind, Schedule
+from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.search.loops import compiled
+from megatron.zero_bubble.search.problem import Problem, Rows
+
+_CODE = {Kind.F: 0, Kind.B: 1, Kind.W: 2}
+
+
+@without_collection()
+def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
+    """Return what ``simulate`` returns, to the last bit, about five times as fast if the search could have made the
+    schedule and is compiled.
+
+    Args and errors are those of ``simulate``.
+    """
+    make, rows = compiled(), _rows(schedule)
+    if make is None or rows is None or {costs.num_stages, memory.num_stages} != {schedule.num_stages}:
+        return simulate(schedule, costs, memory)
+    on = schedule.placement
+    problem = Problem.of(on, schedule.num_microbatches, costs, memory, (math.inf,) * on.num_ranks, "makespan")
+    loops = make(problem)
+    starts = loops.starts(loops.pack(rows))
+    if starts is None:
+        return simulate(schedule, costs, memory)  # it describes the deadlock
+    duration, delta = problem.tables.duration, problem.tables.delta
+    spans, peaks = [], []
+    for rank, (passes, row, begun) in enumerate(zip(schedule.order, rows, starts, strict=True)):
+        ends = [start + duration[code] for start, code in zip(begun, row, strict=True)]
+        spans.append(tuple(map(Span, passes, begun, ends)))
+        most = max(accumulate([delta[code] for code in row]), default=0.0)
+        peaks.append(most / sum(memory.activation[stage] for stage in on.stages_of(rank)))
+    return Timeline(schedule, tuple(spans), tuple(peaks))
+
+
+def _rows(schedule: Schedule) -> Rows | None:
+    """Convert to codes; None for passes that the search does not make: fused, of slices, or out of order."""
+    if schedule.num_slices > 1 or schedule.evaluates or not isinstance(schedule.flow, Chain):
+        return None
+    rows = []
+    for rank, passes in enumerate(schedule.order):
+        row = []
+        left = {3 * stage + code: 0 for stage in schedule.placement.stages_of(rank) for code in range(3)}
+        for stage, kind, microbatch, _ in passes:
+            code = 3 * stage + _CODE.get(kind, 3 * schedule.num_stages)
+            if left.get(code) != microbatch:
+                return None
+            left[code] += 1
+            row.append(code)
+        if set(left.values()) != {schedule.num_microbatches}:
+            return None
+        rows.append(row)
+    return rows
