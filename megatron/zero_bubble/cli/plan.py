@@ -14,6 +14,7 @@ from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import (
@@ -103,6 +104,7 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
     )
 
 
+@without_collection()
 def plan(options: argparse.Namespace) -> str:
     """Make the plan and format it as ``--format`` requests."""
     made = make_plan(options)

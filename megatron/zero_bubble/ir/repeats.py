@@ -68,7 +68,8 @@ class _Row:
 
     def __init__(self, row: Sequence[Pass], num_microbatches: int) -> None:
         self._num_microbatches = num_microbatches
-        self.codes: list[_Code] = [(stage, kind, slice_) for stage, kind, _, slice_ in row]
+        known: dict[_Code, _Code] = {}  # one tuple per code, not one per pass
+        self.codes = [known.setdefault((stage, kind, slice_), (stage, kind, slice_)) for stage, kind, _, slice_ in row]
         self.positions: dict[_Code, list[int]] = {code: [] for code in self.codes}
         microbatches: dict[_Code, list[int]] = {code: [] for code in self.positions}
         for position, (code, p) in enumerate(zip(self.codes, row, strict=True)):

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
-from itertools import chain
 
-from megatron.zero_bubble.analysis.steps import Step
+from megatron.zero_bubble.analysis.steps import Blocked, Step, advance
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Schedule, Send
+from megatron.zero_bubble.ir.ops import STEPPED
 from megatron.zero_bubble.ir.passes import later
 from megatron.zero_bubble.ir.repeats import Repeats
 from megatron.zero_bubble.ir.unrolled import Cut, Unrolled
@@ -61,22 +61,18 @@ def _alike(ops: Unrolled) -> bool:
 
 def can_repeat(ops: Unrolled, rows: Sequence[Sequence[Step]]) -> bool:
     """Whether the inserted windows can run, if the stem can; ``rows`` are the steps of the stem."""
-    cuts = ops.cuts[:2]
-    first, second = (set[Hashable](chain(_held(ops.stem, rows, cut), _in_transit(ops.stem, cut))) for cut in cuts)
-    makers = {
-        token: (rank, place) for rank, row in enumerate(rows) for place, step in enumerate(row) for token in step.makes
-    }
-    for rank, row in enumerate(rows):
-        for place, step in enumerate(row):
-            for token in step.waits:
-                maker, made = makers.get(token, (rank, -1))  # a token that no op makes holds from the start
-                for left, cut in ((first, cuts[0]), (second, cuts[1])):
-                    if place >= cut[rank]:
-                        if made < cut[maker]:
-                            left.add(token)
-                    elif made >= cut[maker]:
-                        return False
-    return second == {later(item, ops.num_microbatches) for item in first}
+    made: set[Hashable] = {STEPPED}
+    begin, lefts = (0,) * len(rows), []
+    for cut in ops.cuts[:2]:
+        try:
+            for _, _, step in advance([row[a:b] for row, a, b in zip(rows, begin, cut, strict=True)], made):
+                made.update(step.makes)
+        except Blocked:
+            return False  # the cut is not consistent
+        tokens = (token for row, at in zip(rows, cut, strict=True) for step in row[at:] for token in step.waits)
+        lefts.append({*made.intersection(tokens), *_held(ops.stem, rows, cut), *_in_transit(ops.stem, cut)})
+        begin = cut
+    return lefts[1] == {later(item, ops.num_microbatches) for item in lefts[0]}
 
 
 def _held(plan: Plan, rows: Sequence[Sequence[Step]], cut: Cut) -> Iterator[Hashable]:
