@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, Schedule, build, simulate
+from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.search import fit, zb_auto
+from megatron.zero_bubble.search.auto import PlacementChoice
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.published import published
 
@@ -28,6 +30,28 @@ def test_rows_are_those_of_the_named_schedule(name: str, p: int, m: int) -> None
     schedule = build(name, num_ranks=p, num_microbatches=m)
     question = problem(schedule.placement, m)
     assert question.rows(schedule) in list(published(question))
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "num_microbatches", "costs", "wgrad_memory"),
+    [
+        ("zb-h1", 12, 13, (1.0, 0.5, 5.0, 0.0), 0.7),
+        ("zb-h2", 10, 27, (2.0, 2.0, 2.0, 0.5), 0.3),
+        ("zb-v", 3, 2, (0.5, 0.5, 9.0, 0.5), 0.7),
+        ("v-half", 3, 2, (0.5, 0.5, 5.0, 0.5), 0.7),
+    ],
+)
+def test_published_schedules_take_part_whatever_the_effort(
+    name: str, num_ranks: int, num_microbatches: int, costs: tuple[float, ...], wgrad_memory: float
+) -> None:
+    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    on = schedule.placement
+    figures = PassCosts.uniform(on, *costs), PassMemory.uniform(on, 1, wgrad_memory)
+    known = simulate(schedule, *figures)
+    limit = tuple(most_kept(known, figures[1]))
+    shape: PlacementChoice = "vee" if name in FITTED else "linear"
+    found = zb_auto(*figures, num_ranks, num_microbatches, limit, placement=shape, effort=1e-9)
+    assert simulate(found, *figures).span_ms <= known.span_ms + 1e-9
 
 
 @given(
