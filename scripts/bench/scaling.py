@@ -7,11 +7,11 @@ Every schedule of every size is simulated pass by pass; nothing is extrapolated.
 
 Published schedules are made for equal passes. Others are planned for the pass times: ``zb-auto`` in the memory of 1F1B,
 and V-Half and V-Min fitted, in their own memory. Each is planned once per size and optimizer, up to ``--plan-up-to``
-ranks times microbatches. The largest sizes take minutes and about 2 GiB per process, so ``--planned`` takes what an
-earlier run planned from its results, such as ``docs/scaling.json``.
+ranks times microbatches. The largest fitted schedules take minutes and about 2 GiB per process, so ``--planned`` takes
+what an earlier run planned from its results, such as ``docs/scaling.json``.
 
     bash scripts/bench.sh scaling [--config FILE [--gpu NAME]] [--costs FILE] [--latency-us US --link-gbs GBS]
-        [--num-ranks 2 ... 256] [--num-microbatches 256 2048] [--plan-up-to 524288] [--planned FILE]
+        [--num-ranks 2 ... 256] [--num-microbatches 256 2048] [--plan-up-to N] [--planned FILE]
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[256, 2048])
     parser.add_argument("--schedules", nargs="+", choices=(*PUBLISHED, *PLANNED), default=list(DRAWN))
     parser.add_argument(
-        "--plan-up-to", type=int, metavar="N", default=128 * 2048,
+        "--plan-up-to", type=int, metavar="N", default=256 * 2048,
         help="plan zb-auto and fitted schedules only for up to N ranks times microbatches (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
