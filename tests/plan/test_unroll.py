@@ -13,7 +13,7 @@ from megatron.zero_bubble.analysis.steps import steps
 from megatron.zero_bubble.analysis.validate import ScheduleError, validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Compute, Kind, Op, Pass, Plan, Schedule
+from megatron.zero_bubble.ir import Chain, Compute, Kind, Op, Pass, Placement, Plan, Schedule, Value
 from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.ir.unrolled import Unrolled
 from megatron.zero_bubble.plan import communicate, lower, prove, prove_single_queue, with_validation
@@ -181,6 +181,77 @@ def test_a_fault_in_the_repeated_part_is_found() -> None:
     last = Pass(2, Kind.B, 59)
     with pytest.raises(ScheduleError, match="2W59 must come after 2B59 on rank 2"):
         validate(changed(schedule, 2, (*(p for p in row if p != last), last)))
+
+
+def lagging(num_microbatches: int, ahead: int = 12, more: int = 6, until: int = 8) -> Schedule:
+    """Rank 0 runs ``ahead`` forwards first; rank 1 runs ``more`` before each of its first backwards, later none, so
+    that many windows of rank 0 are acknowledged by the warm-up of rank 1.
+    """
+    rows: list[list[str]] = [[f"0F{i}" for i in range(ahead)], []]
+    forwards = 0
+    for i in range(num_microbatches):
+        rows[0] += [*([f"0F{ahead}"] if ahead < num_microbatches else []), f"0BW{i}"]
+        ahead += 1
+        most = max(forwards, min(num_microbatches, i + 1 + (more if i < until else 0)))
+        rows[1] += [*(f"1F{number}" for number in range(forwards, most)), f"1BW{i}"]
+        forwards = most
+    return Schedule.from_text("lagging", Placement.linear(2), num_microbatches, rows)
+
+
+def test_windows_that_are_acknowledged_by_a_warm_up_are_not_repeated() -> None:
+    schedule = lagging(200)
+    plan = lower(schedule)
+    assert stored(plan) < 100
+    assert plan.ops == pass_by_pass(schedule, (communicate,)).ops
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(40, 80), st.integers(0, 16), st.integers(0, 8), st.integers(0, 12))
+def test_ops_of_ranks_that_begin_to_repeat_at_different_times(
+    num_microbatches: int, ahead: int, more: int, until: int
+) -> None:
+    schedule = lagging(num_microbatches, ahead, min(more, ahead), until)
+    assert lower(schedule).ops == pass_by_pass(schedule, (communicate,)).ops
+
+
+def test_flows_that_treat_microbatches_differently_are_lowered_in_full() -> None:
+    def make_flow(schedule: Schedule) -> Chain:
+        class Late(Chain):
+            def inputs(self, p: Pass) -> tuple[Value, ...]:
+                waits = (Value(Pass(1, Kind.F, 30)),) if p == Pass(0, Kind.F, 30) else ()
+                return (*waits, *super().inputs(p))
+
+        return Late(schedule.num_stages)
+
+    schedule = replace(build("zb-h1", num_ranks=2, num_microbatches=60), make_flow=make_flow)
+    with pytest.raises(ScheduleError, match="the order deadlocks"):
+        validate(schedule)
+    with pytest.raises(PlanError, match="refused"):
+        lower(schedule)
+
+
+def test_an_unrolled_plan_must_have_the_microbatches_of_its_schedule() -> None:
+    plan, ops = unrolled()
+    for copies in (0, -1, ops.copies - 1):
+        with pytest.raises(PlanError, match="refused"):
+            prove(replace(plan, ops=replace(ops, copies=copies)))
+
+
+def test_errors_show_the_microbatches_of_the_whole_plan() -> None:
+    schedule = build("interleaved-1f1b", num_ranks=6, num_microbatches=100)
+    messages = []
+    for plan in (lower(schedule), replace(lower(schedule), ops=tuple(lower(schedule).ops))):
+        with pytest.raises(PlanError, match="hardware queues") as caught:
+            prove_single_queue(plan)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_schedules_without_passes_or_passes_to_lower_them() -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=20)
+    with pytest.raises(ScheduleError, match="rank 1 must run 1F0; it is missing"):
+        validate(replace(schedule, order=(schedule.order[0], ())))
+    assert lower(schedule, ()) == Plan.bare(schedule)
 
 
 def test_a_repeated_deadlock_is_found() -> None:

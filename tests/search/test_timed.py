@@ -73,5 +73,8 @@ def test_errors_are_those_of_simulate() -> None:
                 run(schedule, *uneven(schedule.num_stages))
             messages.append(str(caught.value))
         assert messages[0] == messages[1]
+    sliced = Schedule.from_text("sliced", Placement.linear(1), 1, ["0F0.1 0B0.1 0W0.1".split()])
+    with pytest.raises(UserError):
+        timed(sliced, *uneven(1))
     with pytest.raises(UserError, match="one figure per stage"):
         timed(stuck, *uneven(3))

@@ -105,7 +105,7 @@ class Op:
     def later(self, by: int) -> Op | None:
         """The op that does the same for microbatches that are ``by`` later; its effects must be the same ``later``.
 
-        None if there is none: plans with such an op are lowered and stored pass by pass, not in repeated windows.
+        None, for every op of the class, if there is none: plans with such ops are stored in full.
         """
         return None
 
@@ -143,6 +143,11 @@ class Message(NamedTuple):
     def channel(self) -> tuple[int, int]:
         """The channel; messages of one channel arrive in the order in which they are sent."""
         return (self.source, self.target)
+
+    def later(self, by: int) -> Message:
+        """The message for a microbatch that is ``by`` later."""
+        (producer, name), source, target = self  # faster than ``passes.later``, for millions of ops
+        return Message(Value(later(producer, by), name), source, target)
 
     @property
     def is_activation(self) -> bool:
@@ -212,7 +217,7 @@ class Send(Op):
         return Effects(uses=(message.value,), gives=(message,), makes=(Token("sent", message),))
 
     def later(self, by: int) -> Send:
-        return Send(later(self.message, by))
+        return Send(self.message.later(by))
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Send | None:
@@ -259,7 +264,7 @@ class Recv(Op):
         return Effects(gives=(message.value,), makes=(Token("posted", message),), arrives=Token("sent", message))
 
     def later(self, by: int) -> Recv:
-        return Recv(later(self.message, by))
+        return Recv(self.message.later(by))
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Recv | None:
@@ -280,7 +285,7 @@ class Settle(Op):
         return Effects(takes=(self.message,), waits=(Token("posted", self.message),))
 
     def later(self, by: int) -> Settle:
-        return Settle(later(self.message, by))
+        return Settle(self.message.later(by))
 
     @classmethod
     def parse(cls, text: str, rank: int) -> Settle | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.errors import UserError
 
@@ -63,14 +63,11 @@ class Pass(NamedTuple):
 
 def later(resource: _Resource, by: int) -> _Resource:
     """Return a pass for a microbatch that is ``by`` later, or a tuple, such as a value or message, of such passes."""
-    return cast(_Resource, _later(resource, by))
-
-
-def _later(resource: object, by: int) -> object:
+    moved: object = resource
     if isinstance(resource, Pass):
         stage, kind, microbatch, slice_ = resource
-        return Pass(stage, kind, microbatch + by, slice_)
-    if isinstance(resource, tuple):
+        moved = Pass(stage, kind, microbatch + by, slice_)
+    elif isinstance(resource, tuple):
         make = getattr(type(resource), "_make", tuple)  # a named tuple, or a plain one
-        return make([_later(part, by) for part in resource])
-    return resource
+        moved = make([later(part, by) for part in resource])
+    return moved  # type: ignore[return-value]

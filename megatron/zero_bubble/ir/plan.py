@@ -49,10 +49,10 @@ class Plan:
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the ops of all ranks."""
+        """A hash of the ops of all ranks, as they are stored: equal on ranks that lower the same schedule."""
         text = "\n".join(" ".join(row) for row in self.stem.to_text())
         if isinstance(self.ops, Unrolled):
-            text += f"\n{self.ops.cuts} {self.ops.copies}"
+            text += f"\n{self.ops.cuts} {self.ops.num_microbatches} {self.ops.copies}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def messages(self, kind: type[Send | Recv]) -> dict[Channel, list[Message]]:

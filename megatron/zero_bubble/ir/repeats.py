@@ -1,7 +1,7 @@
 """The repeated part of a schedule: in the steady state, every rank runs the same passes again, some microbatches later.
 
-What is true of a schedule with a few repetitions is true of one with many: its ``stem``, the schedule with only a few
-of them, is validated, lowered and proved in its place.
+The flow of a chain treats all microbatches alike, so what is true of a schedule with a few repetitions is true of one
+with many: its ``stem``, the schedule with only a few of them, is validated, lowered and proved in its place.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from megatron.zero_bubble.ir.passes import Kind, Pass, later
-from megatron.zero_bubble.ir.schedule import Schedule
+from megatron.zero_bubble.ir.schedule import Schedule, chain_of
 
 _Code = tuple[int, Kind, int]
 """Stage, kind and slice of a pass."""
+_MOST_TRIED = 8
+"""Numbers of microbatches after which the middle of all rows repeats, and of which the extent is examined."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,15 @@ class Repeats:
         copies: the number of windows.
         begins: the position in each rank's row at which the first window begins.
         lengths: the number of passes of each rank in a window.
+        lag: the number of windows after which a rank uses only values that the windows of other ranks produce. Some
+            ranks can begin to repeat many microbatches before others.
     """
 
     num_microbatches: int
     copies: int
     begins: tuple[int, ...]
     lengths: tuple[int, ...]
+    lag: int
 
     def stem(self, schedule: Schedule, copies: int) -> Schedule:
         """Return ``schedule`` with only ``copies`` windows."""
@@ -49,17 +55,20 @@ class Repeats:
 def find_repeats(schedule: Schedule) -> Repeats | None:
     """Find the repeated part; None if there is none, or if it is less than half of the schedule.
 
-    Takes time linear in the number of passes. Only finds repetitions in schedules that run the microbatches of every
-    stage in order.
+    Takes time linear in the number of passes. Only finds repetitions in schedules of a chain that run the microbatches
+    of every stage in order.
     """
+    if schedule.make_flow is not chain_of or not all(schedule.order):
+        return None
     rows = [_Row(row, schedule.num_microbatches) for row in schedule.order]
     if not all(row.in_order for row in rows):
         return None
-    for num_microbatches in range(1, schedule.num_microbatches // 4 + 1):
-        if all(row.repeats(num_microbatches) for row in rows):
-            found = _consistent(schedule, rows, num_microbatches)
-            if found is not None and 2 * found.copies * num_microbatches > schedule.num_microbatches:
-                return found
+    lengths = range(1, schedule.num_microbatches // 4 + 1)
+    candidates = (count for count in lengths if all(row.repeats(count) for row in rows))
+    for num_microbatches in islice(candidates, _MOST_TRIED):
+        found = _consistent(schedule, rows, num_microbatches)
+        if found is not None and 2 * found.copies * num_microbatches > schedule.num_microbatches:
+            return found
     return None
 
 
@@ -122,7 +131,19 @@ def _consistent(schedule: Schedule, rows: Sequence[_Row], num_microbatches: int)
                 changed = True
     lengths = [row.length(num_microbatches) for row in rows]
     copies = min((end - begin) // length for begin, (_, end), length in zip(begins, parts, lengths, strict=True))
-    return Repeats(num_microbatches, copies, tuple(begins), tuple(lengths)) if copies > 1 else None
+    if copies < 2:
+        return None
+    # How many more microbatches of the feeder than of the code run before the windows.
+    ahead = max(
+        (
+            bisect_left(rows[feeder_rank].positions[feeder], begins[feeder_rank])
+            - bisect_left(rows[rank].positions[code], begins[rank])
+            for rank, code, feeder_rank, feeder in needs
+            if rank != feeder_rank
+        ),
+        default=0,
+    )
+    return Repeats(num_microbatches, copies, tuple(begins), tuple(lengths), -(-ahead // num_microbatches))
 
 
 def _needs(schedule: Schedule, rows: Sequence[_Row]) -> Iterator[tuple[int, _Code, int, _Code]]:

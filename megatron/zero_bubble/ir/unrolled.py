@@ -11,6 +11,7 @@ from megatron.zero_bubble.ir.ops import Op
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.ir.plan import Plan
+    from megatron.zero_bubble.ir.schedule import Schedule
 
 Cut = tuple[int, ...]
 """A position in each rank's row of ops."""
@@ -22,7 +23,7 @@ class Unrolled(Sequence[tuple[Op, ...]]):
 
     Attributes:
         stem: the plan without the inserted windows.
-        cuts: the begin of a window, its end, and the end of the next window, which is equal but for its microbatches.
+        cuts: the start of a window, its end, and the end of the next window, which is equal but for its microbatches.
         num_microbatches: how many microbatches later the next window is.
         copies: the number of windows to insert between the two.
     """
@@ -49,6 +50,16 @@ class Unrolled(Sequence[tuple[Op, ...]]):
             op.later(copy * self.num_microbatches) for copy in range(1, self.copies + 1) for op in row[begin:end]
         )
         return (*row[:end], *inserted, *(op.later(self.copies * self.num_microbatches) for op in row[end:]))
+
+    def lasts_as_long_as(self, schedule: Schedule) -> bool:
+        """Whether the stem and the inserted windows together have the microbatches of ``schedule``."""
+        of = self.stem.schedule
+        count = of.num_microbatches + self.copies * self.num_microbatches
+        return self.copies >= 0 and (of.name, of.placement, count) == (
+            schedule.name,
+            schedule.placement,
+            schedule.num_microbatches,
+        )
 
     def __eq__(self, other: object) -> bool:
         return tuple(self) == tuple(other) if isinstance(other, (Unrolled, tuple)) else NotImplemented

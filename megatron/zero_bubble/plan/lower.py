@@ -10,13 +10,16 @@ from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.plan.communicate import communicate
+from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.unroll import unroll
 
 LoweringPass = Callable[[Plan], Plan]
 
+_TREATING_MICROBATCHES_ALIKE = (communicate, with_validation)
+"""Lowering passes for which the steady state of a schedule needs to be lowered only once."""
 _KEPT, _MORE = 6, 2
-"""Repeated windows in the stem of a plan, and the factor by which it gets more until its ops repeat as well."""
+"""Windows in the stem of a plan in addition to their lag, and the factor by which they grow until its ops repeat."""
 
 
 @without_collection()
@@ -33,33 +36,35 @@ def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -
         PlanError: when an op lacks an input, a resource is never released, or the ranks would wait for each other; the
             message shows the position of each rank.
     """
-    repeats, kept = find_repeats(schedule), _KEPT
-    while repeats is not None and 2 * kept <= repeats.copies:
-        whole = partial(unroll, schedule=schedule, repeats=repeats, kept=kept)
-        try:
-            plan = _lowered(repeats.stem(schedule, kept), passes, whole)
-        except PlanError:
-            break  # the error for all passes will show their own microbatches
-        if plan is not None:
-            return plan
-        kept *= _MORE
-    plan = _lowered(schedule, passes)
-    assert plan is not None
+    return _lowered_once(schedule, passes) or _lowered(schedule, passes)
+
+
+def _lowered(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan:
+    plan = Plan.bare(schedule)
+    for lowering_pass in passes:
+        plan = lowering_pass(plan)
+        prove(plan)
     return plan
 
 
-def _lowered(
-    schedule: Schedule, passes: Sequence[LoweringPass], finish: Callable[[Plan], Plan | None] = lambda plan: plan
-) -> Plan | None:
-    """Apply the passes to a schedule, and ``finish`` to the result; None if ``finish`` returns None."""
-    plan = Plan.bare(schedule)
-    for lowering_pass in passes[:-1]:
-        plan = lowering_pass(plan)
-        prove(plan)
-    finished = finish(passes[-1](plan))
-    if finished is not None:
-        prove(finished)
-    return finished
+def _lowered_once(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan | None:
+    """Lower and prove the stem of a schedule, and insert the windows that it lacks; None if the schedule or its ops do
+    not repeat themselves.
+    """
+    if not passes or any(getattr(each, "func", each) not in _TREATING_MICROBATCHES_ALIKE for each in passes):
+        return None
+    repeats, kept = find_repeats(schedule), _KEPT
+    while repeats is not None and 2 * (repeats.lag + kept) <= repeats.copies:
+        windows = repeats.lag + kept
+        try:
+            stem = passes[-1](_lowered(repeats.stem(schedule, windows), passes[:-1]))
+        except PlanError:
+            return None  # the error for the whole schedule shows its own microbatches
+        if (plan := unroll(stem, schedule, repeats, windows)) is not None:
+            prove(plan)
+            return plan
+        kept *= _MORE
+    return None
 
 
 def lower_forward_only(schedule: Schedule) -> Plan:

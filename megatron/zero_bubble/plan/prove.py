@@ -26,19 +26,32 @@ from megatron.zero_bubble.plan.unroll import can_repeat
 def prove(plan: Plan, single_queue: bool = False) -> None:
     """Run ``plan`` without time to its end. If it validates, also run it until every rank has stopped and drained.
 
+    Of a plan whose ops are ``Unrolled``, the stem runs, and the inserted windows are proved by induction.
+
     Raises:
         PlanError: for a pass without its inputs, a send without a matching receive, or a buffer that is never released;
             the message shows the position on the rank. Also for ranks that wait for each other; the message marks the
             op of each rank.
     """
-    stem = plan.stem
-    rows = _prove_run(stem, single_queue)
+    if isinstance(plan.ops, Unrolled):
+        try:
+            rows = _prove_whole(replace(plan.stem, drain=plan.drain), single_queue)
+            if plan.ops.lasts_as_long_as(plan.schedule) and can_repeat(plan.ops, rows):
+                return
+        except PlanError:
+            pass  # the error for the whole plan shows its own microbatches
+        plan = replace(plan, ops=tuple(plan.ops))
+    _prove_whole(plan, single_queue)
+
+
+def _prove_whole(plan: Plan, single_queue: bool) -> list[list[Step]]:
+    """Prove a plan op by op; return its steps."""
+    rows = _prove_run(plan, single_queue)
     if plan.drain:
-        begun = (ops[: ops.index(Validate())] for ops in stem.ops)
+        begun = (ops[: ops.index(Validate())] for ops in plan.ops)
         stopped = tuple((*ops, *drain) for ops, drain in zip(begun, plan.drain, strict=True))
-        _prove_run(replace(stem, ops=stopped), single_queue, stopped=True)
-    if isinstance(plan.ops, Unrolled) and not can_repeat(plan.ops, rows):
-        prove(replace(plan, ops=tuple(plan.ops)), single_queue)
+        _prove_run(replace(plan, ops=stopped), single_queue, stopped=True)
+    return rows
 
 
 def prove_single_queue(plan: Plan) -> None:

@@ -32,7 +32,7 @@ def unroll(stem: Plan, schedule: Schedule, repeats: Repeats, kept: int) -> Plan 
     computed = (tuple(op.work for op in row if isinstance(op, Compute)) for row in stem.ops)
     if tuple(computed) != stem.schedule.order:
         return None
-    # The first windows may still release buffers of the warm-up; the last may already post receives of the cool-down.
+    # Before, windows may release buffers by messages of a warm-up; the last may already post receives of the cool-down.
     cuts = [
         tuple(
             found[begin + number * length]

@@ -93,7 +93,7 @@ class _Known(NamedTuple):
 def _search(
     problems: Sequence[Problem], bound: Callable[[Problem], float], effort: float, known: Sequence[_Known]
 ) -> list[tuple[float, Rows, Problem]]:
-    """Return the best rows for any of ``problems``, one per placement, with their costs and in their order."""
+    """Return good rows for ``problems`` (one problem per placement) with their costs, shortest first."""
     drafts: list[Draft] = []
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if not drafts or bound(problem) <= drafts[0].cost:

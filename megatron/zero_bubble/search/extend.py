@@ -26,7 +26,7 @@ _PLACES = (0.5, 0.4, 0.6)
 
 
 def enough(num_ranks: int, num_microbatches: int) -> int:
-    """Return with how many microbatches to search; with all, unless there are many."""
+    """Return the number of microbatches to search with: all, unless there are many."""
     if num_ranks <= _MOST_RANKS or num_microbatches <= _PER_RANK * num_ranks + _STRIDE:
         return num_microbatches
     return _PER_RANK * num_ranks + (num_microbatches - _PER_RANK * num_ranks) % _STRIDE

@@ -37,7 +37,7 @@ _COMPACTING = 8
 _HASTES = (0.0, 0.3, 0.6)
 _SURVEYED = (0.0, 0.6)
 """Hastes with which surveyed seeds are compacted."""
-_SURVEYED_AT_ONCE, _SHARE_ON_HALF = 32, 3
+_SURVEYED_AT_ONCE, _SHARE_ON_HALF = 64, 3
 """With more ranks than this, the survey tries on all ranks only one of so many seeds: the best on half of the ranks."""
 _SHARES = (None, 0.5, 1.0)
 """Largest share of a V's memory that is reserved for microbatches on the way up. None reserves nothing; 1.0 leaves room
@@ -265,7 +265,7 @@ def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Deriv
 
 
 def _surveyed(problem: Problem) -> list[Derivation]:
-    """Rank the feasible seeds by their cost without compaction, on all ranks and with the whole memory limit."""
+    """Rank the feasible seeds by their cost without compaction, with the whole memory limit."""
     by_length = _survey(problem, seeds(problem))
     return [Derivation(seed, haste, None, _STEPS) for seed in by_length for haste in _SURVEYED]
 

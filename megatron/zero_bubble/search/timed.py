@@ -8,8 +8,9 @@ from itertools import accumulate
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Chain, Kind, Schedule
+from megatron.zero_bubble.ir import Kind, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.problem import Problem, Rows
 
@@ -44,15 +45,17 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
 
 def _rows(schedule: Schedule) -> Rows | None:
     """Convert to codes; None for passes that the search does not make: fused, of slices, or out of order."""
-    if schedule.num_slices > 1 or schedule.evaluates or not isinstance(schedule.flow, Chain):
+    if schedule.num_slices > 1 or schedule.evaluates or schedule.make_flow is not chain_of:
+        return None
+    if len(schedule.order) != schedule.num_ranks:
         return None
     rows = []
     for rank, passes in enumerate(schedule.order):
         row = []
         left = {3 * stage + code: 0 for stage in schedule.placement.stages_of(rank) for code in range(3)}
-        for stage, kind, microbatch, _ in passes:
+        for stage, kind, microbatch, slice_ in passes:
             code = 3 * stage + _CODE.get(kind, 3 * schedule.num_stages)
-            if left.get(code) != microbatch:
+            if slice_ or left.get(code) != microbatch:
                 return None
             left[code] += 1
             row.append(code)
