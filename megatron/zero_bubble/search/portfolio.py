@@ -44,6 +44,10 @@ _SHARES = (None, 0.5, 1.0)
 for one microbatch on the way down."""
 _STEPS = 4
 """Number of compactions in turn, forward and backward."""
+_CONDENSED_ABOVE = 64
+"""With more ranks than this, the best rows are compacted until this no longer helps: the few steps of a derivation do
+not reach all ranks.
+"""
 _MOST_REFILLED, _MOST_POLISHED = 64, 6
 _EAGERNESS = (0.6, 1.0, 0.3)
 _AMBITIONS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -111,6 +115,19 @@ class Workbench:
             rows = self._compacted(found.rows, None, 0.0, backwards)
             if rows is not None:
                 yield self._priced(rows)
+
+    def condensed(self, found: Found) -> Iterator[Found]:
+        """Yield ``found`` compacted forward and backward, again and again, as long as this makes it shorter."""
+        shorter = True
+        while shorter:
+            before = found.cost
+            for backwards in (False, True):
+                rows = self._compacted(found.rows, None, 0.0, backwards)
+                if rows is None:
+                    return
+                found = self._priced(rows)
+                yield found
+            shorter = found.cost < before - _EPSILON
 
     def refilled(self, found: Found, thorough: bool) -> Iterator[Found]:
         """Yield ``found`` with its W passes in other places."""
@@ -186,6 +203,8 @@ class Draft:
             workbench = Workbench(problem, workbench.left)
             pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
         pool = distinct(pool, _MOST_REFILLED)
+        if problem.num_ranks > _CONDENSED_ABOVE:
+            pool = distinct([*pool, *workbench.condensed(pool[0])], _MOST_REFILLED)
         # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
         greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
         classic = list(_classic(workbench))
