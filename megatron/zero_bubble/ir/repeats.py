@@ -72,6 +72,25 @@ def find_repeats(schedule: Schedule) -> Repeats | None:
     return None
 
 
+Fed = tuple[int, list[int], int, list[int]]
+"""The rank of a code and its positions, and those of the code that feeds it, both by microbatch."""
+
+
+def consistent_cut(begins: Sequence[int], fed: Sequence[Fed]) -> list[int]:
+    """Return the first positions from ``begins`` on at which the ranks can stop: no pass before waits for one after.
+
+    Microbatches run in order, so a cut is consistent if no code is ahead of the code that feeds it.
+    """
+    cut, changed = list(begins), True
+    while changed:
+        changed = False
+        for rank, positions, feeder_rank, feeder in fed:
+            count = bisect_left(positions, cut[rank])
+            if count and (after := feeder[count - 1] + 1) > cut[feeder_rank]:
+                cut[feeder_rank], changed = after, True
+    return cut
+
+
 class _Row:
     """The passes of a rank, as codes."""
 
@@ -118,17 +137,9 @@ class _Row:
 def _consistent(schedule: Schedule, rows: Sequence[_Row], num_microbatches: int) -> Repeats | None:
     """Return the windows from the first consistent cut within the repeated parts of all rows."""
     parts = [row.stretch(num_microbatches) for row in rows]
-    begins = [begin for begin, _ in parts]
     needs = list(_needs(schedule, rows))
-    changed = True
-    while changed:
-        changed = False
-        for rank, code, feeder_rank, feeder in needs:
-            # Microbatches run in order, so a cut is consistent if no code is ahead of the code that feeds it.
-            count = bisect_left(rows[rank].positions[code], begins[rank])
-            if count and (after := rows[feeder_rank].positions[feeder][count - 1] + 1) > begins[feeder_rank]:
-                begins[feeder_rank] = after
-                changed = True
+    fed = [(rank, rows[rank].positions[code], other, rows[other].positions[of]) for rank, code, other, of in needs]
+    begins = consistent_cut([begin for begin, _ in parts], fed)
     lengths = [row.length(num_microbatches) for row in rows]
     copies = min((end - begin) // length for begin, (_, end), length in zip(begins, parts, lengths, strict=True))
     if copies < 2:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable
 from itertools import repeat
 from operator import sub
 
+from megatron.zero_bubble.ir.repeats import consistent_cut
 from megatron.zero_bubble.search.loops import loops
 from megatron.zero_bubble.search.problem import NONE, Problem, Rows
 
@@ -81,7 +81,10 @@ class Extension:
         few = self.short.num_microbatches
         more = self.problem.num_microbatches - few
         per_microbatch = [len(row) // few for row in rows]
-        cuts = [_cut(self.short, positions, [int(place * len(row)) for row in rows]) for place in _PLACES]
+        on = self.short.tables
+        feeders = ((code, feeder) for code, feeder in enumerate(on.source) if feeder != NONE)
+        fed = [(on.rank[code], positions[code], on.rank[feeder], positions[feeder]) for code, feeder in feeders]
+        cuts = [consistent_cut([int(place * len(row)) for row in rows], fed) for place in _PLACES]
         for count in range(1, few // 2):
             lengths = [count * length for length in per_microbatch]
             for begins in cuts if more % count == 0 else ():
@@ -102,22 +105,6 @@ def repeated(pattern: Callable[[Problem], Rows], problem: Problem) -> Rows:
         if rows is not None:
             return rows
     return pattern(problem)
-
-
-def _cut(problem: Problem, positions: list[list[int]], begins: list[int]) -> list[int]:
-    """Return the first positions from ``begins`` on at which the ranks can stop: no pass before waits for one after."""
-    begins = list(begins)
-    tables = problem.tables
-    fed = [(code, feeder) for code, feeder in enumerate(tables.source) if feeder != NONE]
-    changed = True
-    while changed:
-        changed = False
-        for code, feeder in fed:
-            count = bisect_left(positions[code], begins[tables.rank[code]])
-            if count and (after := positions[feeder][count - 1] + 1) > begins[tables.rank[feeder]]:
-                begins[tables.rank[feeder]] = after
-                changed = True
-    return begins
 
 
 def _repeats(row: list[int], begin: int, length: int, count: int) -> bool:
