@@ -16,6 +16,7 @@ class Compactor {
   explicit Compactor(const Problem& problem)
       : p(problem),
         m(problem.num_microbatches),
+        look_ahead(kLookAhead * std::max(kOfRanks, problem.num_ranks) / kOfRanks),
         begin(row_begins(problem)),
         delta(3 * problem.num_stages),
         landed(problem.num_stages * m),
@@ -74,7 +75,7 @@ class Compactor {
  private:
   using Event = std::pair<double, int>;
   static constexpr double kSlack = 1e-9;
-  static constexpr int kLookAhead = 36;
+  static constexpr int kLookAhead = 36, kOfRanks = 32;
 
   void reset(int32_t* rows_, const int32_t* most_held_, double haste, bool backwards_) {
     rows = rows_;
@@ -127,7 +128,7 @@ class Compactor {
     if (ready.empty()) return kNone;
     const int at = position[rank];
     double held = kept[rank], peak = held;
-    const int last = std::min(at + kLookAhead, begin[rank + 1]);
+    const int last = std::min(at + look_ahead, begin[rank + 1]);
     for (int place = at; place < last; ++place) {
       const int code = rows[place];
       const auto found = place > at ? std::find(ready.begin(), ready.end(), code) : ready.end();
@@ -145,7 +146,7 @@ class Compactor {
   }
 
   const Problem& p;
-  const int m;
+  const int m, look_ahead;
   int32_t* rows = nullptr;
   const int32_t* most_held = nullptr;
   double late = 1.0;

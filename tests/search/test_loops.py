@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, search
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.search.blocks import vee_block
 from megatron.zero_bubble.search.loops import Loops, Reference, compiled, loops
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.seeds import seeds, serial
@@ -63,6 +64,19 @@ def test_compiled_loops_equal_the_reference(make: Callable[[Problem], Loops[Any]
     for heat in (0.0, 5.0, max(problem.forward)):
         cost, found = fast.refine(packed, 40, heat, 7)
         assert (cost, fast.unpack(found)) == slow.refine(rows, 40, heat, 7)
+
+
+def test_compiled_loops_equal_the_reference_on_many_ranks(make: Callable[[Problem], Loops[Any]]) -> None:
+    """Above 32 ranks, compaction looks further ahead."""
+    p, m = 48, 60
+    costs, memory = PassCosts.uniform(Placement.vee(p), 10.0, 10.0, 10.0), PassMemory.uniform(Placement.vee(p))
+    problem = Problem.of(Placement.vee(p), m, costs, memory, (0.75 * p,) * p, "span")
+    fast, slow = make(problem), Reference(problem)
+    rows = vee_block(problem, period=6, down=1, up=2, top=0, bottom=1)
+    for backwards in (False, True):
+        packed = fast.compact(fast.pack(rows), None, 0.0, backwards)
+        rows = slow.compact(rows, None, 0.0, backwards)
+        assert fast.unpack(packed) == rows
 
 
 def equal_passes(placement: Placement, num_microbatches: int) -> Problem:

@@ -100,7 +100,7 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
         choices=("span", "makespan"),
         default="span",
         help="length to minimize: span if the optimizer step of a rank does not wait for other ranks "
-        "(--zero-bubble-post-validation), makespan if it does, as in every Megatron-LM job (default: span)",
+        "(--zero-bubble-post-validation), makespan if it does (default: span)",
     )
 
 

@@ -17,9 +17,10 @@ from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
-from megatron.zero_bubble.search.portfolio import Draft
+from megatron.zero_bubble.search.portfolio import Draft, draft
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import one_is_shorter
+from megatron.zero_bubble.search.steep import steep_draft
 from megatron.zero_bubble.search.timed import timed
 
 _CLOSE = 1.01
@@ -97,9 +98,10 @@ def _search(
     drafts: list[Draft] = []
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if not drafts or bound(problem) <= drafts[0].cost:
-            drafts.append(Draft(problem, effort, [rows for rows, of in known if of == problem]))
-    close = _CLOSE * min(draft.cost for draft in drafts)
-    polished = [(*found, draft.problem) for draft in drafts if draft.cost <= close for found in draft.polish()]
+            drafts.append(draft(problem, effort, [rows for rows, of in known if of == problem]))
+            drafts += filter(None, [steep_draft(problem, effort)])
+    close = _CLOSE * min(found.cost for found in drafts)
+    polished = [(*rows, found.problem) for found in drafts if found.cost <= close for rows in found.polish()]
     return sorted(polished, key=itemgetter(0))
 
 

@@ -16,8 +16,10 @@ from megatron.zero_bubble.search.problem import NONE, F, Problem, Rows, W, mirro
 
 _SLACK = 1e-9
 _NEVER = float("inf")
-_LOOK_AHEAD = 36
-"""Number of passes after the next one that are considered: a few periods of a steady state."""
+_LOOK_AHEAD, _OF_RANKS = 36, 32
+"""Number of passes after the next one that are considered: a few periods of a steady state, on up to so many ranks.
+With more ranks it grows in proportion, because a warm-up does: the pass that fills a wait stands behind all its F.
+"""
 
 
 def compact(
@@ -50,6 +52,7 @@ class _Run:
         self.rows = [list(row) for row in rows]
         self.most_held = most_held or [problem.num_microbatches] * problem.num_stages
         self.late = 1.0 - haste
+        self.look_ahead = _LOOK_AHEAD * max(_OF_RANKS, problem.num_ranks) // _OF_RANKS
         codes = range(3 * problem.num_stages)
         self.count = [0 for _ in codes]
         self.arrivals = [self._given() if problem.tables.source[code] == NONE else [] for code in codes]
@@ -122,7 +125,7 @@ class _Run:
         delta, limit = self.delta, self.problem.limit[rank]
         row, at = self.rows[rank], self.position[rank]
         kept = peak = self.kept[rank]
-        for place in range(at, min(at + _LOOK_AHEAD, len(row)) if ready else at):
+        for place in range(at, min(at + self.look_ahead, len(row)) if ready else at):
             code = row[place]
             if place > at and code in ready:
                 if delta[code] <= 0 or peak + delta[code] <= limit:

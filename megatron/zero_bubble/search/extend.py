@@ -36,9 +36,7 @@ def is_roomy(problem: Problem) -> bool:
     """Whether a rank has much more memory than 1F1B needs. W passes can then fall behind a little with every
     microbatch, so that the best schedule has no steady state.
     """
-    p, on = problem.num_ranks, problem.placement
-    kept = (sum(problem.kept[s] for s in on.stages_of(rank)) for rank in range(p))
-    return any(limit > _ROOMY * p * one for limit, one in zip(problem.limit, kept, strict=True))
+    return problem.room > _ROOMY
 
 
 class Extension:

@@ -44,10 +44,6 @@ _SHARES = (None, 0.5, 1.0)
 for one microbatch on the way down."""
 _STEPS = 4
 """Number of compactions in turn, forward and backward."""
-_CONDENSED_ABOVE = 64
-"""With more ranks than this, the best rows are compacted until this no longer helps: the few steps of a derivation do
-not reach all ranks.
-"""
 _MOST_REFILLED, _MOST_POLISHED = 64, 6
 _EAGERNESS = (0.6, 1.0, 0.3)
 _AMBITIONS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
@@ -116,19 +112,6 @@ class Workbench:
             if rows is not None:
                 yield self._priced(rows)
 
-    def condensed(self, found: Found) -> Iterator[Found]:
-        """Yield ``found`` compacted forward and backward, again and again, as long as this makes it shorter."""
-        shorter = True
-        while shorter:
-            before = found.cost
-            for backwards in (False, True):
-                rows = self._compacted(found.rows, None, 0.0, backwards)
-                if rows is None:
-                    return
-                found = self._priced(rows)
-                yield found
-            shorter = found.cost < before - _EPSILON
-
     def refilled(self, found: Found, thorough: bool) -> Iterator[Found]:
         """Yield ``found`` with its W passes in other places."""
         work = max(self.problem.work)
@@ -143,6 +126,25 @@ class Workbench:
                     best = min(best, other.cost)
                     yield other
 
+    def squeezed(self, found: Found, halvings: int) -> Iterator[Found]:
+        """Yield ``found`` with its W passes in other places: first for no target and for the work of the busiest rank,
+        then for the middle between the targets missed and the best cost, again and again.
+        """
+        for eagerness in _EAGERNESS[:2]:
+            missed, best = max(self.problem.work), INFEASIBLE
+            targets = [missed, INFEASIBLE]
+            for _ in range(2 + halvings):
+                target = targets.pop() if targets else (missed + best) / 2
+                self.left -= 2 * self._passes
+                rows = self._loops.refill(found.rows, eagerness, target)
+                if rows is None:
+                    break
+                other = self._priced(rows)
+                yield other
+                best = min(best, other.cost)
+                if other.cost > target:
+                    missed = max(missed, target)
+
     def loosened(self, found: Found) -> Iterator[Found]:
         """Yield ``found`` compacted and refilled: after W passes moved, there is room for F and B, then for W again."""
         for denser in self.dense(found):
@@ -153,7 +155,7 @@ class Workbench:
         down to ``floor``.
         """
         while self.left > floor:
-            better = min(self.loosened(found), default=found, key=_merit)
+            better = min(self.loosened(found), default=found, key=merit)
             if better.cost >= found.cost - _EPSILON:
                 yield from self.refilled(found, thorough=True)
                 return
@@ -178,50 +180,16 @@ class Workbench:
 
 
 class Draft:
-    """The best rows found for one placement, before polishing.
-
-    Args:
-        known: rows to start from in addition to the seeds; the result is not longer.
+    """The best rows of one way to search, before polishing.
 
     Attributes:
         problem: the problem of the rows.
         cost: the cost of the best rows.
     """
 
-    def __init__(self, problem: Problem, effort: float, known: Iterable[Rows] = ()) -> None:
-        self.problem = problem
-        is_compiled = compiled() is not None
-        passes = 3 * problem.num_stages * problem.num_microbatches
-        part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
-        per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
-        budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes)
-        small = _miniature(problem, _SCREENED * budget)
-        workbench = Workbench(small, budget)
-        pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
-        if small is not problem:
-            derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
-            workbench = Workbench(problem, workbench.left)
-            pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
-        pool = distinct(pool, _MOST_REFILLED)
-        if problem.num_ranks > _CONDENSED_ABOVE:
-            pool = distinct([*pool, *workbench.condensed(pool[0])], _MOST_REFILLED)
-        # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
-        greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
-        classic = list(_classic(workbench))
-        given = list(_given(workbench, known))
-        best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
-        pool += [*given, *classic, *greedy]
-        for found in candidates:
-            if workbench.left < (1 - _REFILLED) * budget:
-                break
-            if filled := list(workbench.refilled(found, thorough=False)):
-                filled += workbench.loosened(min(filled, key=_merit))
-                pool += filled
-                best.append(min(filled, key=_merit))
-        for found in distinct(best, _MOST_POLISHED):
-            pool += workbench.settled(found, (1 - _SETTLED) * budget)
+    def __init__(self, workbench: Workbench, pool: Iterable[Found]) -> None:
         self._workbench, self._pool = workbench, distinct(pool, _MOST_POLISHED)
-        self.cost = self._pool[0].cost
+        self.problem, self.cost = workbench.problem, self._pool[0].cost
 
     def polish(self) -> Iterator[tuple[float, Rows]]:
         """Alternate local search and compaction with the rest of the budget; yield the best rows and their costs."""
@@ -235,6 +203,39 @@ class Draft:
                 better = workbench.refined(found, passes / len(chosen), warmth, number)
                 pool += [better, *workbench.dense(better)]
         yield from ((found.cost, workbench.unpack(found)) for found in distinct(pool, _MOST_POLISHED))
+
+
+def draft(problem: Problem, effort: float, known: Iterable[Rows] = ()) -> Draft:
+    """Search from all seeds, the published schedules and ``known`` rows; the result is not longer than these."""
+    is_compiled = compiled() is not None
+    passes = 3 * problem.num_stages * problem.num_microbatches
+    part = 1.0 if problem.num_ranks <= _MOST_RANKS else _BUDGET_ABOVE[problem.num_stages > problem.num_ranks]
+    per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
+    budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes)
+    small = _miniature(problem, _SCREENED * budget)
+    workbench = Workbench(small, budget)
+    pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
+    if small is not problem:
+        derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
+        workbench = Workbench(problem, workbench.left)
+        pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
+    pool = distinct(pool, _MOST_REFILLED)
+    # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.
+    greedy = [found for haste in _HASTES for found in workbench.derive(Derivation(serial, haste, None, 2))]
+    classic = list(_classic(workbench))
+    given = list(_given(workbench, known))
+    best, candidates = [*given], [*distinct(classic, 3), *pool[:2], *distinct(greedy, 2), *pool[2:]]
+    pool += [*given, *classic, *greedy]
+    for found in candidates:
+        if workbench.left < (1 - _REFILLED) * budget:
+            break
+        if filled := list(workbench.refilled(found, thorough=False)):
+            filled += workbench.loosened(min(filled, key=merit))
+            pool += filled
+            best.append(min(filled, key=merit))
+    for found in distinct(best, _MOST_POLISHED):
+        pool += workbench.settled(found, (1 - _SETTLED) * budget)
+    return Draft(workbench, pool)
 
 
 def _miniature(problem: Problem, budget: float) -> Problem:
@@ -264,7 +265,7 @@ def _varied(workbench: Workbench, floor: float, pool: list[Found]) -> Iterator[F
     """Yield the pool, and more rows derived from its best seeds."""
     yield from pool
     shares = _SHARES[: 1 if workbench.problem.num_stages == workbench.problem.num_ranks else None]
-    for seed in dict.fromkeys(found.derivation.seed for found in sorted(pool, key=_merit) if found.derivation):
+    for seed in dict.fromkeys(found.derivation.seed for found in sorted(pool, key=merit) if found.derivation):
         for haste in _HASTES:
             for share in shares:
                 if workbench.left < floor:
@@ -278,7 +279,7 @@ def _ranked(workbench: Workbench, floor: float, pool: list[Found]) -> list[Deriv
     ranked: list[tuple[tuple[float, float], int, Derivation | None]] = []
     for found in distinct(pool, len(pool)):
         others = workbench.refilled(found, thorough=False) if workbench.left > floor else ()
-        ranked.append((min(map(_merit, (found, *others))), len(ranked), found.derivation))
+        ranked.append((min(map(merit, (found, *others))), len(ranked), found.derivation))
     ranked.sort(key=lambda entry: entry[:2])
     return list(dict.fromkeys(derivation for *_, derivation in ranked if derivation))
 
@@ -333,7 +334,7 @@ def _classic(workbench: Workbench) -> Iterator[Found]:
     """Yield the classics, compacted once and refilled."""
     for seed in classics(workbench.problem):
         for found in list(workbench.derive(Derivation(seed, 0.0, None, 1)))[-1:]:
-            yield min((found, *workbench.refilled(found, thorough=False)), key=_merit)
+            yield min((found, *workbench.refilled(found, thorough=False)), key=merit)
 
 
 def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
@@ -348,7 +349,7 @@ def _given(workbench: Workbench, known: Iterable[Rows]) -> Iterator[Found]:
         found = workbench.given(rows)
         if found.cost < INFEASIBLE:
             refilled = workbench.refilled(found, thorough=True) if problem.num_stages > problem.num_ranks else ()
-            yield min((found, *refilled), key=_merit)
+            yield min((found, *refilled), key=merit)
     for rows in known:
         if rows not in schedules and (found := workbench.given(rows)).cost < INFEASIBLE:
             yield found
@@ -369,12 +370,12 @@ def _most_held(problem: Problem, share: float) -> list[int]:
 def distinct(pool: Iterable[Found], count: int) -> list[Found]:
     """Return the best ``count`` rows with different costs."""
     chosen: dict[tuple[float, float], Found] = {}
-    for found in sorted(pool, key=_merit):
+    for found in sorted(pool, key=merit):
         chosen.setdefault((round(found.cost, 6), round(found.mean, 6)), found)
         if len(chosen) == count:
             break
     return list(chosen.values())
 
 
-def _merit(found: Found) -> tuple[float, float]:
+def merit(found: Found) -> tuple[float, float]:
     return found.cost, found.mean

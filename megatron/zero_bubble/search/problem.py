@@ -168,6 +168,13 @@ class Problem:
         return tuple(self.num_microbatches * sum(per_stage[s] for s in stages_of(r)) for r in range(self.num_ranks))
 
     @cached_property
+    def room(self) -> float:
+        """The memory limit in units of 1F1B's peak, of the rank with the most."""
+        stages_of = self.placement.stages_of
+        whole = (self.num_ranks * sum(self.kept[s] for s in stages_of(rank)) for rank in range(self.num_ranks))
+        return max(limit / peak for limit, peak in zip(self.limit, whole, strict=True))
+
+    @cached_property
     def least_memory(self) -> tuple[float, ...]:
         """Peak memory of a single microbatch per rank, which is the minimum for any schedule."""
         return tuple(self._alone(self.placement.stages_of(rank)) for rank in range(self.num_ranks))

@@ -12,6 +12,8 @@ from itertools import product
 from megatron.zero_bubble.search.blocks import Bent, Thinned, linear_block, vee_block
 from megatron.zero_bubble.search.problem import B, F, Problem, Rows, W
 
+_MORE_ROOM = 1.01
+"""From this memory on, in units of 1F1B's, steep seeds are tried."""
 Seed = Callable[[Problem], Rows]
 """A function that makes rows for a problem, with any number of microbatches."""
 
@@ -44,6 +46,17 @@ def classics(problem: Problem) -> Iterator[Seed]:
         yield partial(linear_block, period=3, down=2, up=2, top=0)
 
 
+def steep(problem: Problem) -> Iterator[Seed]:
+    """Yield seeds for a V with more memory than 1F1B needs: ZB-V, stretched, and blocks, first those that use just this
+    memory. ``vee_block`` takes (down + up) / 6 of 1F1B's memory.
+    """
+    if problem.num_stages > problem.num_ranks and problem.room > _MORE_ROOM:
+        for stretch in (1.0, 1.1, 1.2):
+            yield partial(zb_v, stretch=stretch)
+        for slope in sorted(range(7, 13), key=lambda slope: abs(slope - 6 * problem.room)):
+            yield partial(vee_block, period=6, down=slope - slope // 2, up=slope // 2, top=0, bottom=1)
+
+
 def serial(problem: Problem) -> Rows:
     """Run one microbatch at a time, which is feasible whenever any schedule is."""
     rank_of, stages = problem.placement.stage_to_rank, range(problem.num_stages)
@@ -67,16 +80,20 @@ def leading(problem: Problem, slope: float) -> Rows:
     return rows
 
 
-def zb_v(problem: Problem) -> Rows:
-    """ZB-V (arXiv 2401.10241, section 6) phase by phase: with equal passes, no bubble within 1F1B's memory."""
+def zb_v(problem: Problem, stretch: float = 1.0) -> Rows:
+    """ZB-V (arXiv 2401.10241, section 6) phase by phase: with equal passes, no bubble within 1F1B's memory.
+
+    Phases that are as long as for ``stretch`` times the ranks take as many times the memory, and leave a microbatch
+    more time for its way from rank to rank.
+    """
     p, m = problem.num_ranks, problem.num_microbatches
     rows = []
     for rank in range(p):
         f0, b0, w0, f1, b1, w1 = (3 * s + kind for s in (rank, 2 * p - 1 - rank) for kind in (F, B, W))
-        rest = p - 1 - rank
-        row = [f0] * (2 * rest + 1) + [f1, f0] * rank + [f1, b1, w1] * (rest + 1)
-        row += [f0, b0, w0, f1, b1, w1] * max(0, m - p)
-        row += [b0, b1] * rank + [b0, w0] * (rest + 1)
+        before, rest = round(stretch * rank), round(stretch * (p - 1 - rank))
+        row = [f0] * (2 * rest + 1) + [f1, f0] * before + [f1, b1, w1] * (rest + 1)
+        row += [f0, b0, w0, f1, b1, w1] * max(0, m - before - rest - 1)
+        row += [b0, b1] * before + [b0, w0] * (rest + 1)
         rows.append(_complete(row, (f0, f1, b1, b0, w1, w0), m))
     return rows
 
