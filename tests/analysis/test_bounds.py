@@ -168,3 +168,12 @@ def test_gap_is_relative_and_rounded_to_zero() -> None:
     assert Bound(90.0, "work").gap(100.0) == pytest.approx(0.1)
     assert Bound(100.0 + 1e-9, "work").gap(100.0) == 0.0
     assert Bound(0.0, "work").gap(0.0) == 0.0
+
+
+def test_bound_of_many_ranks_sees_the_wait_for_the_first_microbatch() -> None:
+    """A microbatch returns to rank 0 after 254 transfers and 255 passes, in which rank 0 has 255 passes to run."""
+    placement = Placement.vee(128)
+    costs, memory = PassCosts.uniform(placement, 11.35, 11.25, 8.13, 0.38), PassMemory.uniform(placement, 1.0, 0.4325)
+    bound = lower_bound(costs, memory, placement, 256, 256.0)
+    work = 256 * (11.35 + 11.25 + 8.13)
+    assert bound.value_ms == pytest.approx(work + 90.845, abs=0.01)

@@ -25,6 +25,8 @@ __all__ = ["Bound", "least_memory", "lower_bound"]
 
 _EFFORT = 120_000
 """Number of passes that the longest-path bounds may visit in total over all origins: about half a second."""
+_ONE_RANK = 400_000
+"""Up to this number of passes, the longest paths are computed from one rank at least: about a second."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,8 @@ def lower_bound(
     chain = by_head_chain(setting, objective, best.value_ms)
     if chain > best.value_ms:
         best = Bound(chain, "waits of neighbouring ranks")
+    passes = 3 * setting.num_stages * setting.m
+    effort = max(effort, passes if passes <= _ONE_RANK else 0)
     paths = Paths(setting, _reach(setting, objective, effort))
     for rank in _origins(closed, objective, effort // len(paths.length)):
         value = paths.bound(rank)
