@@ -2,15 +2,19 @@
 
 ``period``: passes and optimizer steps that only sleep, on the real runtime and gloo: milliseconds from one iteration to
 the next under zb-auto with twice the memory of 1F1B, with a synchronous optimizer and with post-validation, next to the
-simulator's prediction. ``rollback``: time and memory of each way to undo a step.
+simulator's prediction. ``jobs``: the same for whole training jobs under ZB-H2, in this package's loop and in that of a
+Megatron-LM checkout. ``rollback``: time and memory of each way to undo a step.
 
     bash scripts/bench.sh post_validation period [--num-ranks 8] [--num-microbatches 24] [--pass-ms 50]
+    bash scripts/bench.sh post_validation jobs --megatron-lm CHECKOUT [--num-ranks 8] [--pass-ms 100]
     bash scripts/bench.sh post_validation rollback [--elements 16000000]
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,8 +34,14 @@ _KIB = 256
 
 
 def main() -> int:
-    """Run one of the two benches; ``period`` starts the ranks, or runs as one of them."""
+    """Run one of the benches; ``period`` starts the ranks, or runs as one of them."""
     options = _parse()
+    if options.what == "jobs":
+        content = _jobs(options)
+        ranks.write(options.output or Path("runs/bench/post_validation_jobs.json"), content)
+        for loop, gain in content["gains"].items():
+            print(f"{loop}: post-validation takes {gain:+.2%} of the synchronous period")
+        return 0
     if options.what == "period" and not ranks.on_ranks():
         ranks.launch("post_validation", options.num_ranks, sys.argv[1:])
         return 0
@@ -44,15 +54,18 @@ def main() -> int:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("what", choices=["period", "rollback"])
+    parser.add_argument("what", choices=["period", "jobs", "rollback"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-ranks", type=int, default=8)
     parser.add_argument("--num-microbatches", type=int, default=24)
     parser.add_argument("--pass-ms", type=float, default=50.0, help="time of each of F, B and W")
     parser.add_argument("--step-ms", type=float, help="time of the optimizer step; default: half a pass")
+    parser.add_argument("--megatron-lm", type=Path, metavar="CHECKOUT", help="a checkout of Megatron-LM (jobs)")
     parser.add_argument("--elements", type=int, default=16_000_000, help="number of parameter elements (rollback)")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if (options.what == "jobs") != (options.megatron_lm is not None):
+        parser.error("--megatron-lm is needed for jobs, and only for them")
     options.step_ms = options.pass_ms / 2 if options.step_ms is None else options.step_ms
     return options
 
@@ -113,6 +126,47 @@ def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[st
         return slowest.item() * 1e3
 
     return {name: partial(run, SleepingOptimizer(step_ms, name == AHEAD, group)) for name in (SYNCHRONOUS, AHEAD)}
+
+
+_MODEL = """
+    --hidden-size 16 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 1
+    --train-iters 11 --lr 1e-3 --min-lr 1e-4 --mock-data --tokenizer-type NullTokenizer --vocab-size 64
+    --make-vocab-size-divisible-by 8 --split 99,1,0 --eval-iters 0 --eval-interval 1000 --log-interval 1
+    --position-embedding-type rope --clip-grad 100 --untie-embeddings-and-output-weights --attention-dropout 0
+    --hidden-dropout 0 --zero-bubble-schedule zb-h2 --zero-bubble-device cpu
+"""
+_OF_MEGATRON_LM = """
+    --transformer-impl local --distributed-backend gloo --no-rope-fusion --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-persist-layer-norm --attention-backend unfused --num-workers 0
+    --rerun-mode disabled
+"""
+
+
+def _jobs(options: argparse.Namespace) -> dict[str, Any]:
+    """Run both loops with both optimizers in turn; the period is that of the slowest rank."""
+    sizes = f"--pipeline-model-parallel-size {options.num_ranks} --num-layers {options.num_ranks}"
+    flags = f"{_MODEL} {sizes} --global-batch-size {options.num_microbatches}"
+    own, theirs = str(ranks.ROOT / "scripts/pretrain_gpt.py"), str(options.megatron_lm / "pretrain_gpt.py")
+    loops = {"own": ("own", own, flags), "Megatron-LM": ("launcher", theirs, f"{flags} {_OF_MEGATRON_LM}")}
+    paced = [str(options.pass_ms), str(options.num_microbatches)]
+
+    def period(how: str, script: str, flags: str, more: list[str]) -> float:
+        run = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(options.num_ranks)]
+        command = [sys.executable, "-m", *run, "--module", "bench.paced", *paced, how, script, *flags.split(), *more]
+        environment = ranks.environment() | {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+        text = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+        return max(float(ms) for ms in re.findall(r"paced: ([\d.]+)", text))
+
+    modes: dict[str, list[str]] = {SYNCHRONOUS: [], AHEAD: ["--zero-bubble-post-validation"]}
+    variants: dict[str, Callable[[], float]] = {
+        f"{loop}, {mode}": partial(period, *of_loop, more)
+        for loop, of_loop in loops.items()
+        for mode, more in modes.items()
+    }
+    times = ranks.interleaved(variants, options.rounds, warm_up=0)
+    gains = {loop: median(times[f"{loop}, {AHEAD}"]) / median(times[f"{loop}, {SYNCHRONOUS}"]) - 1 for loop in loops}
+    settings = {key: getattr(options, key) for key in ("num_ranks", "num_microbatches", "pass_ms", "rounds")}
+    return {"bench": "jobs", "machine": ranks.machine(), **settings, "rounds_ms": times, "gains": gains}
 
 
 def _rollback(options: argparse.Namespace) -> dict[str, Any]:

@@ -74,6 +74,7 @@ def of_options() -> str:
     rows = []
     for option in rules._OPTIONS:
         where = "" if option.anywhere else "with stages on a V"
+        where = "with post-validation" if option.post_validation else where
         remedy = option.remedy or f"drop --{option.name.replace('_', '-')}"
         rows.append((code(option.name), code(repr(option.allowed)), where, option.why, remedy))
     return table(("option", "the one value that works", "only", "because", "remedy"), rows)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 
 from megatron.zero_bubble.ir import Compute, Kind, Op
@@ -67,21 +68,20 @@ def _count(module: Any, _inputs: Any) -> None:
 
 
 def train_with_faults(
-    rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fault], near: float | None = None
+    rank: int, flags: str, modes: Sequence[str], faults: Sequence[Fault], daring: bool = False
 ) -> list[Outcome]:
     """Train from the same start once per entry of ``modes`` (additional flags); return the outcomes.
 
     Args:
-        near: fraction of the clip threshold from which a norm makes the next steps synchronous; None is the default.
+        daring: whether steps are taken ahead whatever the forecast, except the first one.
     """
-    from megatron.zero_bubble.optimizer import post_validation
+    from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
 
-    usual = post_validation._NEAR
-    post_validation._NEAR = usual if near is None else near
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        if daring:
+            usual = ClipForecast.probability  # it holds before the first norm
+            patch.setattr(ClipForecast, "probability", lambda self, clip: usual(self, clip) if not self._logs else 0.0)
         return [_train(f"{flags} {mode}", faults) for mode in modes]
-    finally:
-        post_validation._NEAR = usual
 
 
 def _train(flags: str, faults: Sequence[Fault]) -> Outcome:

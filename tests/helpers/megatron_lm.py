@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.helpers.warm_ranks import ForkedRank, WarmRanks
@@ -143,12 +143,14 @@ class Job:
 
     Attributes:
         before: arguments between the interpreter and the script.
+        spoiled: faults of gradients, as ``WarmRanks`` plants them.
     """
 
     script: Path
     num_ranks: int
     flags: tuple[str, ...]
     before: tuple[str, ...] = ("-m", "megatron.zero_bubble.launch")
+    spoiled: str = ""
 
     def run(self, timeout: float = 500, warm: WarmRanks | None = None) -> Log:
         """Run all ranks to their end; if one fails, the others are killed after a while.
@@ -194,6 +196,7 @@ class Job:
             "LOCAL_WORLD_SIZE": str(self.num_ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
+            "SPOILED_GRADIENTS": self.spoiled,
         }
         script = [str(self.script), *self.flags]
         if warm is not None:
@@ -253,9 +256,10 @@ def pretrain_gpt(
     schedule: str | None,
     more: Sequence[str] = (),
     exact: bool = True,
+    spoiled: str = "",
 ) -> Log:
     """Run the checkout's ``pretrain_gpt.py`` on CPU ranks to its end, with our schedule, or Megatron's own for None."""
-    job = gpt_job(checkout, num_ranks, flags, schedule, more, exact)
+    job = replace(gpt_job(checkout, num_ranks, flags, schedule, more, exact), spoiled=spoiled)
     log = job.run(warm=_warm(checkout))
     return job.run(warm=_warm(checkout)) if log.aborted_at_exit else log
 
@@ -264,7 +268,12 @@ def running_gpt(
     checkout: Checkout, num_ranks: int, flags: str, schedule: str
 ) -> contextlib.AbstractContextManager[RunningJob]:
     """Start the job of :func:`pretrain_gpt`."""
-    return gpt_job(checkout, num_ranks, flags, schedule).running(_warm(checkout))
+    return running(gpt_job(checkout, num_ranks, flags, schedule), checkout)
+
+
+def running(job: Job, checkout: Checkout) -> contextlib.AbstractContextManager[RunningJob]:
+    """Start a job whose ranks are forked with the checkout's imports done."""
+    return job.running(_warm(checkout))
 
 
 def gpt_job(
@@ -288,8 +297,8 @@ def gpt_job(
 
 
 @functools.cache
-def stock(checkout: Checkout, num_ranks: int, flags: str, more: tuple[str, ...] = ()) -> Log:
+def stock(checkout: Checkout, num_ranks: int, flags: str, more: tuple[str, ...] = (), spoiled: str = "") -> Log:
     """Run the same job with Megatron's own schedule; the result is cached."""
-    log = pretrain_gpt(checkout, num_ranks, flags, None, more)
+    log = pretrain_gpt(checkout, num_ranks, flags, None, more, spoiled=spoiled)
     assert log.exit_codes == (0,) * num_ranks, log.text[-4000:]
     return log

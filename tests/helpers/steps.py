@@ -63,6 +63,8 @@ class Job:
 
     def gradients(self, step: int, factor: float = 1.0) -> None:
         """Write random gradients, in place of the passes."""
+        if self.optimizer is not self.plain:
+            self.optimizer.begin_passes()
         generator = torch.Generator().manual_seed(100 * step + self.rank)
         for parameter in self.chunk.parameters():
             parameter.main_grad.copy_(factor * torch.randn(parameter.shape, generator=generator))

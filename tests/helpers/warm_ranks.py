@@ -72,8 +72,11 @@ class ForkedRank:
         return self._code
 
     def kill(self) -> None:
+        self.send(signal.SIGKILL)
+
+    def send(self, number: signal.Signals) -> None:
         if self.poll() is None:
-            os.kill(self._pid, signal.SIGKILL)
+            os.kill(self._pid, number)
 
 
 def _serve(script: str, answers: TextIO) -> list[str]:
@@ -86,6 +89,7 @@ def _serve(script: str, answers: TextIO) -> list[str]:
     runpy.run_path(script, run_name="imported")
     _read_descriptions_of_flags_once()
     _digest_weights_after_training()
+    _spoil_gradients()
     gc.freeze()
     running: set[int] = set()
     for line in sys.stdin:
@@ -117,25 +121,56 @@ def _read_descriptions_of_flags_once() -> None:
 
 
 def _digest_weights_after_training() -> None:
-    """Print one digest per parameter when Megatron's training loop ends: printed losses have only seven digits."""
+    """Print one digest per parameter and optimizer state when Megatron's training loop ends: printed losses have only
+    seven digits.
+    """
     from megatron.training import training
 
     train = training.train
 
     @functools.wraps(train)
-    def train_and_digest(forward_step_func: Any, model: Any, *rest: Any, **more: Any) -> Any:
+    def train_and_digest(forward_step_func: Any, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
         try:
-            result = train(forward_step_func, model, *rest, **more)
+            result = train(forward_step_func, model, optimizer, *rest, **more)
         except SystemExit:
-            _print_digests(model)
+            _print_digests(model, optimizer)
             raise
-        _print_digests(model)
+        _print_digests(model, optimizer)
         return result
 
     training.train = train_and_digest
 
 
-def _print_digests(chunks: Sequence[Any]) -> None:
+def _spoil_gradients() -> None:
+    """Change gradients as the variable ``SPOILED_GRADIENTS`` says, after their reduction and before the optimizer step.
+
+    It lists faults ITERATION:PIPELINE_RANK:FACTOR with commas; a factor of nan or inf is written to one gradient.
+    """
+    from megatron.training import global_vars, training
+
+    finalize = training.finalize_model_grads
+
+    @functools.wraps(finalize)
+    def finalize_and_spoil(model: Any, *rest: Any, **more: Any) -> Any:
+        from megatron.core import parallel_state
+
+        result = finalize(model, *rest, **more)
+        own = parallel_state.get_pipeline_model_parallel_rank()
+        for fault in filter(None, os.environ.get("SPOILED_GRADIENTS", "").split(",")):
+            iteration, rank, factor = fault.split(":")
+            if (int(iteration), int(rank)) != (global_vars.get_args().curr_iteration + 1, own):
+                continue
+            for buffer in (buffer for chunk in model for buffer in chunk.buffers):
+                if factor in ("nan", "inf"):
+                    buffer.grad_data[0] = float(factor)
+                else:
+                    buffer.grad_data.mul_(float(factor))
+        return result
+
+    training.finalize_model_grads = finalize_and_spoil
+
+
+def _print_digests(chunks: Sequence[Any], optimizer: Any) -> None:
     import torch
     from megatron.core.utils import get_attr_wrapped_model
 
@@ -146,8 +181,22 @@ def _print_digests(chunks: Sequence[Any]) -> None:
             parts = name.split(".")
             if parts[:2] == ["decoder", "layers"]:
                 parts[2] = f"number-{numbers[int(parts[2])]}"
-            bits = parameter.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-            print(f"weights after training: {'.'.join(parts)} {hashlib.sha256(bits).hexdigest()[:16]}", flush=True)
+            print(f"weights after training: {'.'.join(parts)} {_digest(parameter)}", flush=True)
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.is_stub_optimizer:
+            continue
+        parameters = [parameter for group in part.optimizer.param_groups for parameter in group["params"]]
+        for parameter in parameters:  # without their place, which depends on the placement of the stages
+            state = part.optimizer.state[parameter]
+            digests = [_digest(torch.as_tensor(value)) for _, value in sorted(state.items())]
+            print(f"weights after training: optimizer's {_digest(parameter)} {' '.join(digests)}", flush=True)
+
+
+def _digest(tensor: Any) -> str:
+    import torch
+
+    bits = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(bits).hexdigest()[:16]
 
 
 def _become_rank(arguments: list[str], environment: dict[str, str], output: str) -> list[str]:

@@ -52,3 +52,37 @@ def test_multi_token_prediction_on_a_v_is_rejected() -> None:
     check_options(values)
     with pytest.raises(ValueError, match="stages on a V need mtp_num_layers=None, because .* got 1; drop --mtp-num-l"):
         check_options(values, in_place=False)
+
+
+@pytest.mark.parametrize(
+    "option, value",
+    [
+        ("qk_clip", True),
+        ("log_max_attention_logit", True),
+        ("reuse_grad_buf_for_mxfp8_param_ag", True),
+        ("optimizer_cpu_offload", True),
+        ("optimizer_cuda_graph", True),
+        ("perform_rl_step", True),
+        ("vision_pretraining", True),
+        ("moe_routing_trace_path", "traces"),
+    ],
+)
+def test_options_that_post_validation_cannot_undo_are_rejected(option: str, value: object) -> None:
+    values = SimpleNamespace(**{option: value})
+    check_options(values)
+    sentence = f"schedules with post-validation need {option}=.* got {value!r}; drop --{option.replace('_', '-')}"
+    with pytest.raises(ValueError, match=sentence):
+        check_options(values, post_validation=True)
+
+
+def test_delayed_scaling_is_rejected_with_post_validation() -> None:
+    for recipe in ("delayed", SimpleNamespace(value="delayed")):  # a flag, and an enumeration
+        values = SimpleNamespace(fp8="hybrid", fp8_recipe=recipe)
+        check_options(values)
+        with pytest.raises(ValueError, match="got --fp8-format hybrid --fp8-recipe delayed; give --fp8-recipe tensorw"):
+            check_options(values, post_validation=True)
+    for fine in (
+        SimpleNamespace(fp8="hybrid", fp8_recipe="tensorwise"),
+        SimpleNamespace(fp8=None, fp8_recipe="delayed"),
+    ):
+        check_options(fine, post_validation=True)

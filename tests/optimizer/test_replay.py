@@ -68,3 +68,61 @@ def test_repeated_forwards_count_once(ranks: RankPool) -> None:
         ((once, twice),) = ranks.run(1, once_and_twice, before)
         assert once == twice
         assert len(once) >= 3 and all(any(values) for values in once.values()), once
+
+
+def changed_batches(_rank: int) -> list[Any]:
+    """Return what a consumer that changes its batches gets, at first and again."""
+    from megatron.zero_bubble.optimizer.replay import Replay
+
+    batches = iter([{"tokens": [1, 2, 3, 4]}, {"tokens": [5, 6, 7, 8]}])
+
+    def taken() -> Any:
+        batch = next(replay.iterators[0])
+        batch["tokens"] = batch["tokens"][:2]
+        return batch["tokens"]
+
+    replay = Replay([torch.nn.Linear(1, 1)], [batches])
+    first = taken()
+    replay.rewind()
+    return [first, taken(), taken()]
+
+
+def test_batches_that_a_consumer_changed_are_whole_again(ranks: RankPool) -> None:
+    """Megatron-LM slices a batch for context parallelism in place."""
+    assert ranks.run(1, changed_batches) == [[[1, 2], [1, 2], [5, 6]]]
+
+
+def rerun_machine(_rank: int) -> tuple[Any, Any, Any]:
+    from megatron.core import rerun_state_machine as machines
+
+    from megatron.zero_bubble.optimizer.replay import Replay
+
+    machines.initialize_rerun_state_machine(mode=machines.RerunMode.VALIDATE_RESULTS)
+    machine = machines.get_rerun_state_machine()
+    try:
+        machine.state, machine.first_iteration_complete = machines.RerunState.INITIAL_RUN, True
+
+        def forward(loss: float) -> None:
+            machine.validate_result(torch.tensor(loss), torch.isnan, "loss is NaN")
+            machine.is_unexpectedly_large(torch.tensor(loss), threshold=10, context="loss")
+
+        def seen() -> Any:
+            return dict(machine.validation_counts), machine.rerun_requested, dict(machine.max_values)
+
+        forward(1.0)
+        before = seen()
+        replay = Replay([torch.nn.Linear(1, 1)], [None])
+        forward(float("nan"))
+        forward(100.0)
+        wrong = seen()
+        replay.rewind()
+        return before, wrong, seen()
+    finally:
+        machines.destroy_rerun_state_machine()
+
+
+def test_checks_of_losses_in_repeated_forwards_count_once(ranks: RankPool) -> None:
+    """A NaN of a forward on wrong weights must not request that Megatron runs the iteration again."""
+    ((before, wrong, after),) = ranks.run(1, rerun_machine)
+    assert after == before != wrong
+    assert wrong[1] and not after[1]

@@ -16,9 +16,6 @@ from tests.helpers.megatron_lm import checkouts
 from tests.helpers.ranks import RankPool
 
 TABLE = Path(__file__).resolve().parents[2] / "megatron/zero_bubble/patching/bodies.json"
-# Versions whose optimizers were reviewed as well. From 0.17 on, steps have parts that post-validation does not
-# repeat: a norm that stays a tensor, a threshold for skipping steps, and norms of separate groups.
-POST_VALIDATED = ("0.13.", "0.14.", "0.15.", "0.16.")
 UPDATE = bool(os.environ.get("UPDATE_GOLDEN"))
 SAMPLE = '''
 class Holder:
@@ -101,8 +98,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
     def source_of(module: str) -> str:
         return folder.joinpath(*module.split(".")).with_suffix(".py").read_text()
 
-    read = version_of(folder).startswith(POST_VALIDATED)
-    return bodies.digests((*bodies.SCHEDULE, *(bodies.OPTIMIZER if read else ())), source_of)
+    return bodies.digests((*bodies.SCHEDULE, *bodies.OPTIMIZER), source_of)
 
 
 Table = dict[str, dict[str, list[str]]]

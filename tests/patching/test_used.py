@@ -37,7 +37,7 @@ def look_ups(rank: int) -> list[str]:
     from megatron.zero_bubble.patching import used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    names = (*installed_seams().used, *used.POST_VALIDATION, *used.DATA, *used.BUBBLE)
+    names = (*installed_seams().used, *used.POST_VALIDATION, *used.LATE_LINES, *used.DATA, *used.BUBBLE)
     return [f"{name.module}.{name.name}" for name in names]
 
 

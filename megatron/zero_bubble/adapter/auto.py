@@ -21,6 +21,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.post_validation import planned_gain
 from megatron.zero_bubble.job.source import FIRST_SCHEDULE
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
@@ -176,6 +177,8 @@ class AutoSchedule(IterationObserver):
             box[0], said = self._planner.result()
             self._planner = None
             self._say(f"zb-auto: iteration {self._iteration + 1}: {said}")
+            if box[0] is not None and self._options.post_validation and self._costs is not None:
+                self._say(f"zb-auto: {planned_gain(simulate(box[0], self._costs))}")
         dist.broadcast_object_list(box, src=0)
         if box[0] is None:
             self._hopeless.add(self._planning_for)

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
@@ -23,12 +26,16 @@ from megatron.zero_bubble.adapter.iteration import Iteration
 from megatron.zero_bubble.adapter.loss_reports import LossReports
 from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, process_groups, supported_kwargs
+from megatron.zero_bubble.analysis.period import break_even
+from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.rules import check_options, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
+from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
@@ -47,7 +54,8 @@ class Pipeline:
         peer_timeout_s: see ``ZeroBubbleConfig``.
         observers: observe training iterations. They nest: the last sees the least overhead of the others.
         memory: measures the memory of microbatches in the first training iteration.
-        post_validation: whether the passes validate optimizer steps; if so, ``validate_steps_of`` must be called.
+        rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
+            must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
     """
 
@@ -57,7 +65,7 @@ class Pipeline:
         peer_timeout_s: float | None = None,
         observers: Sequence[IterationObserver] = (),
         memory: MemoryMeter | None = None,
-        post_validation: bool = False,
+        rollback: Callable[[Optimizers], Rollback] | None = None,
         accumulate: GradAccumulator | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
@@ -66,7 +74,7 @@ class Pipeline:
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
-        self._validates = post_validation
+        self._rollback = rollback
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
@@ -82,11 +90,39 @@ class Pipeline:
         under_way = (self._transport, self._reports, self._optimizer)
         return len(self.store) + sum(part.num_in_flight for part in under_way if part is not None)
 
-    def validate_steps_of(self, optimizer: PostValidatedOptimizer) -> None:
-        """Validate, in every following iteration, the step that ``optimizer`` took before it."""
-        assert self._validates, "the pipeline needs post_validation=True"
-        self._optimizer = optimizer
-        optimizer.on_settle = self._settle_reports
+    def post_validated(
+        self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
+    ) -> PostValidatedOptimizer:
+        """Wrap ``optimizer``, so that every following iteration validates the step taken before it.
+
+        A collective call of all ranks of the job.
+
+        Args:
+            optimizer: the result of ``get_megatron_optimizer``.
+            chunks: the model chunks of this rank.
+
+        Raises:
+            UserError: the configuration is without post-validation, or the optimizer or the model do not support it.
+        """
+        if self._rollback is None:
+            raise UserError(
+                "only a schedule with post-validation can validate optimizer steps; apply "
+                "ZeroBubbleConfig(..., post_validation=True)"
+            )
+        config = get_model_config(chunks[0])
+        check_options(config, post_validation=True)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        # Tokens travel between the replicas of a stage with experts, so these must repeat their forwards together.
+        replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None
+        ahead = PostValidatedOptimizer(optimizer, chunks, group, self._rollback, replicas, self._timeout)
+        ahead.on_settle = self._settle_reports
+        self._optimizer = ahead
+        return ahead
+
+    @property
+    def optimizer(self) -> PostValidatedOptimizer | None:
+        """The optimizer whose steps are validated, if any."""
+        return self._optimizer
 
     def _settle_reports(self) -> None:
         if self._reports is not None:
@@ -195,6 +231,9 @@ class Pipeline:
         reducible = config.no_sync_func is not None or any(map(reduces_early, chunks))
         # With --align-grad-reduce only the first rank reduces during its passes; the others reduce in their bubbles.
         overlap = reducible and (config.grad_sync_func is None or prepared.rank == 0)
+        if self._optimizer is not None:
+            self._optimizer.break_even = prepared.break_even
+            self._optimizer.begin_passes()
         iteration.train(syncs, overlap, self._optimizer)
         self.store.join()
         _finish_grad_sync(config, chunks, syncs)
@@ -225,10 +264,11 @@ class Pipeline:
             self.close()  # the job has rebuilt its process groups
         key = (num_microbatches, forward_only)
         schedule = self._make_schedule(group.size(), num_microbatches)
-        if self._validates and self._optimizer is None and not forward_only:
+        if self._rollback is not None and self._optimizer is None and not forward_only:
             raise UserError(
-                "post-validation needs the optimizer whose steps the passes validate, got none; wrap the optimizer in "
-                "PostValidatedOptimizer and pass it to Pipeline.validate_steps_of, or leave post_validation out"
+                "post-validation needs the optimizer whose steps the passes validate, got none; wrap the optimizer "
+                "with post_validated(optimizer, model) of the pipeline that apply() returns, or leave post_validation "
+                "out"
             )
         prepared = self._prepared.get(key)
         if prepared is None or prepared.schedule != schedule:
@@ -237,7 +277,7 @@ class Pipeline:
             plan = self._plan(schedule, forward_only)
             _check_queues(group, plan)
             self._connect(group, plan)
-            prepared = self._prepared[key] = _Prepared.of(schedule, plan, group.rank())
+            prepared = self._prepared[key] = _Prepared.of(schedule, plan, group.rank(), self._break_even(plan))
         return prepared
 
     def _plan(self, schedule: Schedule, forward_only: bool) -> Plan:
@@ -245,7 +285,13 @@ class Pipeline:
         validate(schedule)
         if forward_only:
             return lower_forward_only(schedule)
-        return lower(schedule, (communicate, with_validation) if self._validates else (communicate,))
+        return lower(schedule, (communicate,) if self._rollback is None else (communicate, with_validation))
+
+    def _break_even(self, plan: Plan) -> float:
+        """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
+        if not plan.drain:
+            return 0.0  # the plan validates nothing
+        return break_even(simulate(plan.schedule, PassCosts.uniform(plan.schedule.placement, 1.0, 1.0, 1.0)))
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""
@@ -262,7 +308,7 @@ class Pipeline:
         else:
             self._transport.open(plan.channels)
         if self._reports is None and _loss_rank(plan.schedule) != group.size() - 1:
-            self._reports = LossReports(group, wait=not self._validates, timeout=self._timeout)
+            self._reports = LossReports(group, wait=self._rollback is None, timeout=self._timeout)
 
 
 class _Call(NamedTuple):
@@ -284,11 +330,12 @@ class _Prepared:
     plan: Plan
     rank: int
     stages: tuple[StageFacts, ...]
+    break_even: float
 
     @classmethod
-    def of(cls, schedule: Schedule, plan: Plan, rank: int) -> _Prepared:
+    def of(cls, schedule: Schedule, plan: Plan, rank: int, break_even: float) -> _Prepared:
         own = schedule.placement.stages_of(rank)
-        return cls(schedule, plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own))
+        return cls(schedule, plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own), break_even)
 
     @property
     def last_stage_rank(self) -> int:

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from megatron.zero_bubble.analysis.simulate import Run
 from megatron.zero_bubble.analysis.steps import steps
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Kind, Pass, Plan, Schedule, Validate
@@ -31,6 +32,25 @@ def period_ms(schedule: Schedule, costs: PassCosts, step_ms: float, post_validat
     """
     *_, before, last = iterations(schedule, costs, step_ms, post_validation, _SETTLED)
     return max(b - a for a, b in zip(before, last, strict=True))
+
+
+def rejection_ms(timeline: Timeline) -> float:
+    """Return the time in ms that an iteration loses if it rejects the previous optimizer step, without the steps.
+
+    Every rank runs the forwards before its validation a second time; the last one to validate restarts last.
+    """
+    counts = map(len, repeatable(timeline.schedule))
+    ends = [row[count - 1].end_ms for row, count in zip(timeline.spans, counts, strict=True) if count]
+    return max(ends) - timeline.start_ms
+
+
+def break_even(timeline: Timeline) -> float:
+    """Return the probability of a rejected step at which post-validation neither gains nor loses time, from 0 to 1.
+
+    A synchronous step costs every iteration the difference between makespan and span; a rejected step costs
+    ``rejection_ms``.
+    """
+    return min(1.0, (timeline.makespan_ms - timeline.span_ms) / rejection_ms(timeline))
 
 
 def iterations(

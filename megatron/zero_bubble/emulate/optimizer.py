@@ -39,7 +39,7 @@ class VirtualOptimizer:
     def validate(self) -> bool:
         """Wait for the figures of all ranks; the emulated step is always valid."""
         if self._all is not None:
-            self._clock.now_ms = max(self._clock.now_ms, self._all.wait())
+            self._clock.now_ms = max(self._clock.now_ms, *self._all.wait())
             self._all = None
         return True
 

@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-post-validation",
         "step the optimizer before the global gradient norm is known and validate the step in the next iteration, so "
         "that ranks do not wait for each other between iterations: an iteration takes the schedule's span instead of "
-        "its makespan; not in Megatron-LM jobs",
+        "its makespan",
     )
     add(
         "--zero-bubble-rollback",

@@ -61,12 +61,6 @@ class _Rule(NamedTuple):
 _RULES = (
     _Rule(
         ("post-validation",),
-        lambda job: not job.under_launcher,
-        "is not supported in a Megatron-LM job, because its training loop cannot handle optimizer steps that are "
-        "undone; drop the flag, or train with scripts/pretrain_gpt.py of this package",
-    ),
-    _Rule(
-        ("post-validation",),
         lambda job: job.has_schedule,
         "needs a zero-bubble schedule, because its passes validate the optimizer step, got none; give "
         "--zero-bubble-schedule zb-h2",
@@ -187,6 +181,7 @@ class _Option(NamedTuple):
         allowed: the only supported value; None is supported too.
         remedy: the remedy for another value; default: drop the flag with the option's name.
         anywhere: whether the rule applies to every placement; False limits it to placements other than Megatron's.
+        post_validation: whether the rule applies only with post-validation.
     """
 
     name: str
@@ -194,10 +189,19 @@ class _Option(NamedTuple):
     why: str
     remedy: str = ""
     anywhere: bool = True
+    post_validation: bool = False
+
+    @property
+    def subject(self) -> str:
+        """What needs the option to have its allowed value."""
+        if self.post_validation:
+            return "schedules with post-validation"
+        return "zero-bubble schedules" if self.anywhere else "schedules with stages on a V"
 
 
 _GRAPHS = "Megatron captures CUDA graphs in the order of its own 1F1B"
 _FSDP = "FSDP does not reduce gradients through DistributedDataParallel"
+_MAXIMUM = "forwards that run again would count twice in the maximum of the attention logits"
 _OPTIONS = (
     _Option("enable_cuda_graph", False, _GRAPHS),  # before 0.15, graphs have separate flags
     _Option("external_cuda_graph", False, _GRAPHS),
@@ -236,27 +240,54 @@ _OPTIONS = (
     _Option("init_model_with_meta_device", False, "a tied embedding is copied when the model is built", anywhere=False),
     _Option("logits_save_dir", None, "Megatron looks for the output layer on the last rank", anywhere=False),
     _Option("logits_load_dir", None, "Megatron looks for the output layer on the last rank", anywhere=False),
+    _Option("qk_clip", False, _MAXIMUM, post_validation=True),
+    _Option("log_max_attention_logit", False, _MAXIMUM, post_validation=True),
+    _Option(
+        "reuse_grad_buf_for_mxfp8_param_ag",
+        False,
+        "weights are gathered into the memory of the gradients, which the validation may need",
+        post_validation=True,
+    ),
+    _Option(
+        "optimizer_cpu_offload",
+        False,
+        "the optimizer on the host keeps copies that a rollback does not restore",
+        post_validation=True,
+    ),
+    _Option("optimizer_cuda_graph", False, "a captured step cannot be repeated or delayed", post_validation=True),
+    _Option("perform_rl_step", False, "rollouts would use weights that may be undone", post_validation=True),
+    _Option("vision_pretraining", False, "the teacher follows weights that may be undone", post_validation=True),
+    _Option("moe_routing_trace_path", None, "forwards that run again would be traced twice", post_validation=True),
 )
 
 
-def check_options(values: Any, in_place: bool = True) -> None:
+def check_options(values: Any, in_place: bool = True, post_validation: bool = False) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
     Args:
         values: a ``TransformerConfig``, or the flags of a Megatron-LM job; missing options count as disabled.
         in_place: whether every stage is on the rank where Megatron itself would put it.
+        post_validation: whether optimizer steps are validated in the next iteration.
 
     Raises:
         UserError: the rule, the value and the remedy.
     """
     for option in _OPTIONS:
         value = getattr(values, option.name, option.allowed)
-        if value not in (option.allowed, None) and (option.anywhere or not in_place):
+        applies = (option.anywhere or not in_place) and (post_validation or not option.post_validation)
+        if applies and value not in (option.allowed, None):
             raise UserError(
-                f"{'zero-bubble schedules' if option.anywhere else 'schedules with stages on a V'} need {option.name}="
+                f"{option.subject} need {option.name}="
                 f"{option.allowed!r}, because {option.why}; got {value!r}; "
                 + (option.remedy or f"drop --{option.name.replace('_', '-')}")
             )
+    recipe = getattr(values, "fp8_recipe", None)
+    if post_validation and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":
+        raise UserError(
+            "post-validation does not support FP8 with delayed scaling, because forwards that run again would count "
+            f"twice in the history of maxima; got --fp8-format {values.fp8} --fp8-recipe delayed; give --fp8-recipe "
+            "tensorwise, or drop --zero-bubble-post-validation"
+        )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
     # Megatron ignores the group size without virtual stages; its default is the number of pipeline ranks.
     grouped = getattr(values, "virtual_pipeline_model_parallel_size", None) is not None

@@ -13,14 +13,19 @@ def num_microbatches(args: Any) -> list[int]:
     The division rounds down, as Megatron does where it decreases a batch to a multiple of one microbatch per
     data-parallel rank.
     """
-    together = args.micro_batch_size * args.data_parallel_size
-    counts = [size // together for size in _batch_sizes(args)]
+    counts = in_training(args)
     if args.eval_iters != 0:
         # Since core_r0.18, evaluations have separate flags.
         size = getattr(args, "eval_global_batch_size", None) or args.global_batch_size
         each = getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size
         counts.append(size // (each * args.data_parallel_size))
     return counts
+
+
+def in_training(args: Any) -> list[int]:
+    """The numbers of microbatches of training iterations, in the order in which they occur."""
+    together = args.micro_batch_size * args.data_parallel_size
+    return [size // together for size in _batch_sizes(args)]
 
 
 def _batch_sizes(args: Any) -> list[int]:

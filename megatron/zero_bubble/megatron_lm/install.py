@@ -17,12 +17,15 @@ from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
+from megatron.zero_bubble.job.post_validation import forecast
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.megatron_lm import checks as job_checks
+from megatron.zero_bubble.megatron_lm.batches import in_training
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
 from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
 from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.megatron_lm.meeting import Meeting
+from megatron.zero_bubble.megatron_lm.post_validation import JobSteps, barriers
 from megatron.zero_bubble.megatron_lm.trace import JobTrace
 from megatron.zero_bubble.patching import used
 from megatron.zero_bubble.patching.apply import apply as apply_schedule
@@ -32,7 +35,7 @@ from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
 
 _job = Replaced()
-_placed = Replaced()  # names that are replaced only for placements other than Megatron's
+_placed = Replaced()  # names that are replaced once the job's flags are known
 
 
 def install(
@@ -60,6 +63,10 @@ def install(
         meeting = Meeting()
         replacements.insert(0, (seams.process_groups, lambda initialize: _once_joined(initialize, joined, meeting)))
         used.look_up((*used.DATA, *(used.BUBBLE if options.zero_bubble_log_bubble else ())))
+        if options.zero_bubble_post_validation:
+            used.look_up(used.LATE_LINES)
+            for seam in seams.loop.all:
+                seam.resolve()
         replacements.append(
             (seams.validated_flags, lambda validate: _validated(validate, options, seams, say, meeting))
         )
@@ -116,7 +123,7 @@ def _validated(
         if trace is not None and args.rank == 0:
             with meeting.reporting():
                 trace.make_folders()
-        _put_in_force(config, source, seams, say, bubble, trace)
+        _put_in_force(config, source, seams, say, bubble, trace, args)
         return validated
 
     return validate
@@ -129,6 +136,7 @@ def _put_in_force(
     say: Callable[[str], None],
     bubble: JobBubble | None,
     trace: JobTrace | None,
+    args: Any,
 ) -> None:
     _withdraw()  # a job that restarts within its processes validates its flags again
     observers = (bubble, trace, None if trace is None else trace.recorder)
@@ -137,6 +145,8 @@ def _put_in_force(
         trace.pipeline = pipeline
     placement = source.placement
     is_own = is_megatrons_own(placement)
+    if config.post_validation:
+        _placed.replace(JobSteps(pipeline, args, say).replacements(seams.loop))
     if not is_own:
         builder = Builder(placement)
         replacements: list[Replacement] = [
@@ -148,6 +158,10 @@ def _put_in_force(
         _placed.replace(replacements)
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
+    if config.post_validation:
+        say(forecast(source, in_training(args)[-1]))
+        if waits := barriers(args, placement.stage_to_rank[0] == placement.stage_to_rank[-1]):
+            say(f"post-validation gains less, because ranks wait for each other in every iteration: {', '.join(waits)}")
 
 
 def _once_joined(initialize: Callable[..., None], joined: Callable[[], None], meeting: Meeting) -> Callable[..., None]:

@@ -64,16 +64,35 @@ class Chain:
 
 
 class Reduction:
-    """An all-reduce of one figure, in flight."""
+    """An all-reduce of a few figures, in flight."""
 
-    def __init__(self, figure: torch.Tensor, op: Any, group: Group) -> None:
-        self._figure = figure
-        self._work = dist.all_reduce(figure, op, group, async_op=True)
+    def __init__(self, figures: torch.Tensor, op: Any, group: Group) -> None:
+        self._figures = figures
+        self._work = dist.all_reduce(figures, op, group, async_op=True)
 
-    def wait(self) -> float:
-        """Wait for the reduced figure and return it."""
+    def wait(self) -> list[float]:
+        """Wait for the reduced figures and return them."""
         self._work.wait()
-        return self._figure.item()
+        return self._figures.tolist()
+
+
+_BASE, _DIGITS = 2**12, 4
+"""Digits of a count; in fp32, they add up exactly over 4096 ranks."""
+
+
+def split(count: float) -> list[float]:
+    """Split a count into figures of which ``joined`` makes the count over all ranks from their fp32 sums.
+
+    megatron-core counts in fp32 until 0.16, where sums are rounded, and in integers since then.
+    """
+    digits = [float(int(count) // _BASE**place % _BASE) for place in range(_DIGITS)]
+    return [float(count), float(isinstance(count, float)), *digits]
+
+
+def joined(sums: Sequence[float]) -> float:
+    """The count over all ranks: rounded if they count in fp32, else exact."""
+    total, is_rounded, *digits = sums
+    return total if is_rounded else sum(int(digit) * _BASE**place for place, digit in enumerate(digits))
 
 
 @contextlib.contextmanager
@@ -128,12 +147,18 @@ class GlobalState:
             self._flags.append(new_group(members, "gloo", timeout))
             self._stage.append(new_group(of_stage, "gloo", timeout))
 
-    def reduce(self, index: int, figure: float, op: Any) -> Reduction:
-        """Start to reduce an fp32 figure over the ranks of group ``index``."""
-        return Reduction(torch.tensor([figure], dtype=torch.float32, device=self._device), op, self._whole[index])
+    def sum(self, index: int, figures: Sequence[float]) -> Reduction:
+        """Start to add up fp32 figures over the ranks of group ``index``, each with the bits of its own reduction.
+
+        They travel together: with a single hardware queue, a second reduction would wait until all ranks join the first
+        one, and every later kernel behind it.
+        """
+        return Reduction(
+            torch.tensor(figures, dtype=torch.float32, device=self._device), dist.ReduceOp.SUM, self._whole[index]
+        )
 
     def reduce_flag(self, index: int, flag: bool) -> Reduction:
-        """Start to reduce a flag over the ranks of group ``index``; the result is positive if any rank has it set."""
+        """Start to reduce a flag over the ranks of group ``index``; it becomes positive if any rank has it set."""
         return Reduction(torch.tensor([float(flag)]), dist.ReduceOp.MAX, self._flags[index])
 
     def of_stage(self, index: int, figures: Sequence[float]) -> list[float]:

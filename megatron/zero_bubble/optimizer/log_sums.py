@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +20,63 @@ _SUMS = (
 def sums_for_the_log() -> dict[tuple[str, str], torch.Tensor]:
     """The tensors that forwards add to for the log, by owner and name; not copies.
 
-    They are auxiliary losses of experts, losses and hits of multi-token prediction, and losses of sparse attention.
+    They are auxiliary losses of experts, losses and hits of multi-token prediction, losses of sparse attention, and
+    lengths of packed sequences in a Megatron-LM job.
     """
     sums = {("experts", name): values for name, values in _sums_of_experts().items()}
-    for module, owner in _SUMS:
-        helper = getattr(sys.modules.get(module), owner, None)
-        tracker = {} if helper is None else helper.tracker  # has process groups as values, too
+    lengths = getattr(sys.modules.get("megatron.training.training"), "_seqlen_stats_in_iteration", None)
+    if lengths is not None:
+        sums["packed sequences", "lengths"] = lengths
+    for owner, tracker in _trackers().items():
         sums |= {(owner, name): value for name, value in tracker.items() if isinstance(value, torch.Tensor)}
     return sums
+
+
+class LogSums:
+    """The sums of one iteration, kept while the forwards of the next one add to the same tensors."""
+
+    def __init__(self, sums: dict[tuple[str, str], torch.Tensor]) -> None:
+        self._sums = sums
+
+    @classmethod
+    def taken(cls) -> LogSums:
+        """Take the sums so far; the tensors start again at zero."""
+        live = sums_for_the_log()
+        kept = cls({key: value.clone() for key, value in live.items()})
+        for value in live.values():
+            value.zero_()
+        return kept
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Context in which the tensors have these sums, to be logged; afterwards, they have their own again."""
+        later = {key: value.clone() for key, value in sums_for_the_log().items()}
+        # Logging also drops the process groups of a tracker.
+        groups = [
+            (tracker, {name: value for name, value in tracker.items() if not isinstance(value, torch.Tensor)})
+            for tracker in _trackers().values()
+        ]
+        _set(self._sums)
+        try:
+            yield
+        finally:
+            _set(later)
+            for tracker, of in groups:
+                tracker.update(of)
+
+
+def _set(sums: dict[tuple[str, str], torch.Tensor]) -> None:
+    for key, value in sums_for_the_log().items():
+        if key in sums:
+            value.copy_(sums[key])
+        else:
+            value.zero_()
+
+
+def _trackers() -> dict[str, dict[str, Any]]:
+    """By owner, sums by name; they have process groups as values, too."""
+    helpers = {owner: getattr(sys.modules.get(module), owner, None) for module, owner in _SUMS}
+    return {owner: helper.tracker for owner, helper in helpers.items() if helper is not None}
 
 
 def _sums_of_experts() -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,10 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
 
-from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, refused_together
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
+from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, joined, refused_together, split
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
 from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally
 from megatron.zero_bubble.optimizer.step_options import StepOptions
@@ -34,11 +35,8 @@ from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optim
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.transport import new_group
 
-_NEAR = 0.8
-"""The next step is synchronous if a recent norm reaches this fraction of the clipping threshold."""
-
-_RECENT = 4
-"""Number of recent norms."""
+_NEGLIGIBLE = 1e-3
+"""Probability of a clipped step up to which a step is taken ahead even if the schedule gains nothing from it."""
 
 
 class PostValidatedOptimizer(OptimizerSurface):
@@ -47,7 +45,8 @@ class PostValidatedOptimizer(OptimizerSurface):
     ``step`` is the optimizer's own synchronous step, so this object can replace the optimizer. ``step_ahead`` leaves a
     step pending: the passes of the next iteration, or ``settle``, make it final, and ``take_outcomes`` then returns its
     outcome. While a step is pending, parameters and states must not be accessed: methods that a job calls on all ranks
-    settle the step first, and every other access raises UserError (``OptimizerSurface``).
+    settle the step first, and every other access raises UserError (``OptimizerSurface``). So does ``state_dict`` of the
+    model chunks.
 
     The constructor is a collective call of all ranks of the job.
 
@@ -65,6 +64,8 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     Attributes:
         counts: number of steps of this rank by mode.
+        break_even: the probability of a clipped step at which stepping ahead gains as much time as it loses; the
+            pipeline sets it for the schedule of each iteration (``analysis.period.break_even``).
         on_settle: called by ``settle``, to settle messages that the pipeline still has in flight.
     """
 
@@ -82,8 +83,11 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._parts = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
         steppers = [part.optimizer for part in self._parts if not part.is_stub_optimizer]
         with refused_together():
-            check_optimizers(self._parts)
+            check_optimizers([optimizer, *self._parts])
             self._rollback = rollback(steppers)
+        for one in (optimizer, *self._parts):
+            # Ranks do not step together, so a barrier of the timers in a step would never end.
+            one.config.barrier_with_L1_time = False
         self._options = StepOptions(steppers)
         groups = [part.get_grad_stats_parallel_group() for part in self._parts]
         self._one_norm = len(groups) == 1 or optimizer.grads_states_parallel_group_is_shared()
@@ -94,41 +98,63 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._replicas = new_group(members, "gloo", timeout)
         self._pending: Step | None = None
         self._wrong = False
-        self._zero_later: Callable[[], None] | None = None
-        self._norms: deque[float] = deque(maxlen=_RECENT)
+        self._zero_later: list[Callable[[], object]] = []
+        self._forecast = ClipForecast()
         self._outcomes: list[Outcome] = []
+        self._stepped = False
+        self.break_even = 0.5
         self.on_settle: Callable[[], None] = lambda: None
         self.counts: Counter[str] = Counter()
+        for chunk in self._chunks:
+            for module in chunk.modules():  # checkpoints ask single modules for their state as well
+                module.register_state_dict_pre_hook(self._refuse_state_dict)
 
     # Called by a training loop.
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients of optimizer and model; delayed while a pending step may still need them."""
+        """Zero the gradients of the optimizer; delayed while a pending step may still need them."""
+        self.zero(functools.partial(self._optimizer.zero_grad, set_to_none))
+
+    def zero(self, zero: Callable[[], object]) -> None:
+        """Call ``zero``, which zeroes gradients: now, or when the pending step no longer needs them."""
         if self._pending is not None and self._pending.can_be_wrong:
-            self._zero_later = functools.partial(self.zero_grad, set_to_none)
-            return
-        for chunk in self._chunks:
-            chunk.zero_grad_buffer()
-        self._optimizer.zero_grad(set_to_none)
+            self._zero_later.append(zero)
+        else:
+            zero()
+
+    def steps(self, chunk: DistributedDataParallel) -> bool:
+        """Whether this optimizer steps the parameters of ``chunk``."""
+        return any(chunk is own for own in self._chunks)
 
     def step(self) -> tuple[bool, float | None, float | None]:
         """Run the optimizer's own step; returns (updated, gradient norm, number of zeros).
 
         The step is final and adds nothing to ``take_outcomes``.
+
+        Raises:
+            UserError: a step of the same iteration was already taken ahead.
         """
-        self._settle_step()
+        self._check_first_step()
         updated, norm, zeros = self._optimizer.step()
         if updated and norm is not None:
-            self._norms.append(norm)
+            self._forecast.add(norm)
         self.counts[StepMode.SYNCHRONOUS.value] += 1
         return updated, norm, zeros
 
     @torch.no_grad()
-    def step_ahead(self) -> None:
-        """Take a step on the partial state if possible; ``take_outcomes`` returns its outcome once it is final."""
-        self._settle_step()
-        step, known = self._begin()
+    def step_ahead(self, of: Any = None) -> None:
+        """Take a step on the partial state if possible; ``take_outcomes`` returns its outcome once it is final.
+
+        Args:
+            of: anything; the outcome of the step has it as ``of``.
+
+        Raises:
+            UserError: a step of the same iteration was already taken ahead.
+        """
+        self._check_first_step()
+        step, known = self._begin(of)
         self._options.keep()
+        self._stepped = True
         self._decide(step, known)
         if step.how is StepMode.SYNCHRONOUS:
             self._complete(step)
@@ -142,7 +168,8 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     def settle(self) -> None:
         """Make the last step final. All ranks must call it before weights or states are saved, evaluated or dropped."""
-        self._settle_step()
+        self._complete_pending()
+        self._wrong = False  # no forward has run since the step
         self._chain.settle()
         self.on_settle()
 
@@ -181,6 +208,10 @@ class PostValidatedOptimizer(OptimizerSurface):
         """Number of steps and figures that ``settle`` would wait for."""
         return int(self.is_pending) + self._chain.num_in_flight
 
+    def begin_passes(self) -> None:
+        """Called before the passes of a training iteration, whose gradients the next step is for."""
+        self._stepped = False
+
     def before_forwards(self) -> None:
         """Take a delayed step now, because the forwards need its weights; waits for the global state."""
         if self._pending is not None and self._pending.how is StepMode.WAITED:
@@ -194,35 +225,45 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     # Implementation of the step.
 
-    def _settle_step(self) -> None:
-        """Make the last step final outside the passes, when no forward has run since the step."""
-        self._complete_pending()
-        self._wrong = False
+    def _check_first_step(self) -> None:
+        if self._stepped or self._pending is not None:
+            raise UserError(
+                "an iteration has one optimizer step, but its step was already taken ahead; call step_ahead() once "
+                "after the passes of each iteration, and no other step"
+            )
+
+    def _refuse_state_dict(self, *_: object) -> None:
+        if self._pending is not None:
+            raise UserError(
+                "the model's weights cannot be saved while an optimizer step is pending, because the step may still be "
+                "undone; call settle() of the post-validated optimizer on all ranks first"
+            )
 
     def _complete_pending(self) -> None:
         if self._pending is not None:
             self._complete(self._pending)
 
-    def _begin(self) -> tuple[Step, PartialState]:
+    def _begin(self, of: Any) -> tuple[Step, PartialState]:
         """Prepare the gradients and start to reduce their figures; the second result is the state of this stage."""
         with self._reducing_alone():
             found = [_prepare(part) for part in self._parts]
             norms = self._own_norms()
             zeros = self._own_zeros()
         squares = [float(norm) ** 2 for norm in norms]
+        figures = [[square, *(split(zeros[i]) if zeros else ())] for i, square in enumerate(squares)]
         scaled = [i for i, part in enumerate(self._parts) if getattr(part, "grad_scaler", None)]
         step = Step(
             [self._state.reduce_flag(i, found[i]) for i in scaled],
-            [self._state.reduce(i, square, dist.ReduceOp.SUM) for i, square in enumerate(squares)],
-            [self._state.reduce(i, count, dist.ReduceOp.SUM) for i, count in enumerate(zeros)],
+            [self._state.sum(i, of_group) for i, of_group in enumerate(figures)],
             can_be_wrong=self._optimizer.config.clip_grad > 0 or bool(scaled),
+            of=of,
         )
-        unsafe = step.can_be_wrong and not self._near_the_clip() and not self._rollback.is_safe()
+        unsafe = step.can_be_wrong and not self._expects_clipping() and not self._rollback.is_safe()
         known = PartialState()
         for i, infinite in enumerate(found):
             square = squares[i] if i < len(squares) else 0.0
-            figures = self._state.of_stage(i, [square, infinite, unsafe])
-            known.add(figures[0], found_inf=figures[1] > 0, waits=figures[2] > 0)
+            of_stage = self._state.of_stage(i, [square, infinite, unsafe])
+            known.add(of_stage[0], found_inf=of_stage[1] > 0, waits=of_stage[2] > 0)
         return step, known
 
     @contextlib.contextmanager
@@ -254,19 +295,22 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     def _decide(self, step: Step, known: PartialState) -> None:
         """Decide on the mode from the partial state, pass the state on, and step if the mode is ``AHEAD``."""
-        before = self._chain.receive(4)
+        before = self._chain.receive(5)
         if before is not None:
             known.add(float(before[0]), found_inf=bool(before[1]), waits=bool(before[2]))
         clip = self._optimizer.config.clip_grad
         exceeds = clip > 0 and not clip / (math.sqrt(known.square) + 1.0e-6) >= 1.0  # NaN does
-        reasons = ((StepMode.SYNCHRONOUS, self._near_the_clip()), (StepMode.SKIPPED, known.found_inf))
+        # All ranks must agree on synchronous steps, so the first rank decides.
+        synchronous = self._expects_clipping() if before is None else bool(before[4])
+        reasons = ((StepMode.SYNCHRONOUS, synchronous), (StepMode.SKIPPED, known.found_inf))
         for how, holds in (*reasons, (StepMode.WAITED, known.waits or exceeds)):
             if step.how is StepMode.AHEAD and self._any_replica(holds):
                 step.how = how
         # Ranks after a waiting rank wait too, so the first rank determines whether any rank is ahead.
         known.waits = step.how is StepMode.WAITED
         step.someone_ahead = step.how is StepMode.AHEAD if before is None else bool(before[3])
-        figures = [known.square, known.found_inf, known.waits, step.someone_ahead]
+        synchronous = step.how is StepMode.SYNCHRONOUS
+        figures = [known.square, known.found_inf, known.waits, step.someone_ahead, synchronous]
         self._chain.send(torch.tensor(figures, dtype=torch.float64))
         if step.how is StepMode.AHEAD:
             if step.can_be_wrong:
@@ -282,47 +326,48 @@ class PostValidatedOptimizer(OptimizerSurface):
         dist.all_reduce(flag, dist.ReduceOp.MAX, self._replicas)
         return flag.item() > 0
 
-    def _near_the_clip(self) -> bool:
-        """Whether this step is likely to be clipped, judged by the recent norms, which are the same on all ranks."""
-        clip = self._optimizer.config.clip_grad
-        return clip > 0 and not (self._norms and all(norm < _NEAR * clip for norm in self._norms))
+    def _expects_clipping(self) -> bool:
+        """Whether stepping ahead is expected to lose time, because the step is likely to be clipped."""
+        likely = self._forecast.probability(self._optimizer.config.clip_grad)
+        return likely > max(self.break_even, _NEGLIGIBLE)
 
     @torch.no_grad()
     def _complete(self, step: Step) -> None:
         """Wait for the global state and make a step final: keep, repeat, take or skip it."""
-        found = [reduction.wait() > 0 for reduction in step.found_inf]
-        norm = self._norm([reduction.wait() for reduction in step.squares])
-        zeros = sum(reduction.wait() for reduction in step.zeros) if step.zeros else None
-        clip = self._optimizer.config.clip_grad
+        found = [flag > 0 for reduction in step.found_inf for flag in reduction.wait()]
+        sums = [reduction.wait() for reduction in step.sums]
+        norm = self._norm([square for square, *_ in sums])
+        counts = [joined(parts) for _, *parts in sums if parts]
+        zeros = sum(counts) if counts else None
         updated = not any(found)
         assert step.how is not StepMode.SKIPPED or not updated, "a rank skips only if a gradient is infinite"
-        wrong = self._any_replica(not updated or (clip > 0 and clip / (norm + 1.0e-6) < 1.0))
+        wrong = self._any_replica(not updated or self._is_clipped(norm))
         if step.how is StepMode.AHEAD and wrong:
             step.how = StepMode.REPEATED
             with self._options.of_step():
                 self._undo(norm, repeat=updated)
         elif step.how is not StepMode.AHEAD and updated:
             with self._options.of_step():
-                self._clip_and_step(norm, clip)
+                self._clip_and_step(norm)
         self._rollback.forget()
         if updated:
-            self._norms.append(norm)
+            self._forecast.add(norm)
         for part, infinite in zip(self._scaled(), found, strict=True):
             part.grad_scaler.update(infinite)
         self._pending = None
         self._wrong = step.someone_ahead and wrong
         self.counts[step.how.value] += 1
-        zero, self._zero_later = self._zero_later, None
-        if zero is not None:
+        delayed, self._zero_later = self._zero_later, []
+        for zero in delayed:
             zero()
         reported = (norm if self._reports_norm else None, zeros) if updated else (None, None)
-        self._outcomes.append(Outcome(updated, *reported, self.get_loss_scale().item()))
+        self._outcomes.append(Outcome(updated, *reported, self.get_loss_scale().item(), step.how, step.of))
 
     def _scaled(self) -> list[Any]:
         """The optimizers in ``_parts`` with a loss scale."""
         return [part for part in self._parts if getattr(part, "grad_scaler", None)]
 
-    def _norm(self, squares: list[float]) -> float:
+    def _norm(self, squares: Sequence[float]) -> float:
         """The norm of all gradients, rounded as in megatron-core."""
         norms = [square ** (1.0 / 2.0) for square in squares]
         return norms[0] if self._one_norm else math.sqrt(sum([norm**2 for norm in norms]))
@@ -331,25 +376,35 @@ class PostValidatedOptimizer(OptimizerSurface):
     def _reports_norm(self) -> bool:
         return isinstance(self._optimizer, ChainedOptimizer) or self._optimizer.config.clip_grad > 0
 
-    def _clip_and_step(self, norm: float, clip: float) -> None:
+    def _total(self, norm: float) -> float | torch.Tensor:
+        """The norm as megatron-core clips by it: since 0.17, TransformerEngine's kernels take a tensor."""
+        if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:
+            return norm
+        return torch.tensor([norm], dtype=torch.float32, device=device_of(self._chunks))
+
+    def _is_clipped(self, norm: float) -> bool:
+        clip = self._optimizer.config.clip_grad
+        return clip > 0 and bool(clip / (self._total(norm) + 1.0e-6) < 1.0)
+
+    def _clip_and_step(self, norm: float) -> None:
+        clip = self._optimizer.config.clip_grad
         for part in self._parts:
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and clip > 0:
-                clip_grad_by_total_norm_fp32(
-                    parameters, clip, norm, part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grads.clip_grad_by_total_norm_fp32(
+                    parameters, clip, self._total(norm), part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
                 )
         self._optimizer.step_with_ready_grads()
 
     def _undo(self, norm: float, repeat: bool) -> None:
         """Undo the step; then repeat it with clipping, or restore the previous weights if ``repeat`` is False."""
-        clip = self._optimizer.config.clip_grad
         gathered = [chunk for chunk in self._chunks if chunk.ddp_config.use_distributed_optimizer]
         for chunk in gathered:
             if chunk.ddp_config.overlap_param_gather:
                 chunk.start_param_sync(force_sync=True)  # waits for gathers in flight
         self._rollback.undo()
         if repeat:
-            self._clip_and_step(norm, clip)
+            self._clip_and_step(norm)
         else:
             for part in self._parts:
                 if not part.is_stub_optimizer and hasattr(part, "_copy_main_params_to_model_params"):

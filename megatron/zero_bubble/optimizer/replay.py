@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from copy import copy
 from typing import Any
 
 import torch
 
-from megatron.zero_bubble.optimizer import random_state
+from megatron.zero_bubble.optimizer import random_state, rerun_state
 from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
 
 
 class Rewindable(Iterator[Any]):
-    """A data iterator that, after ``rewind``, returns all items again that it has returned so far."""
+    """A data iterator that, after ``rewind``, returns all items again that it has returned so far.
+
+    Consumers get copies of dicts and lists, because they may replace the entries: Megatron-LM slices batches in place.
+    """
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -22,9 +26,10 @@ class Rewindable(Iterator[Any]):
 
     def __next__(self) -> Any:
         item = self._again.popleft() if self._again else next(self._source)
-        if self._given is not None:
-            self._given.append(item)
-        return item
+        if self._given is None:
+            return item
+        self._given.append(item)
+        return copy(item) if isinstance(item, (dict, list)) else item
 
     def rewind(self) -> None:
         """Start again from the first item; possible once."""
@@ -51,7 +56,7 @@ class Replay:
         own = {id(source): None if source is None else Rewindable(source) for source in iterators}
         self.iterators = [own[id(source)] for source in iterators]
         self._rewindable = [iterator for iterator in own.values() if iterator is not None]
-        self._random = random_state.capture()
+        self._random, self._checks = random_state.capture(), rerun_state.capture()
         modules = (module for chunk in chunks for module in chunk.modules())  # DDP.buffers is something else
         self._buffers = [(b, b.clone()) for module in modules for b in module._buffers.values() if b is not None]
         self._sums = {key: value.clone() for key, value in sums_for_the_log().items()}
@@ -61,6 +66,7 @@ class Replay:
         for iterator in self._rewindable:
             iterator.rewind()
         random_state.restore(self._random)
+        rerun_state.restore(self._checks)
         for buffer, before in self._buffers:
             buffer.copy_(before)
         for key, value in sums_for_the_log().items():

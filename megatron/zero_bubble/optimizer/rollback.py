@@ -52,7 +52,7 @@ class SnapshotRollback:
 
     def __init__(self, optimizers: Optimizers) -> None:
         self._optimizers = list(optimizers)
-        self._kept: list[tuple[torch.optim.Optimizer, torch.Tensor, torch.Tensor, dict[str, Any] | None]] = []
+        self._forget()
 
     def is_safe(self) -> bool:
         """Always true."""
@@ -60,38 +60,47 @@ class SnapshotRollback:
 
     def keep(self) -> None:
         """See ``Rollback``."""
-        self._kept = []
+        self._forget()
         for optimizer, _, parameter in _parameters(self._optimizers):
             state = optimizer.state.get(parameter)
-            kept = None if state is None else {key: _copy(value) for key, value in state.items()}
-            self._kept.append((optimizer, parameter, parameter.detach().clone(), kept))
+            kept = None if state is None else {k: v if _is_tensor(v) else deepcopy(v) for k, v in state.items()}
+            self._states.append((optimizer, parameter, kept))
+        kept_tensors = [v for *_, state in self._states for v in (state or {}).values() if _is_tensor(v)]
+        for tensor in (*(parameter.detach() for _, parameter, _ in self._states), *kept_tensors):
+            # A few calls copy all tensors; they need one device and dtype per call.
+            self._tensors.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        for key, tensors in self._tensors.items():
+            self._copies[key] = [torch.empty_like(tensor) for tensor in tensors]
+            torch._foreach_copy_(self._copies[key], tensors)
 
     def forget(self) -> None:
         """See ``Rollback``."""
-        self._kept = []
+        self._forget()
+
+    def _forget(self) -> None:
+        # Per parameter, the keys of its state before the step, with the tensors themselves and copies of other values.
+        self._states: list[tuple[torch.optim.Optimizer, torch.Tensor, dict[str, Any] | None]] = []
+        self._tensors: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        self._copies: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
 
     @property
     def num_bytes(self) -> int:
         """See ``Rollback``."""
-        tensors = [value for *_, before, state in self._kept for value in (before, *(state or {}).values())]
-        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+        return sum(t.numel() * t.element_size() for copies in self._copies.values() for t in copies)
 
     @torch.no_grad()
     def undo(self) -> None:
         """See ``Rollback``."""
-        for optimizer, parameter, before, kept in self._kept:
-            parameter.copy_(before)
+        for key, tensors in self._tensors.items():
+            torch._foreach_copy_(tensors, self._copies[key])
+        for optimizer, parameter, kept in self._states:
             if kept is None:
                 optimizer.state.pop(parameter, None)
                 continue
+            # The state itself stays the same object, and so do tensors that the step changed in place.
             state = optimizer.state[parameter]
-            for key in [key for key in state if key not in kept]:
-                del state[key]
-            for key, value in kept.items():
-                if isinstance(value, torch.Tensor) and isinstance(state.get(key), torch.Tensor):
-                    state[key].copy_(value)
-                else:
-                    state[key] = value
+            state.clear()
+            state.update(kept)
         self.forget()
 
 
@@ -181,5 +190,5 @@ def _parameters(optimizers: Optimizers) -> Iterator[tuple[torch.optim.Optimizer,
                 yield optimizer, group, parameter
 
 
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else deepcopy(value)
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.zero_bubble.optimizer.global_state import Reduction
 
@@ -41,12 +41,19 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class Outcome:
-    """The final results of a step: those of ``MegatronOptimizer.step``, and the loss scale after the step."""
+    """The final results of a step: those of ``MegatronOptimizer.step``, and the loss scale after the step.
+
+    Attributes:
+        how: how this rank took the step.
+        of: what the loop passed to ``step_ahead``, for example the number and the losses of the iteration.
+    """
 
     updated: bool
     grad_norm: float | None
     num_zeros: float | None
     loss_scale: float
+    how: StepMode = StepMode.SYNCHRONOUS
+    of: Any = None
 
 
 @dataclass
@@ -54,15 +61,18 @@ class Step:
     """A step whose global state is still being reduced.
 
     Attributes:
+        found_inf: whether a gradient is infinite, per optimizer with a loss scale.
+        sums: per group of ranks, the sum of squares of all gradients and, if the job logs it, the number of zeros.
+        of: what the loop passed to ``step_ahead``.
         how: the mode decided so far.
         can_be_wrong: whether the step can be rejected, because the job clips gradients or has a loss scale.
         someone_ahead: whether any rank of the pipeline stepped ahead; if so, the first rank did.
     """
 
     found_inf: list[Reduction]
-    squares: list[Reduction]
-    zeros: list[Reduction]
+    sums: list[Reduction]
     can_be_wrong: bool
+    of: Any = None
     how: StepMode = StepMode.AHEAD
     someone_ahead: bool = False
 

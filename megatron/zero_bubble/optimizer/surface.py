@@ -46,8 +46,27 @@ SETTLES_FIRST = frozenset(
 """
 
 
+class CountedParameters(Sequence[Any]):
+    """The parameters of a group, which can be counted; access to one of them calls ``check``.
+
+    Args:
+        check: raises if the parameters must not be accessed now.
+    """
+
+    def __init__(self, parameters: Sequence[Any], check: Callable[[], None]) -> None:
+        self._parameters = parameters
+        self._check = check
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __getitem__(self, index: Any) -> Any:
+        self._check()
+        return self._parameters[index]
+
+
 class GroupOptions(MutableMapping[str, Any]):
-    """The options of a parameter group, for a learning-rate scheduler; access to the parameters calls ``check``.
+    """The options of a parameter group, for a learning-rate scheduler; access to a parameter calls ``check``.
 
     Args:
         check: raises if the parameters must not be accessed now.
@@ -58,8 +77,7 @@ class GroupOptions(MutableMapping[str, Any]):
         self._check = check
 
     def __getitem__(self, key: str) -> Any:
-        self._guard(key)
-        return self._group[key]
+        return CountedParameters(self._group[key], self._check) if key == "params" else self._group[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._guard(key)
@@ -97,8 +115,6 @@ class OptimizerSurface(ABC):
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._optimizer, name)
-        if name == "is_stub_optimizer" and value and self.is_pending:
-            self.settle()  # ranks with parameters settle in methods that Megatron does not call on a stub
         if name in ANY_TIME:
             return value
         if not callable(value):
@@ -137,6 +153,11 @@ class OptimizerSurface(ABC):
 def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
     """Raise UserError for options that post-validation does not support."""
     for part in parts:
+        if any(of.__name__ == "LayerWiseDistributedOptimizer" for of in type(part).__mro__):
+            raise UserError(
+                "post-validation does not support the layer-wise distributed optimizer, whose steps reduce the norm "
+                "and gather weights over all ranks; use --optimizer adam, or drop --zero-bubble-post-validation"
+            )
         config = part.config
         if getattr(config, "overlap_param_gather_with_optimizer_step", False):
             raise UserError(

@@ -10,6 +10,7 @@ from typing import Any
 import megatron.core
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.pipeline import Pipeline
@@ -20,6 +21,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
@@ -68,6 +70,8 @@ def apply(
         (seams.schedule_of_chunks, lambda _: forward_backward),
         (seams.linear, lambda original: split_linear(original, pipeline.store, pipeline.accumulate)),
     ]
+    if config.post_validation:
+        replacements.append((seams.zeroed_gradients, lambda original: _zeroing_later(original, pipeline)))
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
     # The number of ranks may be unknown yet; whether the placement is Megatron's own does not depend on it.
     if not is_megatrons_own(placement_on(2)):
@@ -144,7 +148,8 @@ def _pipeline(
     else:
         make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
-    return Pipeline(make, timeout, observers, memory, config.post_validation, accumulate)
+    rollback = ROLLBACKS[config.rollback] if config.post_validation else None
+    return Pipeline(make, timeout, observers, memory, rollback, accumulate)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
@@ -153,6 +158,18 @@ def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
     if not config.wgrad_stream:
         return FusedAccumulator()
     return FusedAccumulator(lambda device_type: select(device_type).side_stream())
+
+
+def _zeroing_later(original: Callable[..., None], pipeline: Pipeline) -> Callable[..., None]:
+    @functools.wraps(original)
+    def zero_grad_buffer(chunk: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        zero = functools.partial(original, chunk, *args, **kwargs)
+        if pipeline.optimizer is not None and pipeline.optimizer.steps(chunk):
+            pipeline.optimizer.zero(zero)
+        else:
+            zero()
+
+    return zero_grad_buffer
 
 
 class _StockPasses:

@@ -15,6 +15,33 @@ from megatron.zero_bubble.patching.seam import Seam, Used
 
 
 @dataclass(frozen=True)
+class LoopSeams:
+    """The functions of Megatron-LM's training loop that are replaced with post-validation.
+
+    Attributes:
+        built: builds the optimizer.
+        step, log: run an iteration, and log it.
+        training: the whole loop.
+        agreed: reduce a figure of the optimizer step over all ranks.
+        timer: reads a timer.
+        settled: read weights, save them, or print a line that must not precede that of an iteration.
+    """
+
+    built: Seam
+    step: Seam
+    log: Seam
+    training: Seam
+    agreed: tuple[Seam, ...]
+    timer: Seam
+    settled: tuple[Seam, ...]
+
+    @property
+    def all(self) -> tuple[Seam, ...]:
+        """All seams of the loop."""
+        return (self.built, self.step, self.log, self.training, self.timer, *self.agreed, *self.settled)
+
+
+@dataclass(frozen=True)
 class Seams:
     """The seams of one minor version.
 
@@ -22,6 +49,7 @@ class Seams:
         schedule, schedule_of_chunks: the functions that ``get_forward_backward_func`` looks up and returns.
         last_stage, tied_gradients: replaced for placements other than Megatron's.
         linear: the function through which every linear defers its weight gradient to W.
+        zeroed_gradients: replaced only with post-validation.
         forward_step, backward_step: replaced only to observe the stock schedule.
         flags, validated_flags: add and validate the flags of a Megatron-LM job.
         process_groups: creates the process groups of a Megatron-LM job.
@@ -30,6 +58,7 @@ class Seams:
         pipeline_group: like ``models``, for versions whose chunks look up the pipeline group regardless of the process
             groups passed to them.
         used: names that are looked up but not replaced.
+        loop: replaced in Megatron-LM jobs with post-validation.
         loads_both_ends: whether a checkpoint can be loaded if one rank holds both ends of a tied embedding.
     """
 
@@ -38,6 +67,7 @@ class Seams:
     last_stage: Seam
     tied_gradients: Seam
     linear: Seam
+    zeroed_gradients: Seam
     forward_step: Seam
     backward_step: Seam
     flags: Seam
@@ -45,6 +75,7 @@ class Seams:
     process_groups: Seam
     models: tuple[Seam, ...]
     used: tuple[Used, ...]
+    loop: LoopSeams
     pipeline_group: Seam | None = None
     loads_both_ends: bool = True
 
@@ -63,6 +94,49 @@ _FORWARD_BACKWARD = (
     "first_val_step",
     "adjust_tensor_shapes_fn",
 )
+
+_TRAINING = "megatron.training.training"
+_REPORT_LATE = "writes the line of an iteration when its optimizer step is final"
+_NO_BARRIER = "skips a reduction of figures that are the same on all ranks, because it would stop the pipeline"
+_SETTLE = "makes the pending optimizer step final first"
+_LOOP = LoopSeams(
+    built=Seam(_TRAINING, "setup_model_and_optimizer", (), "wraps the optimizer for steps ahead of their validation"),
+    step=Seam(
+        _TRAINING,
+        "train_step",
+        ("forward_step_func", "data_iterator", "model", "optimizer", "opt_param_scheduler", "config"),
+        "steps the optimizer ahead of its validation",
+    ),
+    log=Seam(
+        _TRAINING,
+        "training_log",
+        (
+            "loss_dict", "total_loss_dict", "learning_rate", "iteration", "loss_scale", "report_memory_flag",
+            "skipped_iter", "grad_norm", "params_norm", "num_zeros_in_grad",
+        ),
+        _REPORT_LATE,
+    ),
+    training=Seam(_TRAINING, "train", ("forward_step_func", "model", "optimizer"), "makes the last step final"),
+    agreed=(
+        Seam(_TRAINING, "logical_and_across_model_parallel_group", ("input",), _NO_BARRIER),
+        Seam(_TRAINING, "reduce_max_stat_across_model_parallel_group", ("stat",), _NO_BARRIER),
+    ),
+    timer=Seam("megatron.core.timers", "Timer.elapsed", ("self", "reset", "barrier"), "reads times without a barrier"),
+    settled=tuple(
+        Seam(_TRAINING, name, parameters, _SETTLE)
+        for name, parameters in {
+            "save_checkpoint_and_time": ("iteration", "model", "optimizer"),
+            "save_checkpoint": ("iteration", "model", "optimizer"),
+            "evaluate_and_print_results": ("prefix", "forward_step_func", "data_iterator", "model"),
+            "disable_forward_pre_hook": ("model_chunks", "param_sync"),
+            "check_param_hashes_across_dp_replicas": ("model",),
+            "check_adlr_autoresume_termination": ("iteration", "model", "optimizer"),
+            "calc_params_l2_norm": ("model",),
+            "dummy_train_step": ("data_iterator",),
+            "print_datetime": ("string",),
+        }.items()
+    ),
+)  # fmt: skip
 
 _SEAMS = Seams(
     schedule=Seam(
@@ -105,6 +179,12 @@ _SEAMS = Seams(
         ),
         "defers the weight gradient to W in a split backward",
     ),
+    zeroed_gradients=Seam(
+        "megatron.core.distributed.distributed_data_parallel",
+        "DistributedDataParallel.zero_grad_buffer",
+        ("self",),
+        "keeps the gradients until the optimizer step that used them is validated",
+    ),
     forward_step=Seam(
         _SCHEDULES,
         "forward_step",
@@ -145,6 +225,7 @@ _SEAMS = Seams(
         ),
     ),
     used=(*used.USED, *used.GROUPS),
+    loop=_LOOP,
 )
 
 # Since 0.18, models can also be built from a configuration, and the module that parses flags validates them.

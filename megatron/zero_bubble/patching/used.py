@@ -58,7 +58,7 @@ USED: tuple[Used, ...] = (
         "megatron.core.transformer",
         "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func "
         "grad_scale_func grad_sync_func no_sync_func num_microbatches_with_partial_activation_checkpoints "
-        "pipeline_dtype timers",
+        "num_moe_experts pipeline_dtype timers",
         "TransformerConfig",
     ),
     # ranks and stages
@@ -66,7 +66,7 @@ USED: tuple[Used, ...] = (
         _PARALLEL_STATE,
         "_MPU_PIPELINE_MODEL_PARALLEL_RANK set_pipeline_model_parallel_rank get_pipeline_model_parallel_rank "
         "get_pipeline_model_parallel_group get_tensor_model_parallel_group get_tensor_model_parallel_rank "
-        "get_context_parallel_group get_data_parallel_rank",
+        "get_context_parallel_group get_data_parallel_rank get_expert_model_parallel_group",
     ),
     _function(_PARALLEL_STATE, "get_embedding_group", "check_initialized"),
     _function(_PARALLEL_STATE, "get_position_embedding_group", "check_initialized"),
@@ -87,7 +87,7 @@ USED: tuple[Used, ...] = (
     *_of(_DISTRIBUTED, "param_to_bucket_group ddp_config no_sync", "DistributedDataParallel"),
     *_of(_DISTRIBUTED, "overlap_grad_reduce", "DistributedDataParallelConfig"),
     # imports of the module of post-validation
-    *_of(_OPTIMIZER, "ChainedOptimizer MegatronOptimizer"),
+    *_of(_OPTIMIZER, "ChainedOptimizer MegatronOptimizer clip_grads"),
     _function("megatron.core.optimizer.clip_grads", "clip_grad_by_total_norm_fp32", "parameters max_norm total_norm"),
     # state that a forward changes
     *_of("megatron.core.tensor_parallel", "get_cuda_rng_tracker"),
@@ -108,7 +108,7 @@ POST_VALIDATION: tuple[Used, ...] = (
     *_of(_OPTIMIZER, "chained_optimizers grads_states_parallel_group_is_shared", "ChainedOptimizer"),
     *_of(
         _OPTIMIZER,
-        "clip_grad log_num_zeros_in_grad use_precision_aware_optimizer_no_fp8_or_ds_fp8",
+        "barrier_with_L1_time clip_grad log_num_zeros_in_grad use_precision_aware_optimizer_no_fp8_or_ds_fp8",
         "OptimizerConfig",
     ),
     *_of("megatron.core.optimizer.grad_scaler", "load_state_dict state_dict update", "MegatronGradScaler"),
@@ -116,6 +116,9 @@ POST_VALIDATION: tuple[Used, ...] = (
     *_of(_DISTRIBUTED, "overlap_param_gather use_distributed_optimizer", "DistributedDataParallelConfig"),
 )
 """Used by schedules with post-validation of optimizer steps."""
+
+LATE_LINES = _of("megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
+"""Used in a Megatron-LM job with post-validation, to log an iteration after the next one has begun."""
 
 DATA = (_function("megatron.core.datasets.utils", "get_blend_from_list", "blend"),)
 """Used in a Megatron-LM job to check its data files before it starts."""

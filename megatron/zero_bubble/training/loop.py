@@ -161,9 +161,8 @@ class Trainer:
         return optimizer if isinstance(optimizer, PostValidatedOptimizer) else None
 
     def _zero_gradients(self) -> None:
-        if self._ahead is None:  # post-validation zeroes the model's gradients when it no longer needs them
-            for chunk in self.trained.model:
-                chunk.zero_grad_buffer()
+        for chunk in self.trained.model:
+            chunk.zero_grad_buffer()
         self.trained.optimizer.zero_grad()
 
     def _finish(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.job.installed import check_installed
+from megatron.zero_bubble.job.post_validation import forecast
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
 from megatron.zero_bubble.training.process import Launch
@@ -184,6 +185,9 @@ def _print_start(
         f"{args.expert_model_parallel_size}; {config.transformer_impl} layers; {schedule}",
         flush=True,
     )
+    if args.zero_bubble_post_validation:
+        sizes = args.batch_sizes
+        print(f"zero-bubble: {forecast(args.source, sizes.final // sizes.granule)}", flush=True)
     if args.pipeline_model_parallel_layout:
         print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
 

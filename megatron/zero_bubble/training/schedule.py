@@ -69,19 +69,6 @@ def step_ahead(
     chunks: list[DistributedDataParallel],
 ) -> MegatronOptimizer | PostValidatedOptimizer:
     """Wrap ``optimizer`` so that ``pipeline`` validates its steps; without post-validation, return it unchanged."""
-    from datetime import timedelta
-
-    from megatron.core import parallel_state
-
-    from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-    from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
-
     if pipeline is None or not args.zero_bubble.post_validation:
         return optimizer
-    group = parallel_state.get_pipeline_model_parallel_group()
-    timeout = timedelta(seconds=args.zero_bubble.peer_timeout_s)
-    rollback = ROLLBACKS[args.zero_bubble.rollback]
-    replicas = parallel_state.get_expert_model_parallel_group() if args.num_moe_experts else None
-    ahead = PostValidatedOptimizer(optimizer, chunks, group, rollback, replicas, timeout)
-    pipeline.validate_steps_of(ahead)
-    return ahead
+    return pipeline.post_validated(optimizer, chunks)
