@@ -68,7 +68,7 @@ class Log:
     """Output of all ranks of a job, and their exit codes."""
 
     text: str
-    exit_codes: tuple[int, ...]
+    exit_codes: Sequence[int | None]
 
     @property
     def weights(self) -> list[str]:
@@ -144,6 +144,7 @@ class Job:
     Attributes:
         before: arguments between the interpreter and the script.
         spoiled: faults of gradients, as ``WarmRanks`` plants them.
+        norm_as_tensor: let Megatron-LM clip by a norm that is a tensor, as it does with TransformerEngine.
     """
 
     script: Path
@@ -151,6 +152,7 @@ class Job:
     flags: tuple[str, ...]
     before: tuple[str, ...] = ("-m", "megatron.zero_bubble.launch")
     spoiled: str = ""
+    norm_as_tensor: bool = False
 
     def run(self, timeout: float = 500, warm: WarmRanks | None = None) -> Log:
         """Run all ranks to their end; if one fails, the others are killed after a while.
@@ -197,6 +199,7 @@ class Job:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "SPOILED_GRADIENTS": self.spoiled,
+            "NORM_AS_TENSOR": "1" if self.norm_as_tensor else "",
         }
         script = [str(self.script), *self.flags]
         if warm is not None:

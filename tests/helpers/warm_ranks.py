@@ -206,7 +206,16 @@ def _become_rank(arguments: list[str], environment: dict[str, str], output: str)
         for descriptor in descriptors:
             os.dup2(file, descriptor)
         os.close(file)
+    if os.environ["NORM_AS_TENSOR"]:
+        _scale_by_a_tensor()
     return arguments
+
+
+def _scale_by_a_tensor() -> None:
+    """Stand in for TransformerEngine's kernel, in whose presence megatron-core keeps the norm of gradients a tensor."""
+    from megatron.core.optimizer import clip_grads
+
+    clip_grads.multi_tensor_scale_tensor_impl = clip_grads.multi_tensor_scale_impl
 
 
 if __name__ == "__main__":
