@@ -18,7 +18,7 @@ PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.cs
 HIDDEN_SIZE_AND_HEADS = {"1.5B": (2304, 24), "6.2B": (4096, 32), "14.6B": (5120, 40), "28.3B": (6144, 48)}
 
 
-def no_schedule_is_below(seeds: range) -> None:
+def no_schedule_is_below(seeds: range, *effort: int) -> None:
     """Compare random schedules with the bounds at their own peak memory, for both metrics."""
     for seed in seeds:
         rng = random.Random(seed)
@@ -29,20 +29,22 @@ def no_schedule_is_below(seeds: range) -> None:
         limit = peak_memory(schedule, instance)
         costs, memory, placement, m = instance.costs, instance.memory, instance.placement, instance.num_microbatches
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
-            bound = lower_bound(costs, memory, placement, m, limit, objective, fused)
+            bound = lower_bound(costs, memory, placement, m, limit, objective, fused, *effort)
             assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
 
 
 @pytest.mark.parametrize("part", range(3))
 def test_no_schedule_is_below_the_bound(part: int) -> None:
-    no_schedule_is_below(range(part * 500, part * 500 + 500))
+    """With the default effort for the first twenty only, to save time."""
+    no_schedule_is_below(range(part * 500, part * 500 + 20))
+    no_schedule_is_below(range(part * 500 + 20, part * 500 + 500), 5_000)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("part", range(10))
+@pytest.mark.parametrize("part", range(20))
 def test_no_schedule_of_ten_thousand_is_below_the_bound(part: int) -> None:
-    no_schedule_is_below(range(10_000 + part * 1000, 10_000 + part * 1000 + 1000))
+    no_schedule_is_below(range(10_000 + part * 500, 10_000 + part * 500 + 500))
 
 
 def published_rows() -> list[dict[str, str]]:
@@ -98,7 +100,7 @@ def test_makespan_bound_includes_the_last_ranks_late_start() -> None:
 
 def test_bounds_never_fall_with_less_memory() -> None:
     rng = random.Random(7)
-    for _ in range(40):
+    for _ in range(12):
         instance = random_instance(rng, 3, 5)
         least = max(least_memory(instance.memory, instance.placement))
         pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
@@ -160,7 +162,7 @@ def test_more_effort_never_lowers_the_bound() -> None:
         instance = random_instance(rng, 4, 6)
         pipeline = (instance.costs, instance.memory, instance.placement, instance.num_microbatches)
         limit = 1.5 * max(least_memory(instance.memory, instance.placement))
-        by_effort = [lower_bound(*pipeline, limit, effort=effort).value_ms for effort in (0, 400, 10**6)]
+        by_effort = [lower_bound(*pipeline, limit, effort=effort).value_ms for effort in (0, 400, 100_000)]
         assert all(a <= b * (1 + 1e-9) for a, b in pairwise(by_effort))
 
 

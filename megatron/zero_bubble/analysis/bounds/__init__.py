@@ -3,17 +3,20 @@
 The gap between a schedule and the bound is a certificate: no schedule, known or unknown, is shorter by more than the
 gap. Every bound holds for all schedules of whole microbatches on the placement, with split or fused backwards, and any
 order of microbatches. ``setting`` explains why these schedules can be treated alike; ``windows`` and ``ways`` derive
-the bounds in closed form, and ``paths`` those by longest paths with Jackson's preemptive one-machine schedule.
+the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive one-machine schedule, and
+``trial`` those of small pipelines, by contradiction.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 from megatron.zero_bubble.analysis.bounds.paths import Paths
 from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.analysis.bounds.trial import Effort, by_contradiction
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.analysis.bounds.windows import by_area, by_head_chain, by_waits
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -27,6 +30,10 @@ _EFFORT = 120_000
 """Number of passes that the longest-path bounds may visit in total over all origins: about half a second."""
 _ONE_RANK = 400_000
 """Up to this number of passes, the longest paths are computed from one rank at least: about a second."""
+
+
+_COMPARED = 2.5
+"""Pairs of passes that may be compared in small pipelines to refute an end, per visited pass of the effort."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,8 @@ def lower_bound(
     ``memory_limit`` is in the unit of ``memory``: one figure, or one figure per rank, or None for no limit. ``fused``
     restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed;
     longest paths are computed from as many ranks as fit into ``effort`` visited passes, so the result does not depend
-    on the speed of the machine. In small pipelines, what is left of ``effort`` makes their heads and tails longer.
+    on the speed of the machine. In small pipelines, what is left of ``effort`` makes their heads and tails longer, and
+    ends that no order of passes reaches are refuted.
 
     Raises:
         UserError: when the limit admits no schedule (the message gives the least limit that does), or when figures are
@@ -94,6 +102,17 @@ def lower_bound(
         value = paths.bound(rank)
         if value > best.value_ms * (1 + 1e-12):
             best = Bound(value, "longest paths through one rank", rank)
+    return _by_contradiction(paths, objective, best, _COMPARED * effort) if paths.reach == setting.m else best
+
+
+def _by_contradiction(paths: Paths, objective: Metric, best: Bound, pairs: float) -> Bound:
+    """Raise ``best`` for a pipeline so small that all passes of a rank compete with each other in ``paths``."""
+    effort = Effort(pairs)
+    ranks: Iterable[int | None] = range(paths.setting.num_ranks) if objective == "span" else [None]
+    for shaved, rank in product((False, True), ranks):
+        value = by_contradiction(paths, rank, best.value_ms, effort, shaved)
+        if value > best.value_ms * (1 + 1e-12):
+            best = Bound(value, "contradictions of every order of passes", rank)
     return best
 
 
