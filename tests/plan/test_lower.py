@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import Kind, Placement, Schedule, build
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Send, Settle
-from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove
+from megatron.zero_bubble.plan import Queues, communicate, lower, lower_forward_only, prove
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.strategies import schedules
 
@@ -53,7 +53,7 @@ def test_send_directly_follows_its_pass(schedule: Schedule) -> None:
 def test_handcrafted_plans_are_valid_with_a_single_hardware_queue(schedule: Schedule) -> None:
     """Breadth-first is excluded: its ranks send many outputs before they are received."""
     assume(schedule.name != "breadth-first")
-    prove(lower(schedule), single_queue=True)
+    prove(lower(schedule), Queues.DEVICE)
 
 
 @given(schedules(min_ranks=2), st.integers(1, 3))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import Pass, Placement, Schedule, build
+from megatron.zero_bubble import SCHEDULES, Pass, Placement, Schedule, build
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Op, Plan, Recv, Send
-from megatron.zero_bubble.plan import lower, prove, prove_single_queue
+from megatron.zero_bubble.plan import Queues, lower, lower_forward_only, prove, prove_single_queue
 from tests.helpers.strategies import schedules
 
 
@@ -80,7 +83,37 @@ def test_single_queue_rejects_a_plan_that_several_queues_allow() -> None:
     schedule = Schedule.from_text("late", Placement.interleaved(3, 2), 3, map(str.split, rows))
     plan = lower(schedule)
     with pytest.raises(PlanError, match="the ranks wait for each other"):
-        prove(plan, single_queue=True)
+        prove(plan, Queues.DEVICE)
     with pytest.raises(PlanError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 8, or choose another schedule"):
         prove_single_queue(plan)
     prove_single_queue(lower(build("zb-h2", num_ranks=3, num_microbatches=6)))
+
+
+def blocked_by_one_queue_per_direction(ranks: Iterable[int]) -> tuple[int, Counter[tuple[str, str]]]:
+    """Prove the plans of all published schedules with 1 to 3p microbatches; count those that deadlock."""
+    proved, blocked = 0, Counter[tuple[str, str]]()
+    for name, p in product(SCHEDULES, ranks):
+        for m in range(1, 3 * p + 1):
+            schedule = build(name, num_ranks=p, num_microbatches=m)
+            for kind, plan in (("training", lower(schedule)), ("evaluation", lower_forward_only(schedule))):
+                proved += 1
+                try:
+                    prove(plan, Queues.DIRECTION)
+                except PlanError:
+                    blocked[name, kind] += 1
+    return proved, blocked
+
+
+def test_one_queue_per_direction_blocks_plans_that_several_queues_allow() -> None:
+    """So would NCCL's eagerly created communicators block them."""
+    _, blocked = blocked_by_one_queue_per_direction((2, 3))
+    kinds = ("training", "evaluation")
+    assert blocked.keys() == {*product(("interleaved-1f1b", "breadth-first"), kinds)}, blocked
+
+
+@pytest.mark.full
+def test_number_of_plans_that_one_queue_per_direction_blocks() -> None:
+    proved, blocked = blocked_by_one_queue_per_direction(range(2, 9))
+    assert proved == 2 * 105 * len(SCHEDULES)
+    expected = {("interleaved-1f1b", "training"): 33, ("interleaved-1f1b", "evaluation"): 21}
+    assert blocked == expected | {("breadth-first", "training"): 21, ("breadth-first", "evaluation"): 36}

@@ -90,3 +90,32 @@ def reason_of(rank: int, text: str) -> str | None:
     from megatron.zero_bubble.runtime.transport import lost_connection
 
     return lost_connection(RuntimeError(text))
+
+
+def bound_devices(_rank: int) -> tuple[list[object], object]:
+    """Return the device of the default group during each creation of a group, and afterwards."""
+    from unittest import mock
+
+    from megatron.zero_bubble.runtime.transport import Transport
+
+    dist = torch.distributed
+    seen, create, world = [], dist.new_group, dist.group.WORLD
+
+    def new_group(*args: object, **options: object) -> object:
+        seen.append(world.bound_device_id)
+        return create(*args, **options)
+
+    world.bound_device_id = torch.device("cpu", 0)
+    try:
+        with mock.patch.object(dist, "new_group", new_group):
+            Transport(world, [(0, 1)]).close()
+        return seen, world.bound_device_id
+    finally:
+        world.bound_device_id = None
+
+
+def test_groups_create_their_communicators_lazily(ranks: RankPool) -> None:
+    """Also in a job that has bound its process group to a device, for which torch creates them eagerly."""
+    for seen, afterwards in ranks.run(2, bound_devices):
+        assert seen == [None, None]
+        assert afterwards == torch.device("cpu", 0)

@@ -3,10 +3,11 @@
 from megatron.zero_bubble.plan.communicate import communicate
 from megatron.zero_bubble.plan.lower import LoweringPass, lower, lower_forward_only
 from megatron.zero_bubble.plan.post_validation import with_validation
-from megatron.zero_bubble.plan.prove import prove, prove_single_queue
+from megatron.zero_bubble.plan.prove import Queues, prove, prove_single_queue
 
 __all__ = [
     "LoweringPass",
+    "Queues",
     "communicate",
     "lower",
     "lower_forward_only",

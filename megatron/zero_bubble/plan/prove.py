@@ -5,15 +5,16 @@ deterministic: if one order of execution reaches the end, every order does, at a
 advances as far as it can is therefore a proof, and a run that stops early shows the deadlock. The values on a rank
 depend only on the order of its own ops, and are checked without a run.
 
-``prove_single_queue`` proves a plan under the stricter rule of one hardware queue per device, which Megatron requires
-(CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one on its channel blocks everything that the
-rank issues afterwards.
+``Queues`` lists stricter rules for transfers. ``prove_single_queue`` proves a plan for the single hardware queue that
+Megatron requires.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
+from enum import Enum
 
 from megatron.zero_bubble.analysis.steps import Blocked, Step, run_to_end, steps
 from megatron.zero_bubble.errors import PlanError
@@ -23,10 +24,25 @@ from megatron.zero_bubble.ir.unrolled import Unrolled
 from megatron.zero_bubble.plan.unroll import can_repeat
 
 
-def prove(plan: Plan, single_queue: bool = False) -> None:
+class Queues(Enum):
+    """Which transfers of a rank wait for each other."""
+
+    CHANNEL = "one queue per channel: a transfer waits for nothing but its sender and its receiver"
+    DIRECTION = (
+        "one queue per rank and direction, as in eagerly created communicators of NCCL, which hold all ranks: a "
+        "transfer also waits for those that were issued before it in the same direction on either rank"
+    )
+    DEVICE = (
+        "one hardware queue per device (CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one on "
+        "its channel blocks everything that the rank issues afterwards"
+    )
+
+
+def prove(plan: Plan, queues: Queues = Queues.CHANNEL) -> None:
     """Run ``plan`` without time to its end. If it validates, also run it until every rank has stopped and drained.
 
-    Of a plan whose ops are ``Unrolled``, the stem runs, and the inserted windows are proved by induction.
+    Of a plan whose ops are ``Unrolled``, the stem runs, and the inserted windows are proved by induction, except with
+    one queue per direction.
 
     Raises:
         PlanError: for a pass without its inputs, a send without a matching receive, or a buffer that is never released;
@@ -35,22 +51,26 @@ def prove(plan: Plan, single_queue: bool = False) -> None:
     """
     if isinstance(plan.ops, Unrolled):
         try:
-            rows = _prove_whole(replace(plan.stem, drain=plan.drain), single_queue)
-            if plan.ops.lasts_as_long_as(plan.schedule) and can_repeat(plan.ops, rows):
+            rows = _prove_whole(replace(plan.stem, drain=plan.drain), queues)
+            if (
+                queues is not Queues.DIRECTION
+                and plan.ops.lasts_as_long_as(plan.schedule)
+                and can_repeat(plan.ops, rows)
+            ):
                 return
         except PlanError:
             pass  # the error for the whole plan shows its own microbatches
         plan = replace(plan, ops=tuple(plan.ops))
-    _prove_whole(plan, single_queue)
+    _prove_whole(plan, queues)
 
 
-def _prove_whole(plan: Plan, single_queue: bool) -> list[list[Step]]:
+def _prove_whole(plan: Plan, queues: Queues) -> list[list[Step]]:
     """Prove a plan op by op; return its steps."""
-    rows = _prove_run(plan, single_queue)
+    rows = _prove_run(plan, queues)
     if plan.drain:
         begun = (ops[: ops.index(Validate())] for ops in plan.ops)
         stopped = tuple((*ops, *drain) for ops, drain in zip(begun, plan.drain, strict=True))
-        _prove_run(replace(plan, ops=stopped), single_queue, stopped=True)
+        _prove_run(replace(plan, ops=stopped), queues, stopped=True)
     return rows
 
 
@@ -61,7 +81,7 @@ def prove_single_queue(plan: Plan) -> None:
         PlanError: when the ranks would block each other; the message states the remedy.
     """
     try:
-        prove(plan, single_queue=True)
+        prove(plan, Queues.DEVICE)
     except PlanError as error:
         raise PlanError(
             f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; CUDA_DEVICE_MAX_CONNECTIONS is 1; "
@@ -69,7 +89,7 @@ def prove_single_queue(plan: Plan) -> None:
         ) from error
 
 
-def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> list[list[Step]]:
+def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[Step]]:
     kinds = dict.fromkeys(type(op) for row in plan.ops for op in row)
     always: tuple[type[Op], ...] = (Compute,) if stopped or not plan.drain else (Compute, Validate)
     for kind in dict.fromkeys((*always, *kinds)):
@@ -80,16 +100,20 @@ def _prove_run(plan: Plan, single_queue: bool, stopped: bool = False) -> list[li
         raise _error(plan, sentence, {rank: position}, rank)
 
     rows = steps(plan, refuse, stopped)
-    if single_queue:
-        rows = _in_one_queue(plan, rows)
+    transfers: list[list[Step]] = []
+    if queues is Queues.DEVICE:
+        rows = _in_one_queue(rows)
+    elif queues is Queues.DIRECTION:
+        rows, transfers = _in_queues_of_directions(rows)
     try:
-        run_to_end(rows, (STEPPED,))  # the previous iteration has ended
+        run_to_end([*rows, *transfers], (STEPPED,))  # the previous iteration has ended
     except Blocked as blocked:
-        raise _error(plan, "the ranks wait for each other", dict(enumerate(blocked.positions))) from None
+        positions = dict(enumerate(blocked.positions[: len(rows)]))
+        raise _error(plan, "the ranks wait for each other", positions) from None
     return rows
 
 
-def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
+def _in_one_queue(rows: list[list[Step]]) -> list[list[Step]]:
     """Make every transfer also wait until the other rank has issued the previous transfer on the same channel."""
     last: dict[tuple[type[Op], tuple[int, int]], Message] = {}
 
@@ -104,6 +128,30 @@ def _in_one_queue(plan: Plan, rows: list[list[Step]]) -> list[list[Step]]:
         return step._replace(waits=(*step.waits, Token("posted" if isinstance(op, Send) else "sent", before)))
 
     return [list(map(held_back, row)) for row in rows]
+
+
+def _in_queues_of_directions(rows: list[list[Step]]) -> tuple[list[list[Step]], list[list[Step]]]:
+    """Let ranks wait for transfers that have ended, and return the rows of the queues, which transfer.
+
+    A transfer is two steps on either rank: its queue comes to it, and then both queues have come to it.
+    """
+    queues: defaultdict[tuple[int, bool], list[Step]] = defaultdict(list)
+
+    def ended(step: Step) -> Step:
+        of_transfers = [token for token in step.waits if isinstance(token, Token) and token.fact in ("sent", "posted")]
+        others = [token for token in step.waits if token not in of_transfers]
+        return step._replace(waits=(*others, *(Token("transferred", token.of) for token in of_transfers)))
+
+    for rank, row in enumerate(rows):
+        for op in (step.op for step in row if isinstance(step.op, (Send, Recv))):
+            issued, other = ("sent", "posted") if isinstance(op, Send) else ("posted", "sent")
+            source, target = op.message.channel
+            own, theirs = (Token(f"in turn after {fact}", op.message) for fact in (issued, other))
+            queues[rank, source < target] += [
+                Step(op, (), (Token(issued, op.message),), (own,)),
+                Step(op, (), (theirs,), (Token("transferred", op.message),)),
+            ]
+    return [list(map(ended, row)) for row in rows], list(queues.values())
 
 
 def _error(plan: Plan, what: str, positions: Mapping[int, int], bad: int | None = None) -> PlanError:

@@ -5,8 +5,9 @@ Constraints of the backends:
 * A gloo send of any size completes only after the peer has posted its receive, and the message is lost if the send's
   handle is released. Therefore sends do not wait, and handle and buffer are kept until ``settle``.
 * NCCL runs the operations of a communicator in the order in which they were issued. Therefore each direction has a
-  separate group: a communicator between two ranks then carries a single channel, whose order is proved to be the same
-  on both ends.
+  separate group, whose communicators are created lazily: a communicator of two ranks then carries a single channel,
+  whose order is proved to be the same on both ends. One that is created eagerly, as after
+  ``init_process_group(device_id=...)``, holds all ranks of its group, and plans can deadlock (``Queues.DIRECTION``).
 * The first operation of a NCCL communicator blocks until its peer joins. Therefore every channel is opened once, in a
   global order, before the first pass.
 """
@@ -14,7 +15,8 @@ Constraints of the backends:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -170,8 +172,24 @@ def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = No
     own = tuple(ranks)
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, own)
-    made = {members: dist.new_group(list(members), timeout=timeout, backend=backend) for members in sorted(set(wanted))}
+    with _created_lazily():
+        made = {of: dist.new_group(list(of), timeout=timeout, backend=backend) for of in sorted(set(wanted))}
     return made[own]
+
+
+@contextmanager
+def _created_lazily() -> Iterator[None]:
+    """New groups create NCCL's communicators when they are used, one per pair of ranks for sends and receives.
+
+    torch creates them eagerly, for all ranks of the group, if the default group is bound to a device.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def _not_received(message: Message, purpose: str, error: RuntimeError) -> PeerError:
