@@ -84,9 +84,9 @@ settings=(
     # One hardware queue per GPU: kernels start in the order in which the host issued them. Megatron requires it with
     # tensor or context parallelism on GPUs before Blackwell, so that a collective starts before the matrix product that
     # hides it. In a pipeline, a receive that waits for its sender then delays all work issued after it; our plans are
-    # proved free of deadlock under that rule, and rejected at start-up if they are not. 8 is useful without tensor and
-    # context parallelism, or from Blackwell on: work issued after a receive then need not wait for it. breadth-first
-    # needs 8.
+    # proved free of deadlock under that rule, and rejected at start-up if they are not. 32 is useful without tensor and
+    # context parallelism, or from Blackwell on: work issued after a receive then need not wait for it. A rank has eight
+    # or more streams, which share queues at random if there are fewer than 32. breadth-first needs more than one.
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # Neighbours in the pipeline connect once at start-up, with one communicator per direction. If that fails, for
     # example because a network interface is missing, WARN prints the reason. INFO adds the transport of each pair.

@@ -111,10 +111,10 @@ def test_invalid_jobs_get_the_runs_error(capsys: Capture, wrong: str) -> None:
 
 def test_proof_respects_the_number_of_hardware_queues(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "breadth-first"]
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     run(capsys, FOUR, job)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "set it to 8, or choose another schedule" in refusal(capsys, FOUR, job)
+    assert "set it to 32, or choose another schedule" in refusal(capsys, FOUR, job)
     run(capsys, FOUR, [*job, "--zero-bubble-device", "cpu"])
     h1 = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-post-validation"]
     assert "for 16 microbatches, with one hardware queue per GPU." in run(capsys, FOUR, h1)

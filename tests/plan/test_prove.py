@@ -84,7 +84,7 @@ def test_single_queue_rejects_a_plan_that_several_queues_allow() -> None:
     plan = lower(schedule)
     with pytest.raises(PlanError, match="the ranks wait for each other"):
         prove(plan, Queues.DEVICE)
-    with pytest.raises(PlanError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 8, or choose another schedule"):
+    with pytest.raises(PlanError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32, or choose another schedule"):
         prove_single_queue(plan)
     prove_single_queue(lower(build("zb-h2", num_ranks=3, num_microbatches=6)))
 

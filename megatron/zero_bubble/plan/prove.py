@@ -85,7 +85,7 @@ def prove_single_queue(plan: Plan) -> None:
     except PlanError as error:
         raise PlanError(
             f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; CUDA_DEVICE_MAX_CONNECTIONS is 1; "
-            f"set it to 8, or choose another schedule. {error}"
+            f"set it to 32, or choose another schedule. {error}"
         ) from error
 
 
