@@ -18,6 +18,7 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 
@@ -79,6 +80,24 @@ class ForkedRank:
             os.kill(self._pid, number)
 
 
+class _FakeWandb(ModuleType):
+    """Weights & Biases' module, as far as Megatron-LM uses it: writes one line of JSON per call of ``log``."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.config: dict[str, Any] = {}
+        self._lines: list[str] = []
+
+    def init(self, **options: Any) -> None:
+        self._file = Path(options["dir"], "logged.jsonl")
+
+    def log(self, figures: dict[str, Any], step: int) -> None:
+        self._lines.append(json.dumps([step, {name: float(value) for name, value in figures.items()}]))
+
+    def finish(self) -> None:
+        self._file.write_text("\n".join(self._lines))
+
+
 def _serve(script: str, answers: TextIO) -> list[str]:
     """Answer requests until stdin closes; returns only in a forked rank, with its arguments."""
     from megatron.zero_bubble.platforms import cpu, select
@@ -86,6 +105,7 @@ def _serve(script: str, answers: TextIO) -> list[str]:
 
     cpu.install(JOB_POINTS)
     select("cpu").setup(0)
+    sys.modules["wandb"] = _FakeWandb("wandb")
     runpy.run_path(script, run_name="imported")
     _read_descriptions_of_flags_once()
     _digest_weights_after_training()

@@ -6,6 +6,7 @@ both jobs, so that steps are skipped or clipped; rollbacks, late lines and settl
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from collections import Counter
@@ -172,18 +173,29 @@ def _scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
     return found
 
 
+def _logged(folder: Path) -> list[tuple[int, dict[str, float]]]:
+    """What a job logged to Weights & Biases, without times and memory, in order."""
+    lines = (folder / "logged.jsonl").read_text().splitlines()
+    figures = [(step, name, value) for step, of in map(json.loads, lines) for name, value in of.items()]
+    return [(step, {name: value}) for step, name, value in figures if not re.search("time|mem|throughput", name)]
+
+
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-def test_scalars_of_tensorboard_equal_stock(checkout: Checkout, tmp_path: Path) -> None:
-    """Scalars are written in every iteration, the log line in every third."""
+def test_scalars_of_writers_equal_stock(checkout: Checkout, tmp_path: Path) -> None:
+    """TensorBoard and Weights & Biases get scalars in every iteration, the log a line in every third."""
     pytest.importorskip("tensorboard")
     row = Row(f"{_UNTIED} {_FP16} --log-num-zeros-in-grad --log-interval 3", _OVERFLOWS)
     flags, spoiled = _flags(row, 2), _spoiled(row, 2)
     own, theirs = tmp_path / "own", tmp_path / "stock"
-    job = _ahead(checkout, 2, flags, "zb-h2", spoiled, ("--tensorboard-dir", str(own)))
-    _same(job, stock(checkout, 2, flags, ("--tensorboard-dir", str(theirs)), spoiled))
+    wandb = ("--wandb-project", "p", "--wandb-exp-name", "e", "--wandb-save-dir")
+    job = _ahead(checkout, 2, flags, "zb-h2", spoiled, ("--tensorboard-dir", str(own), *wandb, str(tmp_path / "w")))
+    _same(job, stock(checkout, 2, flags, ("--tensorboard-dir", str(theirs), *wandb, str(tmp_path / "v")), spoiled))
     found, expected = _scalars(own), _scalars(theirs)
     assert found == expected
-    assert len(found["grad-norm"]) == 10 and len(found["loss-scale"]) == 16
+    assert _logged(tmp_path / "w") == _logged(tmp_path / "v")
+    steps = [step for step, _ in _logged(tmp_path / "w")]
+    assert len(steps) > 60 and steps == sorted(steps)
+    assert len(found["grad-norm"]) == 9 and len(found["loss-scale"]) == 16
     assert _counts(job)["repeated"] >= 3
 
 
