@@ -125,7 +125,7 @@ class Planner {
   }
 
   // Returns rows with their W passes in other places; none if they deadlock or do not fit.
-  std::optional<PackedRows> refill(const PackedRows& rows, double eagerness, double target) {
+  std::optional<PackedRows> refill(const PackedRows& rows, const Eagerness& eagerness, double target) {
     check(rows);
     const std::lock_guard turn(mutex);
     PackedRows result(layout, std::vector<int32_t>(rows.codes.size()));

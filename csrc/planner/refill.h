@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <queue>
 #include <utility>
@@ -11,6 +12,9 @@
 #include "timeline.h"
 
 namespace zb {
+
+// Until the last F of a rank on the first and on the last rank, and after it on the first and on the last rank.
+using Eagerness = std::array<double, 4>;
 
 class Refiller {
  public:
@@ -23,21 +27,28 @@ class Refiller {
         free_at(problem.num_ranks),
         kept(problem.num_ranks),
         spare(problem.num_ranks),
+        warm(problem.num_ranks),
+        cool(problem.num_ranks),
+        last_forward(problem.num_ranks),
         first_pending(problem.num_ranks),
         last_pending(problem.num_ranks),
         pending(begin.back() / 3) {}
 
   // Writes the new rows into `full`; returns false if they deadlock or do not fit.
-  bool run(const int32_t* rows, double eagerness, double target, int32_t* full) {
+  bool run(const int32_t* rows, const Eagerness& eagerness, double target, int32_t* full) {
     done.clear();
     for (int r = 0; r < p.num_ranks; ++r) {
       free_at[r] = kept[r] = 0.0;
       position[r] = placed[r] = begin[r];
       first_pending[r] = last_pending[r] = begin[r] / 3;
       spare[r] = target + p.origin[r] - p.work[r];
+      const double part = static_cast<double>(r) / std::max(1, p.num_ranks - 1);
+      warm[r] = eagerness[0] + part * (eagerness[1] - eagerness[0]);
+      cool[r] = eagerness[2] + part * (eagerness[3] - eagerness[2]);
+      for (last_forward[r] = begin[r + 1] - 1; rows[last_forward[r]] % 3 != kForward;) --last_forward[r];
     }
     for (int rank = done.next_rank(); rank != kNone; rank = done.next_rank())
-      if (!advance(rank, rows, eagerness, full)) return false;
+      if (!advance(rank, rows, full)) return false;
     for (int r = 0; r < p.num_ranks; ++r) {
       if (position[r] < begin[r + 1]) return false;
       std::copy(pending.begin() + first_pending[r], pending.begin() + last_pending[r], full + placed[r]);
@@ -49,7 +60,7 @@ class Refiller {
   static constexpr double kSlack = 1e-9;
 
   // Runs one rank until the input of a pass is missing; returns false if memory does not suffice.
-  bool advance(int rank, const int32_t* rows, double eagerness, int32_t* full) {
+  bool advance(int rank, const int32_t* rows, int32_t* full) {
     double now = free_at[rank], held = kept[rank];
     const double limit = p.limit[rank];
     int& head = first_pending[rank];
@@ -74,7 +85,8 @@ class Refiller {
       if (change > 0 && held > limit) return false;
       if (arrival > now) {
         const double gap = arrival - now;
-        if (head < tail && (gap > eagerness * p.duration[pending[head]] || gap > spare[rank] + kSlack)) run_wgrad();
+        const double share = at <= last_forward[rank] ? warm[rank] : cool[rank];
+        if (head < tail && (gap > share * p.duration[pending[head]] || gap > spare[rank] + kSlack)) run_wgrad();
         if (arrival > now) {
           spare[rank] -= arrival - now;
           now = arrival;
@@ -95,7 +107,8 @@ class Refiller {
   const std::vector<int> begin;
   Done done;
   std::vector<int> position, placed;
-  std::vector<double> free_at, kept, spare;
+  std::vector<double> free_at, kept, spare, warm, cool;
+  std::vector<int> last_forward;
   std::vector<int> first_pending, last_pending, pending;
 };
 

@@ -20,6 +20,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.search.blocks import vee_block
 from megatron.zero_bubble.search.loops import Loops, Reference, compiled, loops
 from megatron.zero_bubble.search.problem import Problem
+from megatron.zero_bubble.search.refill import Eagerness
 from megatron.zero_bubble.search.seeds import seeds, serial
 
 milliseconds = st.floats(0.5, 50.0)
@@ -58,7 +59,8 @@ def test_compiled_loops_equal_the_reference(make: Callable[[Problem], Loops[Any]
         denser = fast.compact(packed, *how)
         assert (denser and fast.unpack(denser)) == slow.compact(rows, *how)
     assert fast.evaluate(packed) == slow.evaluate(rows)
-    for eagerness, ambition in product((0.0, 0.3, 1.0), (1.0, 1.5, float("inf"))):
+    shares = *map(Eagerness.even, (0.0, 0.3, 1.0)), Eagerness(0.1, 0.7, 1.3, 0.2)
+    for eagerness, ambition in product(shares, (1.0, 1.5, float("inf"))):
         filled = fast.refill(packed, eagerness, ambition * max(problem.work))
         assert (filled and fast.unpack(filled)) == slow.refill(rows, eagerness, ambition * max(problem.work))
     for heat in (0.0, 5.0, max(problem.forward)):
@@ -112,7 +114,7 @@ def test_packed_rows_fit_every_problem_of_the_same_shape(make: Callable[[Problem
         lambda: wrong.unpack(packed),
         lambda: wrong.evaluate(packed),
         lambda: wrong.compact(packed),
-        lambda: wrong.refill(packed, 0.5, 9.0),
+        lambda: wrong.refill(packed, Eagerness.even(0.5), 9.0),
         lambda: wrong.refine(packed, 9, 0.0, 1),
     ):
         with pytest.raises(ValueError, match="were packed for other ranks, stages or microbatches"):

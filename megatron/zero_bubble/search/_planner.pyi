@@ -3,6 +3,7 @@ from collections.abc import Sequence
 from typing import final
 
 from megatron.zero_bubble.search.problem import Rows
+from megatron.zero_bubble.search.refill import Eagerness
 
 @final
 class Problem:
@@ -38,5 +39,5 @@ class Planner:
     def compact(
         self, rows: PackedRows, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
     ) -> PackedRows | None: ...
-    def refill(self, rows: PackedRows, eagerness: float, target: float) -> PackedRows | None: ...
+    def refill(self, rows: PackedRows, eagerness: Eagerness, target: float) -> PackedRows | None: ...
     def refine(self, rows: PackedRows, tries: int, heat: float, seed: int) -> tuple[float, PackedRows]: ...

@@ -14,7 +14,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.search.compact import compact
 from megatron.zero_bubble.search.evaluate import Cost, evaluate
 from megatron.zero_bubble.search.problem import Problem, Rows
-from megatron.zero_bubble.search.refill import refill
+from megatron.zero_bubble.search.refill import Eagerness, refill
 from megatron.zero_bubble.search.refine import refine
 from megatron.zero_bubble.search.rows import times
 
@@ -40,7 +40,7 @@ class Loops(Protocol[_Packed]):
         self, rows: _Packed, most_held: list[int] | None = None, haste: float = 0.0, backwards: bool = False
     ) -> _Packed | None: ...
 
-    def refill(self, rows: _Packed, eagerness: float, target: float) -> _Packed | None: ...
+    def refill(self, rows: _Packed, eagerness: Eagerness, target: float) -> _Packed | None: ...
 
     def refine(self, rows: _Packed, tries: int, heat: float, seed: int) -> tuple[float, _Packed]: ...
 
@@ -69,7 +69,7 @@ class Reference:
     ) -> Rows | None:
         return compact(self._problem, rows, most_held, haste, backwards)
 
-    def refill(self, rows: Rows, eagerness: float, target: float) -> Rows | None:
+    def refill(self, rows: Rows, eagerness: Eagerness, target: float) -> Rows | None:
         return refill(self._problem, rows, eagerness, target)
 
     def refine(self, rows: Rows, tries: int, heat: float, seed: int) -> tuple[float, Rows]:

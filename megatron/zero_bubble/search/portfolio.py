@@ -20,6 +20,7 @@ from megatron.zero_bubble.search.evaluate import INFEASIBLE
 from megatron.zero_bubble.search.loops import Packed, compiled, loops
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import published
+from megatron.zero_bubble.search.refill import Eagerness
 from megatron.zero_bubble.search.seeds import Seed, classics, seeds, serial
 
 _BUDGET, _BUDGET_PER_PASS = (1_500_000, 60_000_000), (20, 300)
@@ -119,31 +120,15 @@ class Workbench:
             best = INFEASIBLE
             for ambition in _AMBITIONS if thorough else _AMBITIONS[::3]:
                 target = best - ambition * (best - work) if best < INFEASIBLE else INFEASIBLE
-                self.left -= 2 * self._passes
-                rows = self._loops.refill(found.rows, eagerness, target)
-                if rows is not None:
-                    other = self._priced(rows)
+                if (other := self.filled(found, Eagerness.even(eagerness), target)) is not None:
                     best = min(best, other.cost)
                     yield other
 
-    def squeezed(self, found: Found, halvings: int) -> Iterator[Found]:
-        """Yield ``found`` with its W passes in other places: first for no target and for the work of the busiest rank,
-        then for the middle between the targets missed and the best cost, again and again.
-        """
-        for eagerness in _EAGERNESS[:2]:
-            missed, best = max(self.problem.work), INFEASIBLE
-            targets = [missed, INFEASIBLE]
-            for _ in range(2 + halvings):
-                target = targets.pop() if targets else (missed + best) / 2
-                self.left -= 2 * self._passes
-                rows = self._loops.refill(found.rows, eagerness, target)
-                if rows is None:
-                    break
-                other = self._priced(rows)
-                yield other
-                best = min(best, other.cost)
-                if other.cost > target:
-                    missed = max(missed, target)
+    def filled(self, found: Found, eagerness: Eagerness, target: float) -> Found | None:
+        """Return ``found`` with its W passes in other places; None if they do not fit in memory."""
+        self.left -= 2 * self._passes
+        rows = self._loops.refill(found.rows, eagerness, target)
+        return None if rows is None else self._priced(rows)
 
     def loosened(self, found: Found) -> Iterator[Found]:
         """Yield ``found`` compacted and refilled: after W passes moved, there is room for F and B, then for W again."""

@@ -51,7 +51,7 @@ def steep(problem: Problem) -> Iterator[Seed]:
     memory. ``vee_block`` takes (down + up) / 6 of 1F1B's memory.
     """
     if problem.num_stages > problem.num_ranks and problem.room > _MORE_ROOM:
-        for stretch in (1.0, 1.1, 1.2):
+        for stretch in (1.0, 1.1, 1.2, 1.3):
             yield partial(zb_v, stretch=stretch)
         for slope in sorted(range(7, 13), key=lambda slope: abs(slope - 6 * problem.room)):
             yield partial(vee_block, period=6, down=slope - slope // 2, up=slope // 2, top=0, bottom=1)
