@@ -236,11 +236,11 @@ def test_job_that_was_killed_resumes(checkout: Checkout, how: signal.Signals, tm
         started.wait(120)
     done = max(int(folder.name.partition("_")[2]) for folder in tmp_path.glob("iter_*"))
     assert done >= 26 if how is signal.SIGTERM else done >= 20
-    short, load = flags.replace("400", str(done + 12)), ("--load", str(tmp_path))
-    spoiled = f"{job.spoiled},{done + 3}:1:nan"
-    again = _ahead(checkout, 2, short, "zb-h2", spoiled, load)
+    spoiled, resumed = f"{job.spoiled},{done + 3}:1:nan", ("--load", str(tmp_path), "--exit-interval", str(done + 12))
+    again = _ahead(checkout, 2, flags, "zb-h2", spoiled, resumed)
     assert re.match(rf"iteration +{done + 1}/", again.figures[0]), again.figures
-    _same(again, stock(checkout, 2, short, load, spoiled))
+    _same(again, stock(checkout, 2, flags, resumed, spoiled))
+    assert len(again.figures) >= 12 and _counts(again)["repeated"]
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
