@@ -259,14 +259,14 @@ def test_other_checkpoints_hold_the_final_step(checkout: Checkout, more: str, tm
     """The step before each checkpoint is rejected; stock continues from it as from its own."""
     row = ROWS["fp16, overflows, evaluation"]
     flags = _flags(row, 2, "--ckpt-format torch_dist")
-    interval = "20" if "non-persistent" in more else "5"
+    interval, kind = ("20", ("--non-persistent-ckpt-type", "global")) if "non-persistent" in more else ("5", ())
     logs = []
     for schedule, own in ((None, ()), ("zb-h2", ("--zero-bubble-post-validation",))):
         folder = str(tmp_path / str(schedule))
         until = ("--save", folder, "--save-interval", interval, "--exit-interval", "10", *more.split())
         first = pretrain_gpt(checkout, 2, flags, schedule, (*own, *until), spoiled="5:1:nan,10:1:inf")
         assert "exiting program at iteration 10" in first.text, first.text[-2000:]
-        second = pretrain_gpt(checkout, 2, flags, None, ("--load", folder))
+        second = pretrain_gpt(checkout, 2, flags, None, ("--load", folder, *kind))
         assert re.match(r"iteration +11/", second.figures[0]), second.figures
         logs.append([*first.figures, *first.weights, *second.figures, *second.weights])
     assert logs[1] == logs[0]
