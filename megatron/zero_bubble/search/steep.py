@@ -20,7 +20,7 @@ from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.refill import Eagerness
 from megatron.zero_bubble.search.seeds import steep
 
-_BUDGET, _BUDGET_PER_PASS, _FULL_BUDGET_RANKS = (300_000, 20_000_000), (20, 1800), 64
+_BUDGET, _BUDGET_PER_PASS, _FULL_BUDGET_RANKS = (300_000, 60_000_000), (20, 1800), 64
 """The budget in placed passes, without and with the compiled loops: a constant, and a factor for the problem's size.
 With more ranks than this, it grows only with the passes per rank.
 """
