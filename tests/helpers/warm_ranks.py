@@ -5,6 +5,7 @@ A forked rank then does the same as ``python -m megatron.zero_bubble.launch SCRI
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import hashlib
@@ -226,9 +227,18 @@ def _become_rank(arguments: list[str], environment: dict[str, str], output: str)
         for descriptor in descriptors:
             os.dup2(file, descriptor)
         os.close(file)
+    atexit.register(_flush_tensorboard)
     if os.environ["NORM_AS_TENSOR"]:
         _scale_by_a_tensor()
     return arguments
+
+
+def _flush_tensorboard() -> None:
+    """Write the scalars of the last evaluation, which are lost now and then when a thread of TensorBoard ends first."""
+    from megatron.training import global_vars
+
+    if global_vars._GLOBAL_TENSORBOARD_WRITER is not None:
+        global_vars._GLOBAL_TENSORBOARD_WRITER.flush()
 
 
 def _scale_by_a_tensor() -> None:
