@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -48,23 +47,26 @@ def test_unsupported_builds_are_rejected() -> None:
         assert without.returncode and "ZB_BUILD=cuda needs a CUDA build of torch" in without.stderr
 
 
+HEADERS = ("cublasLt.h", "cuda_runtime_api.h", "crt/host_defines.h", "nv/target")
+
+
 def folder_of(header: str) -> Path | None:
     """Find the folder of a CUDA header: in ZB_CUDA_INCLUDE, in a wheel, or in the toolkit."""
     named = [Path(folder) for folder in os.environ.get("ZB_CUDA_INCLUDE", "").split(os.pathsep) if folder]
-    wheels = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/include"))
+    wheels = sorted(Path(torch.__file__).parents[1].glob("nvidia/*/include"))
     toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "include")
     return next((folder for folder in (*named, *wheels, toolkit) if (folder / header).exists()), None)
 
 
 def compiled(folder: Path, name: str, *arguments: str) -> Path:
     """Compile CUDA sources with only the CUDA headers: without nvcc, a GPU or a CUDA build of torch."""
-    folders = {header: folder_of(header) for header in ("cublasLt.h", "cuda_runtime_api.h")}
+    folders = {header: folder_of(header) for header in HEADERS}
     if missing := [header for header, found in folders.items() if found is None]:
         pytest.skip(
             f"{' and '.join(missing)} not found; `pip download --no-deps nvidia-cublas nvidia-cuda-runtime "
-            "nvidia-cuda-crt`, unzip them, and name their include folders in ZB_CUDA_INCLUDE"
+            "nvidia-cuda-crt nvidia-cuda-cccl`, unzip them, and name their include folders in ZB_CUDA_INCLUDE"
         )
-    include = [f"-I{found}" for found in (*folders.values(), *cpp_extension.include_paths())]
+    include = [f"-I{found}" for found in (*dict.fromkeys(folders.values()), *cpp_extension.include_paths())]
     command = [os.environ.get("CXX", "c++"), "-std=c++20", "-fPIC", "-Wall", "-Wextra", "-Wno-unused-parameter"]
     command += [*include, *arguments, "-o", str(folder / name)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
@@ -76,8 +78,25 @@ def test_ops_on_cuda_compile(tmp_path: Path) -> None:
     compiled(tmp_path, "object.o", "-c", str(CSRC / "ops_cuda.cpp"))
 
 
-def test_cublaslt_calls_describe_the_matrix_layouts_correctly(tmp_path: Path) -> None:
-    fake = Path(__file__).with_name("fake_cublaslt.cpp")
-    program = compiled(tmp_path, "program", str(fake), str(CSRC / "wgrad/cublaslt.cpp"))
+FAKE = Path(__file__).with_name("fake_cublaslt.cpp")
+
+
+def test_cublaslt_calls_describe_products_correctly(tmp_path: Path) -> None:
+    """Layouts, alignments and reductions, and what is queued if cuBLASLt refuses a kernel."""
+    main = FAKE.with_name("check_cublaslt.cpp")
+    program = compiled(tmp_path, "program", str(main), str(FAKE), str(CSRC / "wgrad/cublaslt.cpp"))
     result = subprocess.run([str(program)], capture_output=True, text=True, timeout=60, check=False)
     assert (result.returncode, result.stdout) == (0, "0 wrong\n")
+
+
+def test_ops_on_cuda_survive_refusals(tmp_path: Path) -> None:
+    """The ops on tensors of the CPU, with the fake cuBLASLt: torch computes what it refuses, and TF32 is asked for."""
+    libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
+    libraries += ["-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
+    sources = [str(path) for path in (FAKE.with_name("fake_cuda_ops.cpp"), FAKE, CSRC / "wgrad/cublaslt.cpp")]
+    library = compiled(tmp_path, "library.so", "-shared", abi, *sources, *libraries)
+    command = [sys.executable, str(FAKE.with_name("try_fake_cuda_ops.py")), str(library)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert not result.returncode, result.stderr
+    assert result.stderr.count("cuBLASLt refused the weight gradient of") == 1
