@@ -90,9 +90,10 @@ def test_cublaslt_calls_describe_products_correctly(tmp_path: Path) -> None:
 
 
 def test_ops_on_cuda_survive_refusals(tmp_path: Path) -> None:
-    """The ops on tensors of the CPU, with the fake cuBLASLt: torch computes what it refuses, and TF32 is asked for."""
+    """The ops on tensors of the CPU, with the fake cuBLASLt, which may refuse; also TF32 and the kept workspace."""
     libraries = [f"-L{folder}" for folder in cpp_extension.library_paths()]
     libraries += ["-Wl,--no-as-needed", "-lc10", "-ltorch_cpu", "-ltorch"]
+    libraries += ["-Wl,-Bsymbolic"]  # the fake, even if torch has loaded the real library
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}"
     sources = [str(path) for path in (FAKE.with_name("fake_cuda_ops.cpp"), FAKE, CSRC / "wgrad/cublaslt.cpp")]
     library = compiled(tmp_path, "library.so", "-shared", abi, *sources, *libraries)

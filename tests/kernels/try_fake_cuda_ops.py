@@ -50,6 +50,10 @@ def main() -> None:
     check()
     assert FAKE.fake_was_tf32()
 
+    kept = [OPS.workspace_of(stream) for stream in (1, 2, 1, 2, 9, 9)]
+    assert kept[0].data_ptr() == kept[2].data_ptr() and kept[1].data_ptr() == kept[3].data_ptr()
+    assert len({workspace.data_ptr() for workspace in kept}) == 4, "streams must not share, captures must not keep"
+
 
 if __name__ == "__main__":
     main()
