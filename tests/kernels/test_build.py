@@ -143,7 +143,7 @@ def test_headers_of_a_fitting_toolkit_complete_those_of_the_wheels(
 
 @pytest.mark.parametrize(
     "broken, why",
-    [("csrc/ops_cuda.cpp", "non-zero exit status"), ("nothing", "what was built does not load")],
+    [("csrc/ops_cuda.cpp", "exit"), ("nothing", "what was built does not load")],
     ids=["a source that does not compile", "a library that does not load"],
 )
 def test_ops_for_the_cpu_are_built_if_those_for_cuda_fail(tmp_path: Path, broken: str, why: str) -> None:
@@ -151,7 +151,7 @@ def test_ops_for_the_cpu_are_built_if_those_for_cuda_fail(tmp_path: Path, broken
     pretended.add("site/nvidia/cu13/include", *HEADERS)
     result, links = pretended.build(BROKEN=broken)
     assert not result.returncode, result.stderr
-    assert "the ops for CUDA cannot be used" in result.stdout and why in result.stdout
+    assert why in result.stdout.split("the ops for CUDA cannot be used")[1]
     assert list(tmp_path.glob("lib/megatron/zero_bubble/_ops*.so"))
     assert "cublaslt" not in links[-1] and "torch_cuda" not in links[-1]
 
