@@ -36,8 +36,9 @@ make_environment() {
     [[ -x "$python" ]] || "${ZB_PYTHON:-python3}" -m venv "$venv"
     "$python" -m pip install --quiet "$torch" numpy setuptools pybind11 pytest && "$python" -c '
 import platform, sys, torch
-print(f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}")
-sys.exit(torch.version.cuda is None)' && du -sm "$venv" | sed 's/\t.*/ MB installed/'
+size = sys.argv[1]
+print(f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}, {size} MB installed")
+sys.exit(torch.version.cuda is None)' "$(du -sm "$venv" | cut -f 1)"
 }
 
 # Install the packages that setup.py names. In an environment that has them, it names none.
