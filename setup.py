@@ -5,13 +5,24 @@ Version ranges here are those that the code supports; ``scripts/constraints.txt`
 
 import os
 import re
-import sysconfig
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 from setuptools import Extension, find_namespace_packages, setup
+from setuptools.errors import CompileError
 
 ROOT = Path(__file__).parent
 PACKAGE = "megatron.zero_bubble"
+CUDA_SOURCES = ("csrc/ops_cuda.cpp", "csrc/wgrad/cublaslt.cpp")
+# Headers that our CUDA sources include, and their packages. torch's wheels for CUDA 13 require only the first two.
+CUDA_PACKAGES = {
+    "cublasLt.h": "nvidia-cublas",
+    "cuda_runtime_api.h": "nvidia-cuda-runtime",
+    "crt/host_defines.h": "nvidia-cuda-crt",
+    "nv/target": "nvidia-cuda-cccl",
+}
 (VERSION,) = re.findall(
     r'^__version__ = "(.+)"$', (ROOT / "megatron/zero_bubble/__init__.py").read_text(), re.MULTILINE
 )
@@ -43,8 +54,8 @@ def _planner() -> list[Extension]:
 def _ops() -> tuple[list[Extension], dict]:
     """The extension with the weight-gradient ops, compiled against the installed torch, and its build command.
 
-    ``ZB_BUILD`` selects the backend: ``auto`` (the default) builds what this machine supports; with ``cpu`` or
-    ``cuda``, a failed build is an error; ``none`` builds nothing. Nothing is downloaded.
+    ``ZB_BUILD`` selects the backend: ``auto`` (the default) builds what this machine supports, at least the ops for the
+    CPU; with ``cpu`` or ``cuda``, a failed build is an error; ``none`` builds nothing. Nothing is downloaded.
     """
     wanted = os.environ.get("ZB_BUILD", "auto")
     if wanted not in ("auto", "cpu", "cuda", "none"):
@@ -61,37 +72,101 @@ def _ops() -> tuple[list[Extension], dict]:
                 f"setup.py: ZB_BUILD={wanted} needs torch in the build environment ({error}); {remedy}"
             ) from error
         return _say(f"no compiled ops: torch is not importable in the build environment ({error}); {remedy}"), {}
-    headers = None if torch.version.cuda is None else _cuda_headers(cpp_extension.CUDA_HOME)
-    missing = (
-        "a CUDA build of torch" if torch.version.cuda is None else "" if headers else "CUDA's headers (cublasLt.h)"
-    )
+    folders, missing = [], "a CUDA build of torch; install one"
+    if torch.version.cuda is not None and wanted != "cpu":
+        folders, missing = _cuda_headers(Path(torch.__file__).parents[1] / "nvidia", _toolkits(), torch.version.cuda)
     if wanted == "cuda" and missing:
-        raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {missing}; install it, or set ZB_BUILD=cpu")
-    cuda = wanted != "cpu" and headers
-    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU only; CUDA needs {missing or 'ZB_BUILD=cuda'}"))
+        raise SystemExit(f"setup.py: ZB_BUILD=cuda needs {missing}, or set ZB_BUILD=cpu")
+    cuda = wanted != "cpu" and not missing
+    lack = f"CUDA needs {missing}" if wanted != "cpu" else "this is what ZB_BUILD=cpu asks for"
+    _say("compiled ops for " + ("CPU and CUDA" if cuda else f"the CPU only; {lack}"))
     # All sources are host code: the kernels are those of cuBLASLt, which torch has loaded.
     ops = cpp_extension.CppExtension(
         f"{PACKAGE}._ops",
-        sources=["csrc/ops.cpp", *(("csrc/ops_cuda.cpp", "csrc/wgrad/cublaslt.cpp") if cuda else ())],
+        sources=["csrc/ops.cpp", *(CUDA_SOURCES if cuda else ())],
         depends=_headers("wgrad"),
-        include_dirs=headers if cuda else [],
-        libraries=["c10_cuda", "torch_cuda"] if cuda else [],
-        extra_link_args=["-Wl,--no-as-needed"] if cuda else [],
+        include_dirs=folders,
+        # The linker would drop libraries of torch that no symbol refers to directly, and with them cuBLASLt. Setuptools
+        # puts `libraries` in front of the flag, where it has no effect.
+        extra_link_args=["-Wl,--no-as-needed", "-lc10_cuda", "-ltorch_cuda"] if cuda else [],
         extra_compile_args=["-O2"],
         optional=wanted == "auto",  # without it, the reference in torch runs with a warning
     )
-    return [ops], {"build_ext": cpp_extension.BuildExtension.with_options(use_ninja=False)}
+    build = cpp_extension.BuildExtension.with_options(use_ninja=False)
+    return [ops], {"build_ext": _with_a_trial(build, ops, falls_back=wanted == "auto") if cuda else build}
 
 
-def _cuda_headers(toolkit: str | None) -> list[str]:
-    """The folders of cublasLt.h and cuda_runtime_api.h, from torch's NVIDIA wheels or else the CUDA toolkit."""
-    wheels = sorted(Path(sysconfig.get_paths()["purelib"], "nvidia").glob("*/include"))
-    folders = [*wheels, *([Path(toolkit, "include")] if toolkit else [])]
-    found = [
-        next((str(folder) for folder in folders if (folder / name).exists()), None)
-        for name in ("cublasLt.h", "cuda_runtime_api.h")
-    ]
-    return sorted({folder for folder in found if folder}) if all(found) else []
+def _with_a_trial(command: type, ops: Extension, falls_back: bool) -> type:
+    """The command that builds and then loads ``ops`` for CUDA. If that fails, it may build the ops for the CPU."""
+
+    class Build(command):
+        def build_extension(self, extension: Extension) -> None:
+            try:
+                super().build_extension(extension)
+                if extension is ops:
+                    self._load(self.get_ext_fullpath(extension.name))
+            except Exception as error:
+                if extension is not ops or not falls_back:
+                    raise
+                _say(f"the ops for CUDA cannot be used, see above ({str(error)[-500:]}); compiled ops for the CPU only")
+                extension.sources = [source for source in extension.sources if source not in CUDA_SOURCES]
+                extension.extra_link_args = []
+                super().build_extension(extension)
+
+        def _load(self, built: str) -> None:
+            # In a folder without Python files, which cannot hide modules that torch imports.
+            load = "import sys, torch; torch.ops.load_library(sys.argv[1])"
+            command = [sys.executable, "-c", load, str(Path(built).resolve())]
+            result = subprocess.run(command, cwd=self.build_temp, capture_output=True, text=True, check=False)
+            if result.returncode:
+                raise CompileError(f"what was built does not load: {result.stderr.strip()[-400:]}")
+
+    return Build
+
+
+def _cuda_headers(wheels: Path, toolkits: list[Path], version: str) -> tuple[list[str], str]:
+    """The include folders of CUDA's headers, first from torch's NVIDIA wheels, and what to install if some are missing.
+
+    Args:
+        wheels: the folder ``nvidia`` next to torch.
+        toolkits: the folders of installed CUDA toolkits.
+        version: torch's version of CUDA.
+    """
+    layouts = ("include", "include/cccl", "targets/*/include", "targets/*/include/cccl")
+    folders = sorted(wheels.glob("*/include"))
+    for toolkit in toolkits:
+        candidates = [folder for layout in layouts for folder in sorted(toolkit.glob(layout))]
+        if any(_major(folder) == version.partition(".")[0] for folder in candidates):
+            folders += candidates
+    found = {name: next((str(i) for i in folders if (i / name).exists()), None) for name in CUDA_PACKAGES}
+    packages = []
+    for package in (package for name, package in CUDA_PACKAGES.items() if found[name] is None):
+        if version.startswith("12."):  # names of these packages end in the version; nvcc's has the folder crt
+            package = package.replace("-crt", "-nvcc") + "-cu12"
+        packages.append(package if "cublas" in package else f"'{package}=={version}.*'")
+    if packages:
+        names = ", ".join(name for name in CUDA_PACKAGES if found[name] is None)
+        return [], f"CUDA's headers ({names}); `pip install {' '.join(packages)}`"
+    # In the order in which they were searched, so that a toolkit's headers never hide those of the wheels.
+    return [folder for folder in map(str, folders) if folder in found.values()], ""
+
+
+def _major(folder: Path) -> str | None:
+    """The major version of CUDA whose headers are in this folder."""
+    header = folder / "cuda_runtime_api.h"
+    found = re.search(r"#define CUDART_VERSION\s+(\d+)\d{3}\b", header.read_text()) if header.exists() else None
+    return found[1] if found else None
+
+
+def _toolkits() -> list[Path]:
+    """The folders of CUDA toolkits: the one that the environment names, or else nvcc's and the usual one."""
+    if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return [Path(named)]
+    tops = []
+    if nvcc := shutil.which("nvcc"):  # may be a script that calls the real one, which lies in another folder
+        says = subprocess.run([nvcc, "--dryrun", "-c", "none.cu"], capture_output=True, text=True, check=False).stderr
+        tops = [Path(top).resolve() for top in re.findall(r"^#\$ TOP=(.+?)\s*$", says, re.MULTILINE)]
+    return [*tops, Path("/usr/local/cuda")]
 
 
 def _say(text: str) -> list[Extension]:

@@ -10,18 +10,16 @@
 namespace zb {
 namespace {
 
-// Everything that the choice of the kernel depends on; of pointers, only the alignment.
+// Everything that the choice of the kernel depends on; of the three pointers, only the alignments.
 using Key = std::tuple<
-    int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, Dtype, Dtype, int>;
+    int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool, bool, bool, bool, Dtype, Dtype, uint32_t, uint32_t,
+    uint32_t>;
 
-int alignment(const void* pointer) {
-  const auto address = reinterpret_cast<uintptr_t>(pointer);
-  return address % 16 == 0 ? 16 : address % 8 == 0 ? 8 : address % 4 == 0 ? 4 : 2;
-}
-
-int alignment(const Gemm& gemm) {
-  const int a = alignment(gemm.input.data), b = alignment(gemm.grad_output.data), c = alignment(gemm.main_grad);
-  return a < b ? (a < c ? a : c) : (b < c ? b : c);
+// The largest power of two, at most 256, that divides the address. 256 is the largest alignment on which cuBLASLt's
+// choice depends.
+uint32_t alignment(const void* pointer) {
+  const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
+  return static_cast<uint32_t>(address & (~address + 1));
 }
 
 Key key_of(const Gemm& gemm, int device, bool sums_bias) {
@@ -38,7 +36,9 @@ Key key_of(const Gemm& gemm, int device, bool sums_bias) {
           gemm.allows_tf32,
           gemm.operands,
           gemm.grad,
-          alignment(gemm)};
+          alignment(gemm.input.data),
+          alignment(gemm.grad_output.data),
+          alignment(gemm.main_grad)};
 }
 
 cudaDataType_t type_of(Dtype dtype) {
@@ -50,7 +50,8 @@ struct Kernel {
   cublasLtMatmulDesc_t operation = nullptr;
   cublasLtMatrixLayout_t a = nullptr, b = nullptr, c = nullptr;
   cublasLtMatmulAlgo_t algorithm{};
-  bool is_found = false;
+  // If not null, why cuBLASLt cannot compute this product.
+  const char* refusal = "it has no kernel for these shapes and dtypes";
 
   Kernel(cublasLtHandle_t handle, const Gemm& gemm, bool sums_bias) {
     // cuBLAS is column-major: it sees main_grad^T (in, out) += input^T (in, tokens) grad_output (tokens, out).
@@ -75,16 +76,22 @@ struct Kernel {
            layout(&c, type_of(gemm.grad), true, gemm.in, gemm.out, gemm.main_grad_leading) &&
            cublasLtMatmulPreferenceCreate(&preference) == CUBLAS_STATUS_SUCCESS;
     good = good && limit(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, kWorkspaceBytes) &&
-           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, uint32_t(alignment(gemm))) &&
-           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, uint32_t(alignment(gemm))) &&
-           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, uint32_t(alignment(gemm))) &&
-           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, uint32_t(alignment(gemm)));
+           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(gemm.input.data)) &&
+           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(gemm.grad_output.data)) &&
+           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(gemm.main_grad)) &&
+           limit(preference, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(gemm.main_grad));
+    // The other schemes add the parts of a sum over tokens in the dtype of the gradient, so they round several times.
+    if (gemm.grad != Dtype::kFloat)
+      good = good && limit(
+                         preference, CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                         uint32_t(CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE));
     cublasLtMatmulHeuristicResult_t best{};
     int num_found = 0;
-    is_found = good &&
-               cublasLtMatmulAlgoGetHeuristic(
-                   handle, operation, a, b, c, c, preference, 1, &best, &num_found) == CUBLAS_STATUS_SUCCESS &&
-               num_found > 0;
+    good = good &&
+           cublasLtMatmulAlgoGetHeuristic(handle, operation, a, b, c, c, preference, 1, &best, &num_found) ==
+               CUBLAS_STATUS_SUCCESS &&
+           num_found > 0 && best.state == CUBLAS_STATUS_SUCCESS;
+    if (good) refusal = nullptr;
     algorithm = best.algo;
     if (preference != nullptr) cublasLtMatmulPreferenceDestroy(preference);
   }
@@ -148,24 +155,40 @@ class Kernels {
   std::map<Key, std::unique_ptr<Kernel>> chosen_;
 };
 
-}  // namespace
+// Whether cuBLASLt rejected the arguments and queued nothing. After other errors, a part may already be on the stream.
+bool is_refusal(cublasStatus_t status) {
+  return status == CUBLAS_STATUS_INVALID_VALUE || status == CUBLAS_STATUS_NOT_SUPPORTED ||
+         status == CUBLAS_STATUS_ARCH_MISMATCH;
+}
 
-const char* queue_gemm(const Gemm& gemm, int device, cudaStream_t stream, void* workspace, bool* sums_bias) {
-  Kernels& kernels = Kernels::of(device);
-  if (kernels.handle == nullptr) return "cuBLASLt cannot be initialized on this device";
-  const std::lock_guard<std::mutex> lock(kernels.mutex);
-  *sums_bias = gemm.bias_sum != nullptr && kernels.get(gemm, device, true).is_found;
-  Kernel& kernel = kernels.get(gemm, device, *sums_bias);
-  if (!kernel.is_found) return "cuBLASLt has no kernel for these shapes and dtypes";
-  if (*sums_bias) {
-    const void* where = gemm.bias_sum;
-    kernel.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, where);
-  }
+Outcome queue(Kernel& kernel, cublasLtHandle_t handle, const Gemm& gemm, cudaStream_t stream, void* workspace) {
+  if (kernel.refusal != nullptr) return {Result::kRefused, false, kernel.refusal};
   const float one = 1;
   const cublasStatus_t status = cublasLtMatmul(
-      kernels.handle, kernel.operation, &one, gemm.input.data, kernel.a, gemm.grad_output.data, kernel.b, &one,
-      gemm.main_grad, kernel.c, gemm.main_grad, kernel.c, &kernel.algorithm, workspace, kWorkspaceBytes, stream);
-  return status == CUBLAS_STATUS_SUCCESS ? nullptr : cublasLtGetStatusString(status);
+      handle, kernel.operation, &one, gemm.input.data, kernel.a, gemm.grad_output.data, kernel.b, &one, gemm.main_grad,
+      kernel.c, gemm.main_grad, kernel.c, &kernel.algorithm, workspace, kWorkspaceBytes, stream);
+  if (status == CUBLAS_STATUS_SUCCESS) return {Result::kQueued, false, nullptr};
+  const char* why = cublasLtGetStatusString(status);
+  if (!is_refusal(status)) return {Result::kFailed, false, why};
+  kernel.refusal = why;  // the same arguments would be refused again
+  return {Result::kRefused, false, why};
+}
+
+}  // namespace
+
+Outcome queue_gemm(const Gemm& gemm, int device, cudaStream_t stream, void* workspace) {
+  Kernels& kernels = Kernels::of(device);
+  if (kernels.handle == nullptr) return {Result::kRefused, false, "it cannot be initialized on this device"};
+  const std::lock_guard<std::mutex> lock(kernels.mutex);
+  if (gemm.bias_sum != nullptr) {
+    Kernel& kernel = kernels.get(gemm, device, true);
+    const void* where = gemm.bias_sum;
+    if (kernel.refusal == nullptr) kernel.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, where);
+    Outcome outcome = queue(kernel, kernels.handle, gemm, stream, workspace);
+    outcome.sums_bias = outcome.result == Result::kQueued;
+    if (outcome.result != Result::kRefused) return outcome;
+  }
+  return queue(kernels.get(gemm, device, false), kernels.handle, gemm, stream, workspace);
 }
 
 }  // namespace zb

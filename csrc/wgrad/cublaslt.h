@@ -34,9 +34,21 @@ struct Gemm {
 // Workspace size for cuBLASLt; NVIDIA recommends 32 MiB for Hopper.
 constexpr size_t kWorkspaceBytes = 32u << 20;
 
-// Queues a GEMM on the stream and returns at once. Returns nullptr, or an error message if it cannot be queued.
-//
-// *sums_bias is set to false if cuBLASLt has no kernel that also sums the bias; bias_sum is then not written.
-const char* queue_gemm(const Gemm& gemm, int device, cudaStream_t stream, void* workspace, bool* sums_bias);
+enum class Result {
+  kQueued,
+  kRefused,  // nothing was queued, so that main_grad can be computed in another way
+  kFailed,   // the contents of main_grad are unknown
+};
+
+struct Outcome {
+  Result result;
+  // Whether bias_sum is computed as well; otherwise it is not written.
+  bool sums_bias;
+  // Why the GEMM was refused or failed.
+  const char* why;
+};
+
+// Queues a GEMM on the stream and returns at once. The sums of the bias are part of it if cuBLASLt has a kernel for that.
+Outcome queue_gemm(const Gemm& gemm, int device, cudaStream_t stream, void* workspace);
 
 }  // namespace zb
