@@ -1,7 +1,7 @@
 """Run a training script whose passes take a fixed time, on ranks of a CPU; print the time from iteration to iteration.
 
-The forward and the backward of every stage sleep until their time has passed, so that ranks that share a core behave as
-if each had a device. Used by ``post_validation jobs``, on every rank:
+The F, B and W passes of every stage sleep until their time has passed, so that ranks that share a core behave as if
+each had a device. Used by ``post_validation jobs``, on every rank:
 
     python -m bench.paced PASS_MS NUM_MICROBATCHES own|launcher SCRIPT [its arguments]
 """
@@ -15,7 +15,11 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.zero_bubble.kernels.implementation import select
 
 _SETTLED = 3
 """Iterations before the period is constant."""
@@ -25,7 +29,7 @@ class Pace:
     """Hooks on the stage of this rank.
 
     Args:
-        pass_ms: time of a forward and of a backward.
+        pass_ms: time of an F, a B and a W pass.
         num_microbatches: of an iteration.
     """
 
@@ -69,18 +73,37 @@ class Pace:
         return 1e3 * median(after - before for before, after in pairwise(settled))
 
 
+class PacedWeightGradients(TorchDispatchMode):
+    """Makes W passes take their time; each calls the op that accumulates all its weight gradients once."""
+
+    def __init__(self, pass_ms: float) -> None:
+        super().__init__()
+        self._seconds = pass_ms / 1e3
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.zero_bubble.wgrad_accumulate_many.default:
+            return func(*args, **kwargs or {})
+        begun = time.perf_counter()
+        func(*args, **kwargs or {})
+        time.sleep(max(0.0, begun + self._seconds - time.perf_counter()))
+        return None
+
+
 def main() -> None:
     """Run the script to its end, then print the period of this rank."""
     pass_ms, num_microbatches, how, *arguments = sys.argv[1:]
     pace = Pace(float(pass_ms), int(num_microbatches))
+    if "compiled" not in select("cpu").words:
+        raise SystemExit("this bench paces the compiled op of the weight gradients: build it, see docs/installation.md")
     try:
-        if how == "launcher":
-            from megatron.zero_bubble.megatron_lm import launch
+        with PacedWeightGradients(float(pass_ms)):
+            if how == "launcher":
+                from megatron.zero_bubble.megatron_lm import launch
 
-            launch.main(arguments)
-        else:
-            sys.argv = arguments
-            runpy.run_path(arguments[0], run_name="__main__")
+                launch.main(arguments)
+            else:
+                sys.argv = arguments
+                runpy.run_path(arguments[0], run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
