@@ -37,9 +37,12 @@ from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
+from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduces_early
 from megatron.zero_bubble.wgrad.store import WgradStore
@@ -151,7 +154,7 @@ class Pipeline:
 
         Raises:
             UserError: the schedule cannot be built or does not fit this job, or the model does not support it.
-            PeerError: another rank died or hangs.
+            PeerError: another rank died or hangs. With NCCL, the watchdog ends the process instead.
         """
         check_one_model(p2p_communicator, pg_collection)
         chunks = list(model) if isinstance(model, list) else [model]
@@ -304,7 +307,11 @@ class Pipeline:
             )
         if self._transport is None or self._group is not group:
             self.close()
-            self._transport, self._group = Transport(group, plan.channels, self._timeout), group
+            directions, watchdog = Directions.of(group, self._timeout), None
+            if directions.backend == "nccl":
+                watchdog = Watchdog(select("cuda"), self._timeout)
+                watchdog.start()
+            self._transport, self._group = Transport(directions, plan.channels, watchdog), group
         else:
             self._transport.open(plan.channels)
         if self._reports is None and _loss_rank(plan.schedule) != group.size() - 1:

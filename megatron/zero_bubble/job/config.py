@@ -34,7 +34,9 @@ class ZeroBubbleConfig:
             passes; their inputs may then be freed later than planned.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
-            torch.distributed. A peer that exits closes its connections and is detected at once, whatever the timeout.
+            torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
+            message and ends the process after nine tenths of the time. A peer that exits closes its connections and is
+            detected at once, whatever the timeout.
     """
 
     schedule: str | None = None
