@@ -7,8 +7,13 @@ from typing import Any
 import pytest
 from megatron.core import process_groups_config
 
+from megatron.zero_bubble import build
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Op
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.patching.apply import _pipeline
+from megatron.zero_bubble.plan import lower_forward_only, lower_training
 
 
 class Several:
@@ -35,3 +40,16 @@ def test_several_models_are_rejected(monkeypatch: pytest.MonkeyPatch, argument: 
             micro_batch_size=1,
             **argument,
         )
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_configuration_says_when_receives_are_posted(forward_only: bool) -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
+
+    def ops(**options: Any) -> list[tuple[Op, ...]]:
+        config = ZeroBubbleConfig("zb-h1", **options)
+        return list(_pipeline(config, config.sources(), (), print)._plan(schedule, forward_only).ops)
+
+    lower = lower_forward_only if forward_only else lower_training
+    assert ops(post_receives="late") == list(lower(schedule, "late").ops)
+    assert ops() == list(lower(schedule, "early").ops) != ops(post_receives="late")

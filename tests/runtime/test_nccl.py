@@ -13,7 +13,7 @@ import torch
 from megatron.zero_bubble import SCHEDULES, Pass, Placement, Schedule, build
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan
-from megatron.zero_bubble.plan import Queues, communicate, lower, lower_forward_only, prove, with_validation
+from megatron.zero_bubble.plan import Queues, lower, lower_forward_only, lower_training, prove
 from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
@@ -27,9 +27,10 @@ def plans(name: str, ranks: Sequence[int]) -> Iterator[Plan]:
     for p in ranks:
         for m in range(1, 3 * p + 1):
             schedule = build(name, num_ranks=p, num_microbatches=m)
-            yield lower(schedule)
-            yield lower_forward_only(schedule)
-            yield lower(schedule, (communicate, with_validation))
+            for post_receives in ("early", "late"):
+                yield lower_training(schedule, post_receives)
+                yield lower_forward_only(schedule, post_receives)
+                yield lower_training(schedule, post_receives, post_validation=True)
 
 
 @dataclass

@@ -36,7 +36,7 @@ from megatron.zero_bubble.job.rules import check_options, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
-from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.groups import Directions
@@ -60,6 +60,7 @@ class Pipeline:
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
+        post_receives: see ``ZeroBubbleConfig``.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Pipeline:
         memory: MemoryMeter | None = None,
         rollback: Callable[[Optimizers], Rollback] | None = None,
         accumulate: GradAccumulator | None = None,
+        post_receives: PostReceives = "early",
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
@@ -78,6 +80,7 @@ class Pipeline:
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._rollback = rollback
+        self._post_receives = post_receives
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
@@ -287,8 +290,8 @@ class Pipeline:
         """Validate the schedule and lower it to a plan."""
         validate(schedule)
         if forward_only:
-            return lower_forward_only(schedule)
-        return lower(schedule, (communicate,) if self._rollback is None else (communicate, with_validation))
+            return lower_forward_only(schedule, self._post_receives)
+        return lower_training(schedule, self._post_receives, post_validation=self._rollback is not None)
 
     def _break_even(self, plan: Plan) -> float:
         """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""

@@ -10,6 +10,7 @@ from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.schedules import recipe
 
 
@@ -32,6 +33,9 @@ class ZeroBubbleConfig:
             False rounds each gradient to the weight's dtype first, which is bit-for-bit the result of stock Megatron.
         wgrad_stream: on a GPU, compute fused weight gradients on a separate stream, concurrently with the following
             passes; their inputs may then be freed later than planned.
+        post_receives: when a rank posts the receive of a message: one pass ahead of the pass that needs it (``early``),
+            so that the transfer overlaps the previous pass, or directly before that pass (``late``). A receive of NCCL
+            occupies multiprocessors of the GPU until the message has arrived.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -48,6 +52,7 @@ class ZeroBubbleConfig:
     rollback: Literal["exact", "inverse"] = "exact"
     fuse_wgrad: bool = True
     wgrad_stream: bool = False
+    post_receives: PostReceives = "early"
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 

@@ -75,6 +75,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-log-bubble",
     )
     add(
+        "--zero-bubble-post-receives",
+        choices=("early", "late"),
+        help="when a rank posts the receive of a message: one pass ahead of the pass that needs it, so that the "
+        "transfer overlaps the previous pass (early), or directly before that pass, so that no receive of NCCL takes "
+        "multiprocessors from the previous pass while it waits (late); which is faster has not been measured; late "
+        "receives of schedules with several stages per rank may need CUDA_DEVICE_MAX_CONNECTIONS above 1; default: "
+        "early",
+    )
+    add(
         "--zero-bubble-trace",
         metavar="DIR",
         help="write recorded iterations to DIR: planned and measured timelines as HTML, SVG, Perfetto trace and JSON",
@@ -162,6 +171,7 @@ def config_of(
         rollback=options.zero_bubble_rollback or "exact",
         fuse_wgrad=_fuses(options),
         wgrad_stream=bool(options.zero_bubble_wgrad_stream),
+        post_receives=options.zero_bubble_post_receives or "early",
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )
