@@ -32,6 +32,7 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
@@ -60,7 +61,7 @@ class Pipeline:
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
-        post_receives: see ``ZeroBubbleConfig``.
+        post_receives, nccl_ctas: see ``ZeroBubbleConfig``.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Pipeline:
         rollback: Callable[[Optimizers], Rollback] | None = None,
         accumulate: GradAccumulator | None = None,
         post_receives: PostReceives = "early",
+        nccl_ctas: int = DEFAULT_NCCL_CTAS,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
@@ -80,7 +82,7 @@ class Pipeline:
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._rollback = rollback
-        self._post_receives = post_receives
+        self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
@@ -310,7 +312,7 @@ class Pipeline:
             )
         if self._transport is None or self._group is not group:
             self.close()
-            directions, watchdog = Directions.of(group, self._timeout), None
+            directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
             if directions.backend == "nccl":
                 watchdog = Watchdog(select("cuda"), self._timeout)
                 watchdog.start()

@@ -13,6 +13,8 @@ from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.schedules import recipe
 
+DEFAULT_NCCL_CTAS = 2
+
 
 @dataclass(frozen=True)
 class ZeroBubbleConfig:
@@ -36,6 +38,8 @@ class ZeroBubbleConfig:
         post_receives: when a rank posts the receive of a message: one pass ahead of the pass that needs it (``early``),
             so that the transfer overlaps the previous pass, or directly before that pass (``late``). A receive of NCCL
             occupies multiprocessors of the GPU until the message has arrived.
+        nccl_ctas: the largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two
+            pipeline ranks. The job's own NCCL options for its pipeline take precedence.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -53,6 +57,7 @@ class ZeroBubbleConfig:
     fuse_wgrad: bool = True
     wgrad_stream: bool = False
     post_receives: PostReceives = "early"
+    nccl_ctas: int = DEFAULT_NCCL_CTAS
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
@@ -86,6 +91,8 @@ class ZeroBubbleConfig:
                 f"and cannot on a separate stream; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; "
                 "leave it out"
             )
+        if self.nccl_ctas < 1:
+            raise UserError(f"nccl_ctas must be positive; got {self.nccl_ctas}; leave it out for {DEFAULT_NCCL_CTAS}")
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
 

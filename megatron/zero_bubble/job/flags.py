@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS, ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.schedules import SCHEDULES
 
@@ -82,6 +82,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "multiprocessors from the previous pass while it waits (late); which is faster has not been measured; late "
         "receives of schedules with several stages per rank may need CUDA_DEVICE_MAX_CONNECTIONS above 1; default: "
         "early",
+    )
+    add(
+        "--zero-bubble-nccl-ctas",
+        metavar="N",
+        type=int,
+        help="largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two pipeline "
+        "ranks, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; the "
+        "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; default: "
+        f"{DEFAULT_NCCL_CTAS}",
     )
     add(
         "--zero-bubble-trace",
@@ -172,6 +181,7 @@ def config_of(
         fuse_wgrad=_fuses(options),
         wgrad_stream=bool(options.zero_bubble_wgrad_stream),
         post_receives=options.zero_bubble_post_receives or "early",
+        nccl_ctas=DEFAULT_NCCL_CTAS if options.zero_bubble_nccl_ctas is None else options.zero_bubble_nccl_ctas,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

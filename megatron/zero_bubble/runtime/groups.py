@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,20 @@ class Directions:
     groups: Mapping[bool, dist.ProcessGroup]
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup, timeout: timedelta | None = None) -> Directions:
-        """Make the groups for the pipeline ``group``. A collective call of all ranks of the job."""
-        backend, ranks = dist.get_backend(group), dist.get_process_group_ranks(group)
-        groups = {ascending: new_group(ranks, backend, timeout) for ascending in (True, False)}
+    def of(
+        cls, group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
+    ) -> Directions:
+        """Make the groups for the pipeline ``group``. A collective call of all ranks of the job.
+
+        Args:
+            timeout: maximum time that a message may take; None is the default of torch.distributed.
+            nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
+        """
+        backend, ranks, options = dist.get_backend(group), dist.get_process_group_ranks(group), _no_options
+        if backend == "nccl":
+            timeout = timeout or DEFAULT_TIMEOUT
+            options = partial(options_beside_passes, group, nccl_ctas, timeout)
+        groups = {ascending: new_group(ranks, backend, timeout, options) for ascending in (True, False)}
         # torch.distributed sorts the ranks of a new group.
         peers = [dist.get_group_rank(groups[True], rank) for rank in ranks]
         return cls(group.rank(), peers, backend, "cpu" if backend == "gloo" else "cuda", groups)
@@ -49,17 +63,32 @@ class Directions:
                 dist.destroy_process_group(group)
 
 
-def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
+def _no_options() -> None:
+    return None
+
+
+def new_group(
+    ranks: Iterable[int],
+    backend: str,
+    timeout: timedelta | None = None,
+    options: Callable[[], Any] = _no_options,
+) -> dist.ProcessGroup:
     """A new group over ``ranks``. A collective call: every rank of the job passes the ranks of its own new group.
 
     torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
     ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
+
+    Args:
+        options: makes the options of a group; called once per group.
     """
     own = tuple(ranks)
     wanted: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(wanted, own)
     with _created_lazily():
-        made = {of: dist.new_group(list(of), timeout=timeout, backend=backend) for of in sorted(set(wanted))}
+        made = {
+            of: dist.new_group(list(of), timeout=timeout, backend=backend, pg_options=options())
+            for of in sorted(set(wanted))
+        }
     return made[own]
 
 

@@ -22,6 +22,7 @@ from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message
 from megatron.zero_bubble.runtime.executor import Awaited
 from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.nccl import without_p2p_warning
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 # Phrases in errors of gloo, NCCL and their store that mean a lost or silent peer.
@@ -87,7 +88,14 @@ class Transport:
 
     def open(self, channels: Iterable[tuple[int, int]]) -> None:
         """Connect new channels; every rank of the pipeline must call this with the same channels."""
-        for source, target in sorted(set(channels) - self._opened):
+        missing = sorted(set(channels) - self._opened)
+        if self._directions.backend == "nccl":
+            without_p2p_warning(lambda: self._connect(missing))
+        else:
+            self._connect(missing)
+
+    def _connect(self, channels: Iterable[tuple[int, int]]) -> None:
+        for source, target in channels:
             token = torch.zeros(1, device=self._directions.device)
             if self.rank == source:
                 self._group(source, target).send([token], self._peers[target], 0).wait()

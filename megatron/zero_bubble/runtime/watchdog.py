@@ -22,9 +22,8 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.runtime.ending import end_process, report
+from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT
 
-DEFAULT_TIMEOUT = timedelta(minutes=10)
-"""The default timeout of torch.distributed for NCCL."""
 _SHARE = 0.9
 """The share of the timeout that a GPU waits. The watchdogs of other process groups, which have the same timeout, would
 end the process without naming a pass."""
