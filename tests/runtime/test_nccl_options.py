@@ -65,6 +65,14 @@ def test_the_jobs_own_options_take_precedence(job: dict[str, Any], expected: Con
     assert options == Options(True, expected, timedelta(minutes=2))
 
 
+@pytest.mark.usefixtures("nccl")
+def test_options_of_a_wrapped_backend_are_found() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends."""
+    wrapped = pipeline_with(max_ctas=16)._get_backend(torch.device("cuda"))
+    pipeline: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(wrapped_pg=wrapped))
+    assert options_beside_passes(pipeline, 3, timedelta(minutes=2)).config.max_ctas == 16
+
+
 def made_groups(monkeypatch: pytest.MonkeyPatch, backend: str, *arguments: Any) -> list[dict[str, Any]]:
     """The options with which ``Directions.of`` creates process groups on two ranks."""
     made: list[dict[str, Any]] = []

@@ -33,7 +33,8 @@ def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: t
         A new ``ProcessGroupNCCL.Options``, for one group: torch writes the group's name and ranks into it.
     """
     backend: Any = pipeline._get_backend(torch.device("cuda"))
-    job = backend.options.config
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
+    job = getattr(backend, "wrapped_pg", backend).options.config
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if all(getattr(job, name) == _UNSET for name in _CTAS):
