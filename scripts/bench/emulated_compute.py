@@ -91,13 +91,14 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = []
     for num_ranks in _virtual_ranks(options):
         groups = [dist.new_group(list(range(first, first + num_ranks))) for first in range(0, world, num_ranks)]
-        transport = Transport(groups[rank // num_ranks], ())
+        transport = Transport(Directions.of(groups[rank // num_ranks]), ())
         worst: dict[str, tuple[float, str, int]] = {}
         for schedule, costs in virtual_cases(num_ranks):
             deviation = virtual_deviation_ms(schedule, costs, transport, options.kib * 1024 // 8)
@@ -147,10 +148,11 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     from megatron.zero_bubble.emulate.execute import execute
     from megatron.zero_bubble.emulate.stages import SleepingStage
     from megatron.zero_bubble.plan import lower
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
     assert dist.group.WORLD is not None
-    transport = Transport(dist.group.WORLD, ())
+    transport = Transport(Directions.of(dist.group.WORLD), ())
     like = torch.empty(emulation.message_shape)
 
     def ours(name: str) -> Contestant:

@@ -104,11 +104,12 @@ def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[st
     from megatron.zero_bubble.emulate.optimizer import SleepingOptimizer
     from megatron.zero_bubble.emulate.stages import SleepingStage
     from megatron.zero_bubble.plan import communicate, lower, with_validation
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
     group = dist.group.WORLD
     assert group is not None
-    plan, transport = lower(schedule, (communicate, with_validation)), Transport(group, ())
+    plan, transport = lower(schedule, (communicate, with_validation)), Transport(Directions.of(group), ())
     transport.open(plan.channels)
     shape = (_KIB * 256,)
     stage, like = SleepingStage(schedule, costs, shape), torch.empty(shape)

@@ -106,10 +106,11 @@ class _Variant:
 def _measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     import torch.distributed as dist
 
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
     assert dist.group.WORLD is not None
-    transport = Transport(dist.group.WORLD, ())
+    transport = Transport(Directions.of(dist.group.WORLD), ())
     variants = {name: _Variant(name, options, transport) for name in options.only}
     runs = {name: timed(variant.plain) for name, variant in variants.items()}
     runs |= {name + RECORDED: timed(variant.recorded, variant.start) for name, variant in variants.items()}

@@ -43,6 +43,7 @@ ROWS = {
     "p=4, m=p-1=3, untied": (Layout(4), 3, UNTIED),
     "a stage without parameters": (Layout(3, num_layers=2), 4, "--pipeline-model-parallel-layout Et||tL"),
     "p=4, m=p+1=5, bf16": (Layout(4), 5, "--bf16"),
+    "p=4, late receives": (Layout(4), 5, "--zero-bubble-post-receives late"),
     "tp=2, bf16, no bias": (Layout(2, tensor=2), 3, "--bf16 --disable-bias-linear"),
     "tp=2 and sequence parallel, dropout": (Layout(2, tensor=2), 3, f"--sequence-parallel {UNTIED} {DROPOUT}"),
     "dp=2, per-token loss": (Layout(2, data=2), 2, "--calculate-per-token-loss"),

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from megatron.core import process_groups_config
 
+from megatron.zero_bubble import build
+from megatron.zero_bubble.adapter import pipeline
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Op
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.patching.apply import _pipeline
+from megatron.zero_bubble.plan import lower_forward_only, lower_training
 
 
 class Several:
@@ -35,3 +43,39 @@ def test_several_models_are_rejected(monkeypatch: pytest.MonkeyPatch, argument: 
             micro_batch_size=1,
             **argument,
         )
+
+
+def configured(**options: Any) -> Pipeline:
+    config = ZeroBubbleConfig("zb-h1", **options)
+    return _pipeline(config, config.sources(), (), print)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_configuration_says_when_receives_are_posted(forward_only: bool) -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
+
+    def ops(**options: Any) -> list[tuple[Op, ...]]:
+        return list(configured(**options)._plan(schedule, forward_only).ops)
+
+    lower = lower_forward_only if forward_only else lower_training
+    assert ops(post_receives="late") == list(lower(schedule, "late").ops)
+    assert ops() == list(lower(schedule, "early").ops) != ops(post_receives="late")
+
+
+def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reached(Exception):
+        pass
+
+    def of(*arguments: Any) -> None:
+        raise Reached(*arguments[1:])
+
+    def gather(found: list[Any], own: Any, group: Any) -> None:
+        found[:] = [own] * len(found)
+
+    monkeypatch.setattr(pipeline.Directions, "of", of)
+    monkeypatch.setattr(pipeline.dist, "all_gather_object", gather)
+    group: Any = SimpleNamespace(size=lambda: 2)
+    plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
+    with pytest.raises(Reached) as reached:
+        configured(nccl_ctas=7, peer_timeout_s=30.0)._connect(group, plan)
+    assert reached.value.args == (timedelta(seconds=30), 7)

@@ -38,6 +38,7 @@ ROWS = {
     ),
     "experts": (Layout(2, num_layers=4), 3, f"{EXPERTS} {UNTIED}"),
     "p=4, bf16": (Layout(4, num_layers=8), 5, "--bf16"),
+    "late receives": (Layout(2, num_layers=4), 3, "--zero-bubble-post-receives late"),
     "tp=2 and sequence parallel": (Layout(2, tensor=2, num_layers=4), 3, "--sequence-parallel"),
     "dp=2, distributed optimizer, both overlaps, bf16": (
         Layout(2, data=2, num_layers=4),

@@ -118,6 +118,10 @@ def test_proof_respects_the_number_of_hardware_queues(capsys: Capture, monkeypat
     run(capsys, FOUR, [*job, "--zero-bubble-device", "cpu"])
     h1 = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1", "--zero-bubble-post-validation"]
     assert "for 16 microbatches, with one hardware queue per GPU." in run(capsys, FOUR, h1)
+    on_a_v = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-v"]
+    run(capsys, FOUR, on_a_v)
+    late = [*on_a_v, "--zero-bubble-post-receives", "late"]
+    assert "set it to 32, or choose another schedule" in refusal(capsys, FOUR, late)
 
 
 def test_schedule_file_of_another_size_is_rejected(capsys: Capture, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.period import iterations, period_ms
 from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_iterations
+from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.search import zb_auto
@@ -20,7 +21,7 @@ Case = tuple[Schedule, PassCosts]
 def deviations(_rank: int, cases: list[Case]) -> list[tuple[float, str]]:
     """Run every case on this rank; return the largest deviation from the plan and its location, per case."""
     assert dist.group.WORLD is not None
-    transport = Transport(dist.group.WORLD, [])
+    transport = Transport(Directions.of(dist.group.WORLD), [])
     results = [virtual_deviation_ms(schedule, costs, transport) for schedule, costs in cases]
     assert transport.num_in_flight == 0
     return results
@@ -51,7 +52,7 @@ def test_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Placement,
 
 def ends_of_iterations(_rank: int, cases: list[Case], step_ms: float, ahead: bool) -> list[list[float]]:
     assert dist.group.WORLD is not None
-    transport = Transport(dist.group.WORLD, [])
+    transport = Transport(Directions.of(dist.group.WORLD), [])
     return [virtual_iterations(schedule, costs, step_ms, ahead, 4, transport) for schedule, costs in cases]
 
 

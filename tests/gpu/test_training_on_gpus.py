@@ -1,4 +1,8 @@
-"""Tests of training on GPUs: over NCCL with one GPU per rank, and over gloo with a shared GPU."""
+"""Tests of training on GPUs: over NCCL with one GPU per rank, and over gloo with a shared GPU.
+
+Stock megatron-core is the reference for one stage per rank. Schedules with two start from other weights, because a
+rank's seed depends on its stages; their reference is the same schedule over gloo, whose messages the host waits for.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +11,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
+ODD = "tests/gpu/pretrain_oddly.py"
 FLAGS = (
     "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 "
     "--micro-batch-size 2 --global-batch-size 16 --train-iters 5 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer "
     "--vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 --hidden-dropout 0 --eval-iters 0 "
-    "--pipeline-model-parallel-size 2 --transformer-impl local --zero-bubble-device cuda"
+    "--transformer-impl local --zero-bubble-device cuda"
 )
 
 pytestmark = pytest.mark.timeout(300)
@@ -28,15 +34,22 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def train(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py") -> list[tuple[float, float]]:
-    """Train five steps on two ranks; return losses and gradient norms."""
+def run(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py", ranks: int = 2) -> Path:
+    """Train five steps; return the file with the metrics."""
     metrics = folder / f"{len(list(folder.iterdir()))}.jsonl"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     exact = ["--zero-bubble-exact"] if "--zero-bubble-schedule" in flags else []
-    flags = (*FLAGS.split(), "--metrics-file", str(metrics), *exact, *flags)
+    size = ["--pipeline-model-parallel-size", str(ranks)]
+    flags = (*FLAGS.split(), *size, "--metrics-file", str(metrics), *exact, *flags)
     subprocess.run([*command, str(ROOT / script), *flags], env=environment(), check=True)
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return [(step["lm_loss"], step["grad_norm"]) for step in steps if step["kind"] == "train"]
+    return metrics
+
+
+def train(folder: Path, *flags: str, script: str = "scripts/pretrain_gpt.py", ranks: int = 2) -> list[tuple[Any, ...]]:
+    """Train five steps; return losses and gradient norms, whether a step was skipped, and losses of evaluations."""
+    steps = map(json.loads, run(folder, *flags, script=script, ranks=ranks).read_text().splitlines())
+    compared = ("kind", "iteration", "lm_loss", "grad_norm", "skipped")
+    return [tuple(step.get(name) for name in compared) for step in steps if step["kind"] != "bubble"]
 
 
 def test_ranks_find_what_this_process_finds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,11 +69,102 @@ def test_two_ranks_on_one_gpu_over_gloo_equal_1f1b(tmp_path: Path, precision: li
         assert train(tmp_path, "--zero-bubble-schedule", schedule, *shared) == reference
 
 
+def needs_gpus(number: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.cuda.device_count() < number, reason="NCCL needs one GPU per rank")
+
+
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs one GPU per rank")
-@pytest.mark.parametrize("max_connections", ["1", "8"])
+@needs_gpus(2)
+@pytest.mark.parametrize("max_connections", ["1", "8", "32"])
 def test_two_gpus_over_nccl_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_connections: str) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", max_connections)
     reference = train(tmp_path)
     for schedule in ("1f1b", "zb-h1", "zb-h2"):
         assert train(tmp_path, "--zero-bubble-schedule", schedule) == reference
+
+
+@pytest.mark.gpu
+@needs_gpus(4)
+@pytest.mark.parametrize("max_connections", ["1", "32"])
+def test_four_gpus_over_nccl_equal_stock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_connections: str) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", max_connections)
+    reference = train(tmp_path, ranks=4)
+    for schedule in ("1f1b", "zb-h1", "zb-h2"):
+        assert train(tmp_path, "--zero-bubble-schedule", schedule, ranks=4) == reference
+
+
+def over_both(folder: Path, *flags: str, ranks: int = 2) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """The results over NCCL and over gloo."""
+    over_gloo = train(folder, *flags, "--distributed-backend", "gloo", ranks=ranks)
+    return train(folder, *flags, ranks=ranks), over_gloo
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=needs_gpus(2)), pytest.param(4, marks=needs_gpus(4))])
+@pytest.mark.parametrize("schedule", ["zb-v", "v-half", "v-min", "dualpipe-v"])
+def test_schedules_on_a_v_over_nccl_equal_gloo(tmp_path: Path, schedule: str, ranks: int) -> None:
+    flags = ("--zero-bubble-schedule", schedule, "--num-layers", str(2 * ranks))
+    over_nccl, over_gloo = over_both(tmp_path, *flags, ranks=ranks)
+    assert over_nccl == over_gloo
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "interleaved-1f1b"])
+def test_evaluations_over_nccl_equal_gloo(tmp_path: Path, schedule: str) -> None:
+    chunks = ("--num-virtual-stages-per-pipeline-rank", "2") if schedule == "interleaved-1f1b" else ()
+    flags = ("--zero-bubble-schedule", schedule, *chunks, "--eval-iters", "2", "--eval-interval", "2")
+    over_nccl, over_gloo = over_both(tmp_path, *flags)
+    assert over_nccl == over_gloo
+    assert {step[0] for step in over_nccl} > {"train"}, "the run must evaluate"
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.parametrize("schedule", ["zb-h2", "zb-v"])
+def test_post_validation_over_nccl_survives_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str) -> None:
+    monkeypatch.setenv("CONDITION", "nan")
+    flags = ("--zero-bubble-schedule", schedule, "--clip-grad", "100", "--fp16", "--initial-loss-scale", "1024")
+    reference = train(tmp_path, *flags, script=ODD)
+    assert [step[-1] for step in reference] == [False, False, True, False, False]
+    assert train(tmp_path, *flags, "--zero-bubble-post-validation", script=ODD) == reference
+
+
+@pytest.mark.gpu
+@needs_gpus(4)
+def test_eager_communicators_do_not_deadlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan with two microbatches on four ranks would deadlock with one communicator per direction."""
+    flags = ("--zero-bubble-schedule", "interleaved-1f1b", "--num-virtual-stages-per-pipeline-rank", "2")
+    size = ("--num-layers", "8", "--global-batch-size", "4")
+    reference = train(tmp_path, *flags, *size, ranks=4)
+    monkeypatch.setenv("CONDITION", "bound")
+    assert train(tmp_path, *flags, *size, script=ODD, ranks=4) == reference
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+@pytest.mark.parametrize("options", [["nccl-ctas", "1"], ["nccl-ctas", "32"], ["post-receives", "late"]])
+def test_options_of_transfers_do_not_change_results(tmp_path: Path, options: list[str]) -> None:
+    name, value = options
+    reference = train(tmp_path, "--zero-bubble-schedule", "zb-h1")
+    assert train(tmp_path, "--zero-bubble-schedule", "zb-h1", f"--zero-bubble-{name}", value) == reference
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+def test_no_warning_about_point_to_point_operations(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    train(tmp_path, "--zero-bubble-schedule", "zb-h1")
+    assert "unbatched P2P" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.gpu
+@needs_gpus(2)
+def test_a_rank_that_hangs_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CONDITION", "hang")
+    with pytest.raises(subprocess.CalledProcessError):
+        run(tmp_path, "--zero-bubble-schedule", "zb-h1", "--distributed-timeout-minutes", "1", script=ODD)
+    shown = "".join(capfd.readouterr())
+    assert "zero-bubble: rank 0: pipeline rank 0 could not run 0B" in shown
+    assert "did not arrive from pipeline rank 1 on channel 1>0 (the GPU has waited 5" in shown

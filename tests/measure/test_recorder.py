@@ -17,6 +17,7 @@ from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan import communicate, lower, with_validation
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.executor import STOP, Awaited
+from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
@@ -28,7 +29,7 @@ MARK = select("cpu").mark
 def recorded(_rank: int, schedule: Schedule) -> Trace:
     assert dist.group.WORLD is not None
     plan = lower(schedule, (communicate, with_validation))
-    transport = Transport(dist.group.WORLD, plan.channels)
+    transport = Transport(Directions.of(dist.group.WORLD), plan.channels)
     costs = PassCosts.uniform(schedule.placement, PASS_MS, PASS_MS, PASS_MS)
     recorder = Recorder(select("cpu"))
     recorder.start(dist.group.WORLD)

@@ -37,6 +37,7 @@ from megatron.zero_bubble.plan import communicate, lower, prove, with_validation
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 
@@ -234,7 +235,7 @@ Ran = tuple[list[Span], list[LaneSpan], Trace]
 def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
     """Execute the plan; return this rank's spans and lanes on the virtual clock, and the recording of all ranks."""
     assert dist.group.WORLD is not None
-    transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
+    transport, clock = Transport(Directions.of(dist.group.WORLD), plan.channels), VirtualClock()
 
     def copy(op: _Copy, inputs: Sequence[Any]) -> list[torch.Tensor]:
         (held,) = inputs

@@ -32,6 +32,7 @@ from megatron.zero_bubble.plan import communicate, lower, prove
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 
@@ -269,7 +270,7 @@ Ran = tuple[list[Span], list[LaneSpan], list[float], Trace]
 def run(rank: int, plan: Plan) -> Ran:
     """Execute the plan; return this rank's spans, lanes and sums, and the recording of all ranks."""
     assert dist.group.WORLD is not None
-    transport, clock = Transport(dist.group.WORLD, plan.channels), VirtualClock()
+    transport, clock = Transport(Directions.of(dist.group.WORLD), plan.channels), VirtualClock()
     last = RANKS - 1
     to_all, to_last = (
         dist.new_group(list(range(RANKS))) for _ in range(2)

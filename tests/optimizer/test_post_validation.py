@@ -55,6 +55,9 @@ ROWS = {
     "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(
         Layout(2), 3, "zb-h2", f"{LOOSE} {FP16} --loss-scale-window 7", OVERFLOWS, {"ahead", "repeated", "skipped"}
     ),
+    "late receives, zb-v, fp32, spikes": Row(
+        Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --zero-bubble-post-receives late", LAST_OF_TWO
+    ),
     "p=4, zb-h2, bf16, faults in first, middle and last stages": Row(
         Layout(4),
         7,

@@ -10,8 +10,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Kind, Placement, Schedule, build
+from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Send, Settle
-from megatron.zero_bubble.plan import Queues, communicate, lower, lower_forward_only, prove
+from megatron.zero_bubble.plan import (
+    Queues,
+    communicate,
+    lower,
+    lower_forward_only,
+    lower_training,
+    prove,
+)
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.strategies import schedules
 
@@ -25,6 +33,25 @@ def test_ops_of_zb_h1_on_two_ranks() -> None:
     plan = lower(build("zb-h1", num_ranks=2, num_microbatches=2))
     assert ops_of(plan, 0) == "0F0 0F0>1 1B0<1 0F1 0F1>1 0B0 0F0=1 1B1<1 0W0 0B1 0F1=1 0W1"
     assert ops_of(plan, 1) == "0F0<0 1F0 0F1<0 1B0 1B0>0 1F1 1B1 1B1>0 1W0 1W1 1B0=0 1B1=0"
+
+
+def test_late_ops_of_zb_h1_on_two_ranks() -> None:
+    plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2), "late")
+    assert ops_of(plan, 0) == "0F0 0F0>1 0F1 0F1>1 1B0<1 0B0 0F0=1 0W0 1B1<1 0B1 0F1=1 0W1"
+
+
+@given(schedules(), st.booleans())
+def test_late_receives_directly_precede_the_pass_that_needs_them(schedule: Schedule, evaluates: bool) -> None:
+    plan = lower_forward_only(schedule, "late") if evaluates else lower_training(schedule, "late")
+    for rank, row in enumerate(plan.ops):
+        for position, op in enumerate(row):
+            if isinstance(op, Recv):
+                following = next(other for other in row[position:] if not isinstance(other, Recv))
+                assert isinstance(following, Compute)
+                needed = plan.schedule.flow.inputs(following.work)
+                # Receives of a channel keep its order, even if an earlier message is needed later.
+                channel = plan.messages(Recv)[op.message.channel]
+                assert any(message.value in needed for message in channel), f"{op} is early on rank {rank}"
 
 
 @given(schedules())
@@ -54,6 +81,18 @@ def test_handcrafted_plans_are_valid_with_a_single_hardware_queue(schedule: Sche
     """Breadth-first is excluded: its ranks send many outputs before they are received."""
     assume(schedule.name != "breadth-first")
     prove(lower(schedule), Queues.DEVICE)
+
+
+@given(schedules(linear=True))
+def test_late_receives_are_valid_with_a_single_hardware_queue(schedule: Schedule) -> None:
+    """One stage per rank is required: with two, a send can block the receive that its receiver waits for."""
+    prove(lower_training(schedule, "late"), Queues.DEVICE)
+
+
+def test_late_receives_of_zb_v_need_several_hardware_queues() -> None:
+    plan = lower_training(build("zb-v", num_ranks=4, num_microbatches=8), "late")
+    with pytest.raises(PlanError, match="the ranks wait for each other"):
+        prove(plan, Queues.DEVICE)
 
 
 @given(schedules(min_ranks=2), st.integers(1, 3))

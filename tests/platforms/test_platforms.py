@@ -39,6 +39,7 @@ def test_cpu_marks_measure_milliseconds() -> None:
     before = time.perf_counter()
     start = platform.mark()
     time.sleep(0.02)
+    assert platform.reached(start)
     measured_ms = platform.elapsed_ms(start, platform.mark())
     assert 20.0 <= measured_ms <= (time.perf_counter() - before) * 1e3
 
@@ -60,7 +61,9 @@ def test_gpu_marks_measure_device_time() -> None:
     for _ in range(20):
         tensor = tensor @ tensor
     end = platform.mark()
+    assert not platform.reached(end), "twenty products take longer than the host takes to get here"
     assert platform.elapsed_ms(start, end) > 1.0
+    assert platform.reached(start) and platform.reached(end)
     assert platform.peak_memory_bytes() >= tensor.nbytes
 
 

@@ -64,7 +64,7 @@ def watching(rank: int, grace_s: float = 0.2, sigterm_s: float = 0.5) -> Iterato
     watch = Watching(rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MASTER_ADDR", "127.0.0.1")
-        patch.setattr(peers, "_print", watch.printed.append)
+        patch.setattr(peers, "report", watch.printed.append)
         patch.setattr(peers, "_GRACE_S", grace_s)
         patch.setattr(peers, "_SIGTERM_S", sigterm_s)
         patch.setattr(peers, "_NEWS_S", 2.0)
@@ -374,7 +374,7 @@ def test_job_continues_without_a_connection(monkeypatch: pytest.MonkeyPatch, loc
     from megatron.zero_bubble.runtime import peers
 
     printed: list[str] = []
-    monkeypatch.setattr(peers, "_print", printed.append)
+    monkeypatch.setattr(peers, "report", printed.append)
     monkeypatch.setenv("LOCAL_RANK", local_rank)
     peers.Peers().watch(UnreachableStore(), 8, 16)  # type: ignore[arg-type]
     assert (

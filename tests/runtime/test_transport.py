@@ -16,9 +16,10 @@ BACKWARD = Message(Value(Pass.parse("1B2")), 1, 0)
 
 def wait_for_a_silent_peer(rank: int) -> str | None:
     from megatron.zero_bubble.errors import PeerError
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
-    transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
+    transport = Transport(Directions.of(torch.distributed.group.WORLD, timedelta(seconds=1)), [(0, 1), (1, 0)])
     torch.distributed.barrier()
     if rank == 1:
         torch.distributed.barrier()
@@ -41,9 +42,10 @@ def test_receive_timeout_names_peer_pass_and_channel(ranks: RankPool) -> None:
 
 def deliver_to_a_silent_peer(rank: int) -> tuple[str, int] | None:
     from megatron.zero_bubble.errors import PeerError
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
-    transport = Transport(torch.distributed.group.WORLD, [(0, 1), (1, 0)], timedelta(seconds=1))
+    transport = Transport(Directions.of(torch.distributed.group.WORLD, timedelta(seconds=1)), [(0, 1), (1, 0)])
     torch.distributed.barrier()
     if rank == 1:
         torch.distributed.barrier()
@@ -96,6 +98,7 @@ def bound_devices(_rank: int) -> tuple[list[object], object]:
     """Return the device of the default group during each creation of a group, and afterwards."""
     from unittest import mock
 
+    from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
     dist = torch.distributed
@@ -108,7 +111,7 @@ def bound_devices(_rank: int) -> tuple[list[object], object]:
     world.bound_device_id = torch.device("cpu", 0)
     try:
         with mock.patch.object(dist, "new_group", new_group):
-            Transport(world, [(0, 1)]).close()
+            Transport(Directions.of(world), [(0, 1)]).close()
         return seen, world.bound_device_id
     finally:
         world.bound_device_id = None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.transport import new_group
+from megatron.zero_bubble.runtime.groups import new_group
 
 
 class LossReports:

@@ -32,14 +32,18 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options, check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
-from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
+from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
+from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduces_early
 from megatron.zero_bubble.wgrad.store import WgradStore
@@ -57,6 +61,7 @@ class Pipeline:
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
+        post_receives, nccl_ctas: see ``ZeroBubbleConfig``.
     """
 
     def __init__(
@@ -67,6 +72,8 @@ class Pipeline:
         memory: MemoryMeter | None = None,
         rollback: Callable[[Optimizers], Rollback] | None = None,
         accumulate: GradAccumulator | None = None,
+        post_receives: PostReceives = "early",
+        nccl_ctas: int = DEFAULT_NCCL_CTAS,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
@@ -75,6 +82,7 @@ class Pipeline:
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._rollback = rollback
+        self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], _Prepared] = {}
@@ -151,7 +159,7 @@ class Pipeline:
 
         Raises:
             UserError: the schedule cannot be built or does not fit this job, or the model does not support it.
-            PeerError: another rank died or hangs.
+            PeerError: another rank died or hangs. With NCCL, the watchdog ends the process instead.
         """
         check_one_model(p2p_communicator, pg_collection)
         chunks = list(model) if isinstance(model, list) else [model]
@@ -284,8 +292,8 @@ class Pipeline:
         """Validate the schedule and lower it to a plan."""
         validate(schedule)
         if forward_only:
-            return lower_forward_only(schedule)
-        return lower(schedule, (communicate,) if self._rollback is None else (communicate, with_validation))
+            return lower_forward_only(schedule, self._post_receives)
+        return lower_training(schedule, self._post_receives, post_validation=self._rollback is not None)
 
     def _break_even(self, plan: Plan) -> float:
         """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
@@ -304,7 +312,11 @@ class Pipeline:
             )
         if self._transport is None or self._group is not group:
             self.close()
-            self._transport, self._group = Transport(group, plan.channels, self._timeout), group
+            directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
+            if directions.backend == "nccl":
+                watchdog = Watchdog(select("cuda"), self._timeout)
+                watchdog.start()
+            self._transport, self._group = Transport(directions, plan.channels, watchdog), group
         else:
             self._transport.open(plan.channels)
         if self._reports is None and _loss_rank(plan.schedule) != group.size() - 1:

@@ -19,9 +19,10 @@ from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.rules import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
-from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, prove_single_queue, with_validation
+from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
 from megatron.zero_bubble.render.text import headline
@@ -130,6 +131,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
     """Prove the plans as the run does, for every batch size of the job, and return a sentence with what was proved."""
     if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
         return "The job uses Megatron's built-in schedule, which is not proved."
+    config: ZeroBubbleConfig = args.zero_bubble
     one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and _uses_nccl(args)
     batches = args.batch_sizes
     counts = sorted({size // batches.granule for size in batches.steps})
@@ -139,8 +141,8 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         schedule = _schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
-        passes = (communicate, with_validation) if args.zero_bubble_post_validation else (communicate,)
-        for own in (lower(schedule, passes), lower_forward_only(schedule)):
+        training = lower_training(schedule, config.post_receives, config.post_validation)
+        for own in (training, lower_forward_only(schedule, config.post_receives)):
             if one_queue:
                 prove_single_queue(own)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"

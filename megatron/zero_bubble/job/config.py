@@ -10,7 +10,10 @@ from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.schedules import recipe
+
+DEFAULT_NCCL_CTAS = 2
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,16 @@ class ZeroBubbleConfig:
             False rounds each gradient to the weight's dtype first, which is bit-for-bit the result of stock Megatron.
         wgrad_stream: on a GPU, compute fused weight gradients on a separate stream, concurrently with the following
             passes; their inputs may then be freed later than planned.
+        post_receives: when a rank posts the receive of a message: one pass ahead of the pass that needs it (``early``),
+            so that the transfer overlaps the previous pass, or directly before that pass (``late``). A receive of NCCL
+            occupies multiprocessors of the GPU until the message has arrived.
+        nccl_ctas: the largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two
+            pipeline ranks. The job's own NCCL options for its pipeline take precedence.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
-            torch.distributed. A peer that exits closes its connections and is detected at once, whatever the timeout.
+            torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
+            message and ends the process after nine tenths of the time. A peer that exits closes its connections and is
+            detected at once, whatever the timeout.
     """
 
     schedule: str | None = None
@@ -46,6 +56,8 @@ class ZeroBubbleConfig:
     rollback: Literal["exact", "inverse"] = "exact"
     fuse_wgrad: bool = True
     wgrad_stream: bool = False
+    post_receives: PostReceives = "early"
+    nccl_ctas: int = DEFAULT_NCCL_CTAS
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
@@ -79,6 +91,8 @@ class ZeroBubbleConfig:
                 f"and cannot on a separate stream; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; "
                 "leave it out"
             )
+        if self.nccl_ctas < 1:
+            raise UserError(f"nccl_ctas must be positive; got {self.nccl_ctas}; leave it out for {DEFAULT_NCCL_CTAS}")
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
 

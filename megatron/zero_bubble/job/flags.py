@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS, ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.schedules import SCHEDULES
 
@@ -73,6 +73,24 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "compute weight gradients on a separate CUDA stream, concurrently with the following passes; its effect has "
         f"not been measured; excludes {AUTO}, --zero-bubble-exact, --zero-bubble-trace, --zero-bubble-record-costs and "
         "--zero-bubble-log-bubble",
+    )
+    add(
+        "--zero-bubble-post-receives",
+        choices=("early", "late"),
+        help="when a rank posts the receive of a message: one pass ahead of the pass that needs it, so that the "
+        "transfer overlaps the previous pass (early), or directly before that pass, so that no receive of NCCL takes "
+        "multiprocessors from the previous pass while it waits (late); which is faster has not been measured; late "
+        "receives of schedules with several stages per rank may need CUDA_DEVICE_MAX_CONNECTIONS above 1; default: "
+        "early",
+    )
+    add(
+        "--zero-bubble-nccl-ctas",
+        metavar="N",
+        type=int,
+        help="largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two pipeline "
+        "ranks, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; the "
+        "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; default: "
+        f"{DEFAULT_NCCL_CTAS}",
     )
     add(
         "--zero-bubble-trace",
@@ -162,6 +180,8 @@ def config_of(
         rollback=options.zero_bubble_rollback or "exact",
         fuse_wgrad=_fuses(options),
         wgrad_stream=bool(options.zero_bubble_wgrad_stream),
+        post_receives=options.zero_bubble_post_receives or "early",
+        nccl_ctas=DEFAULT_NCCL_CTAS if options.zero_bubble_nccl_ctas is None else options.zero_bubble_nccl_ctas,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

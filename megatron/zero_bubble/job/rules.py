@@ -66,7 +66,7 @@ _RULES = (
         "--zero-bubble-schedule zb-h2",
     ),
     _Rule(
-        ("exact", "fuse-wgrad", "wgrad-stream"),
+        ("exact", "fuse-wgrad", "wgrad-stream", "post-receives", "nccl-ctas"),
         lambda job: job.has_schedule,
         "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
     ),

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.runtime.transport import new_group
+from megatron.zero_bubble.runtime.groups import new_group
 
 Group = dist.ProcessGroup
 

@@ -149,7 +149,8 @@ def _pipeline(
         make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    return Pipeline(make, timeout, observers, memory, rollback, accumulate)
+    transfers = config.post_receives, config.nccl_ctas
+    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *transfers)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

@@ -1,16 +1,18 @@
 """Lower a schedule to the ops of each rank, with sends and receives, and prove them free of deadlock."""
 
-from megatron.zero_bubble.plan.communicate import communicate
-from megatron.zero_bubble.plan.lower import LoweringPass, lower, lower_forward_only
+from megatron.zero_bubble.plan.communicate import PostReceives, communicate
+from megatron.zero_bubble.plan.lower import LoweringPass, lower, lower_forward_only, lower_training
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import Queues, prove, prove_single_queue
 
 __all__ = [
     "LoweringPass",
+    "PostReceives",
     "Queues",
     "communicate",
     "lower",
     "lower_forward_only",
+    "lower_training",
     "prove",
     "prove_single_queue",
     "with_validation",

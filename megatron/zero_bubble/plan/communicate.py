@@ -3,9 +3,10 @@
 Three rules, each linear in the number of passes:
 
 * A pass that produces a value for another rank is followed by a ``Send``.
-* A ``Recv`` is posted one pass ahead of the pass that needs it, so that the transfer overlaps the previous pass.
-  Messages of a channel arrive in the order in which they are sent, so receives are posted in that order, whatever the
-  order of use.
+* A ``Recv`` is posted one pass ahead of the pass that needs it, so that the transfer overlaps the previous pass; or
+  ``late``, directly before that pass, so that a GPU that receives with NCCL has no receive on it that waits during the
+  previous pass. Messages of a channel arrive in the order in which they are sent, so receives are posted in that order,
+  whatever the order of use.
 * A send buffer is released after a message from the other direction that implies its arrival (the sender of that
   message had already consumed ours), so that ``Settle`` does not wait. Without such a message, a buffer is released at
   the end, or earlier if ``max_in_flight`` limits the buffers of a channel (an evaluation sends in one direction only).
@@ -15,19 +16,23 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Settle, Value
 
+PostReceives = Literal["early", "late"]
+"""When receives are posted: one pass ahead of the pass that needs the message, or directly before it."""
 
-def communicate(plan: Plan, max_in_flight: int | None = None) -> Plan:
+
+def communicate(plan: Plan, max_in_flight: int | None = None, post_receives: PostReceives = "early") -> Plan:
     """A lowering pass: add the ops that move values between ranks, for values that no other op moves.
 
     Args:
         max_in_flight: the largest number of unsettled sends per channel; None if returning messages limit it.
+        post_receives: when receives are posted.
     """
-    routes = _Routes(plan)
-    ops = tuple(_RankOps(routes, rank, max_in_flight).write() for rank in range(len(plan.ops)))
+    routes, is_early = _Routes(plan), post_receives == "early"
+    ops = tuple(_RankOps(routes, rank, max_in_flight, is_early).write() for rank in range(len(plan.ops)))
     return replace(plan, ops=ops, has_messages=True)
 
 
@@ -102,8 +107,9 @@ def _acknowledge(row: _Row) -> None:
 class _RankOps:
     """Write the ops of one rank; ``_post``, ``_send`` and the ``_settle`` methods implement the three rules."""
 
-    def __init__(self, routes: _Routes, rank: int, max_in_flight: int | None) -> None:
+    def __init__(self, routes: _Routes, rank: int, max_in_flight: int | None, is_early: bool) -> None:
         self._routes = routes
+        self._is_early = is_early
         self._rank = rank
         self._max_in_flight = max_in_flight
         self._posted = {channel: 0 for channel in routes.channels if channel[1] == rank}
@@ -115,7 +121,8 @@ class _RankOps:
         ops, inputs, outputs = self._routes.rows[self._rank]
         for op, legs, following, sends in zip(ops, inputs, [*inputs[1:], ()], outputs, strict=True):
             self._post(legs)
-            self._post(following)
+            if self._is_early:
+                self._post(following)
             self._ops.append(op)
             # Sent before settling: other ranks wait for a send, but not for a settle.
             for leg in sends:

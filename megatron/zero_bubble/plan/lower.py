@@ -9,7 +9,7 @@ from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.repeats import find_repeats
-from megatron.zero_bubble.plan.communicate import communicate
+from megatron.zero_bubble.plan.communicate import PostReceives, communicate
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.unroll import unroll
@@ -67,14 +67,28 @@ def _lowered_once(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan | 
     return None
 
 
-def lower_forward_only(schedule: Schedule) -> Plan:
+def lower_forward_only(schedule: Schedule, post_receives: PostReceives = "early") -> Plan:
     """Lower the schedule of an evaluation. It may send in one direction only, so no returning message shows that a
     buffer is free; each channel gets as few buffers as the proof allows.
+
+    Args:
+        post_receives: see ``communicate``.
     """
-    forwards = schedule.forward_only()
+    forwards, transfers = schedule.forward_only(), partial(communicate, post_receives=post_receives)
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
         try:
-            return lower(forwards, (partial(communicate, max_in_flight=most),))
+            return lower(forwards, (partial(transfers, max_in_flight=most),))
         except PlanError:
             continue
-    return lower(forwards)
+    return lower(forwards, (transfers,))
+
+
+def lower_training(schedule: Schedule, post_receives: PostReceives = "early", post_validation: bool = False) -> Plan:
+    """Lower the schedule of a training iteration.
+
+    Args:
+        post_receives: see ``communicate``.
+        post_validation: whether the iteration validates the previous optimizer step.
+    """
+    transfers = partial(communicate, post_receives=post_receives)
+    return lower(schedule, (transfers, with_validation) if post_validation else (transfers,))

@@ -46,7 +46,10 @@ class Platform(Protocol):
         """Wait until the device has finished all queued work."""
 
     def mark(self) -> Any:
-        """Record a point in device time, for :meth:`elapsed_ms`."""
+        """Record a point in device time, for :meth:`elapsed_ms` and :meth:`reached`."""
+
+    def reached(self, mark: Any) -> bool:
+        """Whether the device has reached a mark. Does not wait; may be called in any thread."""
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         """Milliseconds of device time between two marks. Waits for ``end`` if it is not reached yet."""

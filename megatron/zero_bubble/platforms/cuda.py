@@ -75,6 +75,9 @@ class CudaPlatform:
         event.record()
         return event
 
+    def reached(self, mark: torch.cuda.Event) -> bool:
+        return bool(mark.query())
+
     def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()
         return start.elapsed_time(end)

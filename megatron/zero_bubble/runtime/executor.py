@@ -63,7 +63,8 @@ class Executor:
             are invalid, and the caller must run it again.
 
         Raises:
-            PeerError: another rank died or hangs; the message names the rank, the pass and the channel.
+            PeerError: another rank died or hangs; the message names the rank, the pass and the channel. With NCCL, the
+                watchdog ends the process with this message instead.
         """
         if self._execute(self._ops, self._registers.row):
             assert self._table.count(None) == len(self._table), "a proved plan must leave no values in the table"

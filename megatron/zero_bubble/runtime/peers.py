@@ -11,12 +11,10 @@ A machine that loses power or its network closes no connection; only the timeout
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import selectors
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +23,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from megatron.zero_bubble.runtime.ending import end_process, report
 from megatron.zero_bubble.runtime.links import DIED, Links, Loss, Store
 from megatron.zero_bubble.runtime.transport import lost_connection
 
@@ -45,7 +44,7 @@ class Peers:
     """
 
     def __init__(self, end: Callable[[int], None] | None = None) -> None:
-        self._end = end or _end_process
+        self._end = end or end_process
         self._rank = 0
         self._links: Links | None = None
         self._thread = threading.Thread()
@@ -75,7 +74,7 @@ class Peers:
             links = Links.open(store, rank, num_ranks)
         except (OSError, RuntimeError) as error:
             if os.environ.get("LOCAL_RANK", "0") == "0":
-                _print(f"rank {rank}: no connection to rank 0 ({error}); lost ranks will not be reported here")
+                report(f"rank {rank}: no connection to rank 0 ({error}); lost ranks will not be reported here")
             return
         self._links = links
         self._wake = socket.socketpair()
@@ -149,7 +148,7 @@ class Peers:
         except Exception as error:  # noqa: BLE001 (after any error, SIGTERM must still end the process)
             if self._links is None:
                 return
-            _print(f"rank {self._rank}: the watch ended with {error!r}; lost ranks will not be reported here")
+            report(f"rank {self._rank}: the watch ended with {error!r}; lost ranks will not be reported here")
             while self._links is not None and self._loss is None and not self._terminated:
                 if signal.SIGTERM in wake.recv(64):
                     self._hear_sigterm()
@@ -219,7 +218,7 @@ class Peers:
         """Print the message about the loss, once, unless this rank reports its own error."""
         if self._loss is not None and not self._printed and not self._failed:
             self._printed = True
-            _print(f"rank {self._rank}: {self._loss.sentence()}")
+            report(f"rank {self._rank}: {self._loss.sentence()}")
 
     def _at_exit(self) -> None:
         self.leave()
@@ -259,18 +258,3 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.append(following)
         yield following
         following = following.__cause__ or following.__context__
-
-
-def _print(line: str) -> None:
-    # One write, because other ranks print too; not to sys.stderr, which torch.distributed buffers after an error.
-    print(f"zero-bubble: {line}\n", end="", file=sys.__stderr__, flush=True)
-
-
-def _end_process(code: int) -> None:
-    """Exit without the interpreter's clean-up, after killing child processes and flushing stdout."""
-    for child in multiprocessing.active_children():
-        child.kill()
-    flush = threading.Thread(target=sys.stdout.flush, daemon=True)  # flush blocks while the main thread prints
-    flush.start()
-    flush.join(1.0)
-    os._exit(code)

@@ -4,10 +4,8 @@ Constraints of the backends:
 
 * A gloo send of any size completes only after the peer has posted its receive, and the message is lost if the send's
   handle is released. Therefore sends do not wait, and handle and buffer are kept until ``settle``.
-* NCCL runs the operations of a communicator in the order in which they were issued. Therefore each direction has a
-  separate group, whose communicators are created lazily: a communicator of two ranks then carries a single channel,
-  whose order is proved to be the same on both ends. One that is created eagerly, as after
-  ``init_process_group(device_id=...)``, holds all ranks of its group, and plans can deadlock (``Queues.DIRECTION``).
+* NCCL runs the operations of a communicator in the order in which they were issued. Therefore each channel has a
+  communicator of its own (``groups.Directions``), whose order is proved to be the same on both ends.
 * The first operation of a NCCL communicator blocks until its peer joins. Therefore every channel is opened once, in a
   global order, before the first pass.
 """
@@ -15,10 +13,7 @@ Constraints of the backends:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from datetime import timedelta
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -26,6 +21,9 @@ import torch.distributed as dist
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message
 from megatron.zero_bubble.runtime.executor import Awaited
+from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.nccl import without_p2p_warning
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 # Phrases in errors of gloo, NCCL and their store that mean a lost or silent peer.
 _LOST = re.compile("closed by peer|reset by peer|broken pipe|refused|remote process|timed? ?out", re.IGNORECASE)
@@ -42,62 +40,71 @@ def lost_connection(error: BaseException) -> str | None:
 class Receive(Awaited):
     """A posted receive; ``wait`` returns the tensor on the compute device."""
 
-    def __init__(self, work: dist.Work, buffer: torch.Tensor, staged: torch.Tensor | None, message: Message) -> None:
+    def __init__(
+        self,
+        work: dist.Work,
+        buffer: torch.Tensor,
+        staged: torch.Tensor | None,
+        message: Message,
+        watchdog: Watchdog | None,
+    ) -> None:
         self._work = work
         self._buffer = buffer
         self._staged = staged
         self._message = message
+        self._watchdog = watchdog
 
     def wait(self, needed_by: object) -> torch.Tensor:
-        """Block the compute stream (CUDA) or the caller (CPU) until the message has arrived.
+        """Block the compute stream (NCCL) or the caller (gloo) until the message has arrived.
 
         Raises:
-            PeerError: the sender died or did not send within the group's timeout.
+            PeerError: the sender died or did not send within the group's timeout. With NCCL, the watchdog ends the
+                process with the same message instead.
         """
-        try:
-            self._work.wait()
-        except RuntimeError as error:
-            raise _not_received(self._message, f"run {needed_by}", error) from error
+        message = self._message  # the watchdog must not keep the buffer
+        _wait(self._work, self._watchdog, lambda reason: _not_received(message, f"run {needed_by}", reason))
         if self._staged is not None:
             self._buffer.copy_(self._staged)
         return self._buffer
 
 
 class Transport:
-    """The channels of one pipeline. The constructor is a collective call of all ranks of all pipelines of the job.
+    """The channels of one pipeline.
 
     Args:
-        group: the pipeline-parallel process group; its ranks are the ranks of the plan.
-        channels: the (source, target) pairs that the plan uses.
-        timeout: maximum time that an operation waits for its peer; None is the default of torch.distributed.
+        directions: the process groups for the messages, which ``close`` destroys.
+        channels: the (source, target) pairs that the plan uses; the same on all ranks of the pipeline.
+        watchdog: with NCCL, follows the waits of the GPU; ``close`` stops it.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, channels: Iterable[tuple[int, int]], timeout: timedelta | None = None
+        self, directions: Directions, channels: Iterable[tuple[int, int]], watchdog: Watchdog | None = None
     ) -> None:
-        self.rank = group.rank()
-        self._backend = dist.get_backend(group)
-        global_ranks = dist.get_process_group_ranks(group)
-        self._groups = _directions(global_ranks, self._backend, timeout)
-        # torch.distributed sorts the ranks of a new group.
-        self._peers = [dist.get_group_rank(self._groups[True], rank) for rank in global_ranks]
+        self._directions, self._watchdog = directions, watchdog
+        self.rank, self._peers = directions.rank, directions.peers
         self._in_flight: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
         self._opened: set[tuple[int, int]] = set()
         self.open(channels)
 
     def open(self, channels: Iterable[tuple[int, int]]) -> None:
         """Connect new channels; every rank of the pipeline must call this with the same channels."""
-        device = "cpu" if self._backend == "gloo" else "cuda"
-        for source, target in sorted(set(channels) - self._opened):
-            token = torch.zeros(1, device=device)
+        missing = sorted(set(channels) - self._opened)
+        if self._directions.backend == "nccl":
+            without_p2p_warning(lambda: self._connect(missing))
+        else:
+            self._connect(missing)
+
+    def _connect(self, channels: Iterable[tuple[int, int]]) -> None:
+        for source, target in channels:
+            token = torch.zeros(1, device=self._directions.device)
             if self.rank == source:
-                dist.send(token, group=self._group(source, target), group_dst=self._peers[target])
+                self._group(source, target).send([token], self._peers[target], 0).wait()
             elif self.rank == target:
-                dist.recv(token, group=self._group(source, target), group_src=self._peers[source])
+                self._group(source, target).recv([token], self._peers[source], 0).wait()
             self._opened.add((source, target))
 
     def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._groups[source < target]
+        return self._directions.groups[source < target]
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer.
@@ -112,7 +119,7 @@ class Transport:
             # dist.isend ends in this call; its Python layers take longer than the rest of a send. Same for receives.
             work = self._group(*message.channel).send([tensor], self._peers[message.target], 0)
         except RuntimeError as error:
-            raise _not_sent(message, error) from error
+            raise _not_sent(message, _reason(error)) from error
         self._in_flight[message] = (work, tensor)
 
     def post(self, message: Message, buffer: torch.Tensor) -> Receive:
@@ -126,31 +133,28 @@ class Transport:
         try:
             work = self._group(*message.channel).recv([target], self._peers[message.source], 0)
         except RuntimeError as error:
-            raise _not_received(message, "continue", error) from error
-        return Receive(work, buffer, staged, message)
+            raise _not_received(message, "continue", _reason(error)) from error
+        return Receive(work, buffer, staged, message, self._watchdog)
 
     def settle(self, message: Message) -> None:
-        """Wait until the send of ``message`` is complete, then release its buffer.
+        """Wait until the send of ``message`` is complete, then release its buffer. With NCCL, the compute stream waits.
 
         Raises:
-            PeerError: the receiver died or did not receive the message within the group's timeout.
+            PeerError: the receiver died or did not receive the message within the group's timeout. With NCCL, the
+                watchdog ends the process with the same message instead.
         """
         work, _ = self._in_flight.pop(message)
-        try:
-            work.wait()
-        except RuntimeError as error:
-            raise _not_sent(message, error) from error
+        _wait(work, self._watchdog, lambda reason: _not_sent(message, reason))
 
     def _stages(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is staged in host memory: gloo, used when ranks share a GPU, sends only host memory."""
-        return self._backend == "gloo" and tensor.device.type != "cpu"
+        return self._directions.backend == "gloo" and tensor.device.type != "cpu"
 
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
-        if dist.is_initialized():
-            for group in self._groups.values():
-                dist.destroy_process_group(group)
-        self._groups.clear()
+        if self._watchdog is not None:
+            self._watchdog.close()
+        self._directions.close()
 
     @property
     def num_in_flight(self) -> int:
@@ -158,54 +162,31 @@ class Transport:
         return len(self._in_flight)
 
 
-def _directions(ranks: list[int], backend: str, timeout: timedelta | None) -> dict[bool, dist.ProcessGroup]:
-    """Two new groups over ``ranks``: one for messages to higher ranks (True), one for messages to lower ranks."""
-    return {ascending: new_group(ranks, backend, timeout) for ascending in (True, False)}
-
-
-def new_group(ranks: Iterable[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A new group over ``ranks``. A collective call: every rank of the job passes the ranks of its own new group.
-
-    torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
-    ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
-    """
-    own = tuple(ranks)
-    wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, own)
-    with _created_lazily():
-        made = {of: dist.new_group(list(of), timeout=timeout, backend=backend) for of in sorted(set(wanted))}
-    return made[own]
-
-
-@contextmanager
-def _created_lazily() -> Iterator[None]:
-    """New groups create NCCL's communicators when they are used, one per pair of ranks for sends and receives.
-
-    torch creates them eagerly, for all ranks of the group, if the default group is bound to a device.
-    """
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialized"
-    bound, world.bound_device_id = world.bound_device_id, None
+def _wait(work: dist.Work, watchdog: Watchdog | None, failure: Callable[[str], PeerError]) -> None:
+    """Wait for ``work``; ``failure`` makes the error from a reason."""
     try:
-        yield
-    finally:
-        world.bound_device_id = bound
+        if watchdog is None:
+            work.wait()
+        else:
+            watchdog.wait(work, failure)
+    except RuntimeError as error:
+        raise failure(_reason(error)) from error
 
 
-def _not_received(message: Message, purpose: str, error: RuntimeError) -> PeerError:
+def _not_received(message: Message, purpose: str, reason: str) -> PeerError:
     m = message
     return PeerError(
         f"pipeline rank {m.target} could not {purpose}: the output of {m.value} did not arrive from pipeline rank "
-        f"{m.source} on channel {m.source}>{m.target} ({_reason(error)}); rank {m.source} has died or hangs: look at "
+        f"{m.source} on channel {m.source}>{m.target} ({reason}); rank {m.source} has died or hangs: look at "
         "its output first"
     )
 
 
-def _not_sent(message: Message, error: RuntimeError) -> PeerError:
+def _not_sent(message: Message, reason: str) -> PeerError:
     m = message
     return PeerError(
         f"pipeline rank {m.source} could not deliver the output of {m.value} to pipeline rank {m.target} on channel "
-        f"{m.source}>{m.target} ({_reason(error)}); rank {m.target} has died or hangs: look at its output first"
+        f"{m.source}>{m.target} ({reason}); rank {m.target} has died or hangs: look at its output first"
     )
 
 

@@ -46,6 +46,9 @@ class CpuPlatform:
     def mark(self) -> float:
         return time.perf_counter()
 
+    def reached(self, mark: float) -> bool:
+        return True
+
     def elapsed_ms(self, start: float, end: float) -> float:
         return (end - start) * 1000.0
 

@@ -1,0 +1,107 @@
+"""Process groups that torch.distributed makes for this package: for the messages of a pipeline, and for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
+
+
+@dataclass(frozen=True)
+class Directions:
+    """The process groups for the messages of one pipeline, one per direction, as one of its ranks uses them.
+
+    With NCCL, a group has a communicator for every pair of its ranks, if they are created lazily. One group per
+    direction therefore gives every channel a communicator of its own. A communicator that is created eagerly, as after
+    ``init_process_group(device_id=...)``, holds all ranks of its group, and plans can deadlock (``Queues.DIRECTION``).
+
+    Attributes:
+        rank: the pipeline rank.
+        peers: the rank of every pipeline rank within the groups.
+        backend: ``nccl`` or ``gloo``.
+        device: the type of the devices whose memory is sent.
+        groups: the group of the messages to higher ranks (True) and to lower ranks (False).
+    """
+
+    rank: int
+    peers: Sequence[int]
+    backend: str
+    device: str
+    groups: Mapping[bool, dist.ProcessGroup]
+
+    @classmethod
+    def of(
+        cls, group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
+    ) -> Directions:
+        """Make the groups for the pipeline ``group``. A collective call of all ranks of the job.
+
+        Args:
+            timeout: maximum time that a message may take; None is the default of torch.distributed.
+            nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
+        """
+        backend, ranks, options = dist.get_backend(group), dist.get_process_group_ranks(group), _no_options
+        if backend == "nccl":
+            timeout = timeout or DEFAULT_TIMEOUT
+            options = partial(options_beside_passes, group, nccl_ctas, timeout)
+        groups = {ascending: new_group(ranks, backend, timeout, options) for ascending in (True, False)}
+        # torch.distributed sorts the ranks of a new group.
+        peers = [dist.get_group_rank(groups[True], rank) for rank in ranks]
+        return cls(group.rank(), peers, backend, "cpu" if backend == "gloo" else "cuda", groups)
+
+    def close(self) -> None:
+        """Destroy the process groups; no message may be in flight."""
+        if dist.is_initialized():
+            for group in self.groups.values():
+                dist.destroy_process_group(group)
+
+
+def _no_options() -> None:
+    return None
+
+
+def new_group(
+    ranks: Iterable[int],
+    backend: str,
+    timeout: timedelta | None = None,
+    options: Callable[[], Any] = _no_options,
+) -> dist.ProcessGroup:
+    """A new group over ``ranks``. A collective call: every rank of the job passes the ranks of its own new group.
+
+    torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
+    ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
+
+    Args:
+        options: makes the options of a group; called once per group.
+    """
+    own = tuple(ranks)
+    wanted: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(wanted, own)
+    with _created_lazily():
+        made = {
+            of: dist.new_group(list(of), timeout=timeout, backend=backend, pg_options=options())
+            for of in sorted(set(wanted))
+        }
+    return made[own]
+
+
+@contextmanager
+def _created_lazily() -> Iterator[None]:
+    """New groups create NCCL's communicators when they are used, one per pair of ranks for sends and receives.
+
+    torch creates them eagerly, for all ranks of the group, if the default group is bound to a device.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is initialized"
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound

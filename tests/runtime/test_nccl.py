@@ -1,0 +1,148 @@
+"""The transport, the handlers and the executor by NCCL's rules, on simulated GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zero_bubble import SCHEDULES, Pass, Placement, Schedule, build
+from megatron.zero_bubble.errors import PlanError
+from megatron.zero_bubble.ir import Plan
+from megatron.zero_bubble.plan import Queues, lower, lower_forward_only, lower_training, prove
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.handlers import handlers
+from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.nccl import GPUs
+
+EMPTY = -1
+
+
+def plans(name: str, ranks: Sequence[int]) -> Iterator[Plan]:
+    """Yield the plans of a schedule with 1 to 3p microbatches: for training, evaluation and post-validation."""
+    for p in ranks:
+        for m in range(1, 3 * p + 1):
+            schedule = build(name, num_ranks=p, num_microbatches=m)
+            for post_receives in ("early", "late"):
+                yield lower_training(schedule, post_receives)
+                yield lower_forward_only(schedule, post_receives)
+                yield lower_training(schedule, post_receives, post_validation=True)
+
+
+@dataclass
+class Iteration:
+    """An iteration of all ranks; a value is a tensor with its number, once its pass has run on the GPU."""
+
+    plan: Plan
+    gpus: GPUs
+    transports: list[Transport]
+
+    def __post_init__(self) -> None:
+        flow = self.plan.schedule.flow
+        values = [value for work in self.plan.schedule.passes() for value in flow.outputs(work)]
+        self.numbers = {value: number for number, value in enumerate(values)}
+        self.wrong: list[str] = []
+        self.computed = 0
+
+    def issue(self, is_valid: bool = True) -> None:
+        """Run the executors of all ranks, whose hosts never wait for each other."""
+        for transport in self.transports:
+            stages = dict.fromkeys(range(self.plan.schedule.num_stages), _Stage(self, transport.rank))
+            by_op = handlers(stages, transport, lambda _message: torch.tensor(EMPTY), validate=lambda: is_valid)
+            assert Executor(self.plan, transport.rank, by_op).run() is is_valid
+            assert transport.num_in_flight == 0
+
+
+@dataclass
+class _Stage:
+    """Passes that check on the GPU whether their inputs have arrived."""
+
+    iteration: Iteration
+    rank: int
+
+    def run(self, work: Pass, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        iteration, flow = self.iteration, self.iteration.plan.schedule.flow
+        needs, makes = flow.inputs(work), flow.outputs(work)
+        outputs = [torch.tensor(EMPTY) for _ in makes]
+
+        def kernel() -> None:
+            iteration.computed += 1
+            for value, tensor in zip(needs, inputs, strict=True):
+                if int(tensor) != iteration.numbers[value]:
+                    iteration.wrong.append(f"{work} got {int(tensor)} for {value}")
+            for value, tensor in zip(makes, outputs, strict=True):
+                tensor.fill_(iteration.numbers[value])
+
+        iteration.gpus.compute(self.rank, kernel)
+        return outputs
+
+
+def ends(plan: Plan, **rules: bool) -> bool:
+    """Whether all that the ranks issue for ``plan`` ends on GPUs with these rules."""
+    gpus = GPUs(plan.schedule.num_ranks, **rules)
+    iteration = Iteration(plan, gpus, gpus.transports(plan.channels))
+    assert gpus.run() or gpus.eager, "the channels must open"
+    iteration.issue()
+    return gpus.run()
+
+
+def proved(plan: Plan, queues: Queues) -> bool:
+    try:
+        prove(plan, queues)
+    except PlanError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_message_arrives_at_its_pass(name: str) -> None:
+    for plan in plans(name, (2, 3, 4)):
+        gpus = GPUs(plan.schedule.num_ranks)
+        iteration = Iteration(plan, gpus, gpus.transports(plan.channels))
+        opened = len(gpus.communicators)
+        if plan.drain:
+            iteration.issue(is_valid=False)
+            assert gpus.run(), f"{plan.schedule} deadlocks when a step is rejected"
+        iteration.computed = 0
+        iteration.issue()
+        assert gpus.run(), f"{plan.schedule} deadlocks"
+        assert iteration.wrong == []
+        assert iteration.computed == sum(1 for _ in plan.schedule.passes())
+        assert len(gpus.communicators) == opened == len(plan.channels), "a pass has opened a channel, which blocks"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize(
+    ("rules", "queues"), [({"eager": True}, Queues.DIRECTION), ({"one_queue": True}, Queues.DEVICE)]
+)
+def test_plans_deadlock_where_the_proof_says_so(name: str, rules: dict[str, bool], queues: Queues) -> None:
+    disputed = [str(plan.schedule) for plan in plans(name, (2, 3)) if ends(plan, **rules) is not proved(plan, queues)]
+    assert disputed == []
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("interleaved-1f1b", {"training", "evaluation"}), ("zb-h1", set())])
+def test_one_communicator_per_direction_deadlocks(name: str, kinds: set[str]) -> None:
+    """Eager communicators block plans of schedules that skip ranks in neither direction."""
+    blocked = set()
+    for p, m in product((2, 3), range(1, 7)):
+        schedule = build(name, num_ranks=p, num_microbatches=m)
+        for kind, plan in (("training", lower(schedule)), ("evaluation", lower_forward_only(schedule))):
+            if not ends(plan, eager=True):
+                blocked.add(kind)
+    assert blocked == kinds
+
+
+def test_one_hardware_queue_deadlocks() -> None:
+    """The plan of ``tests/plan/test_prove.py`` that needs several queues."""
+    rows = [
+        "0F0 3F0 0F1 0F2 3B0 0B0 3F1 3B1 0B1 3F2 3B2 0B2 0W0 0W1 0W2 3W0 3W1 3W2",
+        "1F0 4F0 4B0 1B0 1W0 4W0 1F1 4F1 4B1 1B1 1F2 4F2 4B2 1B2 1W1 1W2 4W1 4W2",
+        "2F0 5F0 5B0 2B0 2F1 5F1 5B1 2B1 2F2 5F2 5B2 2B2 2W0 2W1 2W2 5W0 5W1 5W2",
+    ]
+    plan = lower(Schedule.from_text("late", Placement.interleaved(3, 2), 3, map(str.split, rows)))
+    assert ends(plan)
+    assert not ends(plan, one_queue=True)

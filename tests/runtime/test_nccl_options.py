@@ -1,0 +1,153 @@
+"""The options of the NCCL groups for messages, and the warning that does not apply to them."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.zero_bubble.runtime import groups
+from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.nccl import options_beside_passes, without_p2p_warning
+from tests.helpers.nccl import GPUs
+from tests.helpers.ranks import RankPool
+
+UNSET = -(2**31)
+
+
+@dataclass
+class Config:
+    """The fields of ``NCCLConfig`` that Megatron sets."""
+
+    cga_cluster_size: int = UNSET
+    min_ctas: int = UNSET
+    max_ctas: int = UNSET
+    net_name: str | None = None
+
+
+@dataclass
+class Options:
+    """``ProcessGroupNCCL.Options``, which torch has only where it is built with NCCL."""
+
+    is_high_priority_stream: bool = False
+    config: Config = field(default_factory=Config)
+    _timeout: timedelta = timedelta(minutes=10)
+
+
+def pipeline_with(**config: Any) -> Any:
+    backend = SimpleNamespace(options=Options(config=Config(**config)))
+    return SimpleNamespace(_get_backend=lambda device: {"cuda": backend}[device.type])
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+
+
+@pytest.mark.usefixtures("nccl")
+@pytest.mark.parametrize(
+    ("job", "expected"),
+    [
+        ({}, Config(min_ctas=1, max_ctas=3)),
+        ({"max_ctas": 16}, Config(max_ctas=16)),
+        ({"min_ctas": 8}, Config(min_ctas=8)),
+        ({"cga_cluster_size": 2, "net_name": "IB"}, Config(2, 1, 3, "IB")),
+    ],
+)
+def test_the_jobs_own_options_take_precedence(job: dict[str, Any], expected: Config) -> None:
+    options = options_beside_passes(pipeline_with(**job), 3, timedelta(minutes=2))
+    assert options == Options(True, expected, timedelta(minutes=2))
+
+
+@pytest.mark.usefixtures("nccl")
+def test_options_of_a_wrapped_backend_are_found() -> None:
+    """TORCH_DISTRIBUTED_DEBUG=DETAIL wraps backends."""
+    wrapped = pipeline_with(max_ctas=16)._get_backend(torch.device("cuda"))
+    pipeline: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(wrapped_pg=wrapped))
+    assert options_beside_passes(pipeline, 3, timedelta(minutes=2)).config.max_ctas == 16
+
+
+def made_groups(monkeypatch: pytest.MonkeyPatch, backend: str, *arguments: Any) -> list[dict[str, Any]]:
+    """The options with which ``Directions.of`` creates process groups on two ranks."""
+    made: list[dict[str, Any]] = []
+
+    def new_group(ranks: list[int], **options: Any) -> str:
+        made.append(options)
+        return "group"
+
+    fake = SimpleNamespace(
+        new_group=new_group,
+        get_backend=lambda _: backend,
+        get_process_group_ranks=lambda _: [0, 1],
+        get_group_rank=lambda _, rank: rank,
+        get_world_size=lambda: 2,
+        all_gather_object=lambda wanted, own: wanted.__setitem__(slice(None), [own, own]),
+        group=SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)),
+    )
+    monkeypatch.setattr(groups, "dist", fake)
+    pipeline = pipeline_with()
+    pipeline.rank = lambda: 1
+    directions = Directions.of(pipeline, *arguments)
+    assert (directions.rank, directions.backend, list(directions.peers)) == (1, backend, [0, 1])
+    assert directions.device == ("cuda" if backend == "nccl" else "cpu")
+    return made
+
+
+@pytest.mark.usefixtures("nccl")
+def test_both_groups_of_a_pipeline_get_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    up, down = made_groups(monkeypatch, "nccl", timedelta(minutes=2), 5)
+    assert up["pg_options"].config == Config(min_ctas=1, max_ctas=5)
+    assert up == down
+    assert up["pg_options"] is not down["pg_options"], "torch writes the name of a group into its options"
+    assert up["timeout"] == up["pg_options"]._timeout == timedelta(minutes=2), "otherwise torch warns"
+    by_default, _ = made_groups(monkeypatch, "nccl")
+    assert by_default["pg_options"].config.max_ctas == 2
+    assert by_default["timeout"] == timedelta(minutes=10)
+
+
+def test_gloo_gets_no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for made in made_groups(monkeypatch, "gloo", None, 5):
+        assert made == {"timeout": None, "backend": "gloo", "pg_options": None}
+
+
+def warnings_of_the_first_transfers(_rank: int) -> list[str]:
+    """Warn as torch does, from Python and, with another text, from C++."""
+
+    def call() -> None:
+        warnings.warn("An unbatched P2P op (send/recv) was called on this ProcessGroup with size 2.", stacklevel=1)
+        warnings.warn("another warning", stacklevel=1)
+        torch._C._jit_set_nvfuser_enabled(False)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch._C._jit_set_nvfuser_enabled(False)
+        assert caught == [], "C++ prints its warnings, which Python cannot filter"
+        without_p2p_warning(call)
+    return [str(warning.message).split(" (Triggered")[0] for warning in caught]
+
+
+def test_only_the_warning_of_point_to_point_operations_is_hidden(ranks: RankPool) -> None:
+    ((first, second),) = ranks.run(1, warnings_of_the_first_transfers)
+    assert first == "another warning"
+    assert second.startswith("nvfuser is no longer supported")
+
+
+def test_errors_pass_through() -> None:
+    def fail() -> None:
+        raise ValueError("a reason")
+
+    with pytest.raises(ValueError, match="a reason"):
+        without_p2p_warning(fail)
+
+
+def test_transports_open_their_channels_without_the_warning() -> None:
+    with mock.patch("megatron.zero_bubble.runtime.transport.without_p2p_warning") as opens:
+        opens.side_effect = without_p2p_warning
+        GPUs(1).transports(frozenset())
+    assert opens.call_count == 1
