@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.platforms.streams import SideStream
+from megatron.zero_bubble.platforms.streams import HostCopy, SideStream
 
 NAMES = ("cpu", "cuda", "auto")
 
@@ -59,6 +60,16 @@ class Platform(Protocol):
 
     def side_stream(self) -> SideStream:
         """A stream on the current device for work that runs concurrently with the passes."""
+
+    def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> HostCopy:
+        """Start to copy a tensor of this platform to host memory.
+
+        The copy starts after ``after`` if given, otherwise after everything queued so far. Later work does not wait for
+        it; until the copy has arrived, it must not change the tensor.
+        """
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy a tensor from host memory to ``device``. The host does not wait for work queued before."""
 
 
 def select(name: str) -> Platform:

@@ -8,8 +8,9 @@ import resource
 import time
 
 import torch
+import torch.distributed as dist
 
-from megatron.zero_bubble.platforms.streams import Inline
+from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline
 
 CPU = torch.device("cpu")
 
@@ -57,6 +58,14 @@ class CpuPlatform:
 
     def side_stream(self) -> Inline:
         return Inline()
+
+    def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> AlreadyThere:
+        if after is not None:
+            after.wait()
+        return AlreadyThere(tensor)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor
 
 
 def _keep_freed_memory() -> None:
