@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
 from megatron.zero_bubble.wgrad.store import Product
 
 
@@ -103,8 +104,8 @@ class GradAccumulator:
         if hook is None:
             return
         # The hook requires a gradient of the parameter's dtype. With this flag set, the hook does not add it, except
-        # for a shared weight, where it adds this expanded zero.
+        # for a shared weight, where it adds this zero.
         before, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, True
-        parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+        parameter.grad = stand_in_grad(parameter)
         hook()
         parameter.grad, parameter.grad_added_to_main_grad = None, before
