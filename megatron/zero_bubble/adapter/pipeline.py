@@ -226,6 +226,7 @@ class Pipeline:
     def _train(self, iteration: Iteration, prepared: _Prepared) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
         chunks, config = iteration.chunks, iteration.step.config
+        self.accumulate.connect(iteration.boundary.device)
         self.accumulate.watch(chunks)
         self.store.watch(chunks)
         syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]

@@ -31,6 +31,9 @@ class GradAccumulator:
         self._embeddings: set[torch.nn.Parameter] = set()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
+    def connect(self, device: torch.device) -> None:
+        """Called by all ranks of the job before a training iteration on ``device``."""
+
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Collect the gradient hooks and embedding weights of the model chunks; cheap for chunks already seen.
 
