@@ -53,10 +53,13 @@ class Platform(Protocol):
         """Milliseconds of device time between two marks. Waits for ``end`` if it is not reached yet."""
 
     def reset_peak_memory(self) -> None:
-        """Reset :meth:`peak_memory_bytes`, if the platform supports it."""
+        """Reset the peaks, if the platform supports it; the memory allocator gives back what it keeps unused."""
 
     def peak_memory_bytes(self) -> int:
         """Peak memory: allocated by torch on a GPU, resident size of the process on the CPU."""
+
+    def peak_reserved_bytes(self) -> int:
+        """Peak memory including what torch's allocator keeps unused on a GPU; the same as above on the CPU."""
 
     def side_stream(self) -> SideStream:
         """A stream on the current device for work that runs concurrently with the passes."""

@@ -113,10 +113,14 @@ class CudaPlatform:
         return start.elapsed_time(end)
 
     def reset_peak_memory(self) -> None:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated()
+
+    def peak_reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved()
 
     def side_stream(self) -> CudaSideStream:
         return CudaSideStream(self.current_device())

@@ -56,6 +56,9 @@ class CpuPlatform:
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def peak_reserved_bytes(self) -> int:
+        return self.peak_memory_bytes()
+
     def side_stream(self) -> Inline:
         return Inline()
 
