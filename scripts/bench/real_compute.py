@@ -10,12 +10,15 @@ same turn, and the lower bound of that prediction for any order of these passes 
 
 The cost of the split is the difference between 1F1B and "1f1b, split", which runs every W directly after its B in the
 order of 1F1B. The gain of fused weight gradients is the difference to the "exact" variants, which compute weight
-gradients as megatron-core does. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as
-``zero-bubble plan --objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds.
-(Fitting to consecutive iterations would fit it to the machine's state at that moment.)
+gradients as megatron-core does; "wgrad stream" computes them on a stream of their own, so it has no
+recorded passes. Memory is the peak of an iteration, on the rank where it is largest; without a GPU, that of the process
+so far. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as ``zero-bubble plan
+--objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds. (Fitting to
+consecutive iterations would fit it to the machine's state at that moment.)
 
     bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
+        [--dtype bfloat16] [--seq-length 4096] [--flags="--recompute-activations"]
 """
 
 from __future__ import annotations
@@ -41,10 +44,12 @@ STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
 SPLIT = "1f1b, split"
 EXACT = ", exact"
+STREAM = ", wgrad stream"
 FITTED = " fitted"
-OURS = ("1f1b", SPLIT, SPLIT + EXACT, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
+OURS = ("1f1b", SPLIT, SPLIT + EXACT, SPLIT + STREAM, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _TRIAL_ROUNDS = 8
+_SETTINGS = ("hidden_size", "seq_length", "dtype", "flags", "num_layers", "num_ranks", "rounds")
 _FLAGS = {
     STOCK: "",
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
@@ -73,6 +78,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--seq-length", type=int, default=256, help="tokens per microbatch")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--flags", default="", help="more flags of the model, as pretrain_gpt.py takes them")
     parser.add_argument(
         "--num-layers", type=int, default=8, help="number of layers on all ranks together, a multiple of four"
     )
@@ -83,7 +91,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
-    known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT)
+    known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT, SPLIT + STREAM)
     if unknown := sorted({*options.only} - {*known}):
         parser.error(
             f"--only takes names of {', '.join(known)} with --num-ranks {options.num_ranks}; got {', '.join(unknown)}; "
@@ -94,7 +102,7 @@ def _parse() -> argparse.Namespace:
 
 
 class _Job:
-    """A GPT on all ranks, with 256 tokens per microbatch; ``flags`` select the placement of its stages."""
+    """A GPT on all ranks, with one sequence per microbatch; ``flags`` select the placement of its stages."""
 
     def __init__(self, options: argparse.Namespace, num_microbatches: int, flags: str = "") -> None:
         import torch
@@ -107,22 +115,27 @@ class _Job:
 
         torch.set_num_threads(1)
         self.launch = Launch.from_environment()
+        num_heads = max(8, options.hidden_size // 128)
+        precision = "--bf16" if options.dtype == "bfloat16" else ""
         self.args = parse(
-            f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --num-attention-heads 8 "
-            "--seq-length 256 --max-position-embeddings 256 --micro-batch-size 1 --mock-data "
+            f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --num-attention-heads "
+            f"{num_heads} --seq-length {options.seq_length} --max-position-embeddings {options.seq_length} {precision} "
+            "--micro-batch-size 1 --mock-data "
             "--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 "
             "--hidden-dropout 0 --lr 1e-4 --train-iters 1 --untie-embeddings-and-output-weights "
             f"--transformer-impl local --pipeline-model-parallel-size {options.num_ranks} "
-            f"--zero-bubble-device {options.device} --global-batch-size {num_microbatches} {flags}".split()
+            f"--zero-bubble-device {options.device} --global-batch-size {num_microbatches} {flags} "
+            f"{options.flags}".split()
         )
         check(self.args, options.num_ranks)
         self.platform = select(options.device)
         self.device = self.platform.setup(self.launch.local_rank)
         with quiet():
             self._build()
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, 256, (1, options.seq_length + 1), generator=generator).to(self.device)
 
     def _build(self) -> None:
-        import torch
         import torch.distributed as dist
 
         from megatron.zero_bubble.patching import apply, revert
@@ -139,8 +152,6 @@ class _Job:
         self.chunks = model.build_model(self.args, config, 256, self.device)
         revert()
         model.connect(self.args, self.chunks, model.build_optimizer(self.args, self.chunks))
-        generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(0, 256, (1, 257), generator=generator).to(self.device)
 
     def take_turn(self) -> None:
         """Set Megatron's number of chunks per rank, which its initialization sets only once, to that of this model."""
@@ -165,14 +176,14 @@ class _Job:
             data_iterator=[None] * len(self.chunks),
             model=self.chunks,
             num_microbatches=self.args.global_batch_size,
-            seq_length=256,
+            seq_length=self.args.seq_length,
             micro_batch_size=1,
         )
 
     def _forward_step(self, _batches: Any, model: Any) -> tuple[Any, Callable[..., Any]]:
         import torch
 
-        position_ids = torch.arange(256, device=self.device).unsqueeze(0)
+        position_ids = torch.arange(self.args.seq_length, device=self.device).unsqueeze(0)
         output = model(self.tokens[:, :-1], position_ids, None, labels=self.tokens[:, 1:].contiguous())
         return output, lambda losses: (losses.mean(), {"loss": losses.mean().detach()})
 
@@ -196,7 +207,12 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
 
 def _base(name: str) -> str:
     """The name of a variant without its suffixes."""
-    return name.removesuffix(EXACT).removesuffix(FITTED)
+    return name.removesuffix(EXACT).removesuffix(STREAM).removesuffix(FITTED)
+
+
+def _is_recorded(name: str) -> bool:
+    """Whether the passes are recorded; the others' order or times cannot be."""
+    return name != STOCK_INTERLEAVED and not name.endswith(STREAM)
 
 
 class _Variant:
@@ -216,6 +232,7 @@ class _Variant:
         self._timelines: list[Timeline] = []
         self.costs: list[PassCosts] = []
         self.fitted_to: PassCosts | None = None
+        self.allocated_bytes = self.reserved_bytes = 0
 
     def _write(self) -> None:
         """Write the schedule to the file from which this rank reads it."""
@@ -241,14 +258,17 @@ class _Variant:
         if self._schedule.name == STOCK:
             observe([self._recorder])
         elif self._schedule.name != STOCK_INTERLEAVED:
-            fuse_wgrad = not self._schedule.name.endswith(EXACT)
-            apply(ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad), [self._recorder])
+            name = self._schedule.name
+            fuse_wgrad, stream = not name.endswith(EXACT), name.endswith(STREAM)
+            config = ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad, wgrad_stream=stream)
+            apply(config, [self._recorder] if _is_recorded(name) else [])
         try:
+            self._job.platform.reset_peak_memory()  # here, so that the timed iteration finds its memory reserved
             self._job.iteration()  # plans, connects, and warms caches up again after the other variants
             elapsed, marks = self._timed()
         finally:
             revert()
-        if self._schedule.name != STOCK_INTERLEAVED:  # its passes are not recorded
+        if _is_recorded(self._schedule.name):
             timeline = gather_trace(self._schedule.name, marks, self._group).timeline
             if timeline.schedule.order != self._schedule.order:
                 raise RuntimeError(f"{self._schedule.name} ran in another order than planned; its figures are invalid")
@@ -260,13 +280,17 @@ class _Variant:
         """One iteration's time, and the marks of its passes."""
         import torch.distributed as dist
 
+        platform = self._job.platform
         self._job.zero_grad()
         self._recorder.start(self._group)
         started = time.perf_counter()
         self._job.iteration()
-        self._job.platform.synchronize()
+        platform.synchronize()
         dist.barrier(group=self._group)
         elapsed = (time.perf_counter() - started) * 1e3
+        peaks: list[Any] = [None] * self._group.size()
+        dist.all_gather_object(peaks, (platform.peak_memory_bytes(), platform.peak_reserved_bytes()), group=self._group)
+        self.allocated_bytes, self.reserved_bytes = (max(of_ranks) for of_ranks in zip(*peaks, strict=True))
         return elapsed, self._recorder.stop()
 
     def planned(self) -> list[float]:
@@ -300,10 +324,15 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         times = ranks.interleaved(dict(variants), options.rounds)
     turns = slice(-options.rounds, None)
     stock_ms = variants[STOCK].planned()[turns]
-    settings = {key: getattr(options, key) for key in ("hidden_size", "num_layers", "num_ranks", "rounds")}
+    settings = {key: getattr(options, key) for key in _SETTINGS}
     rows: dict[str, dict[str, Any]] = {}
     for name, variant in variants.items():
-        rows[name] = {"fitted_to": _json(variant.fitted_to), "rounds_ms": times[name]}
+        rows[name] = {
+            "fitted_to": _json(variant.fitted_to),
+            "rounds_ms": times[name],
+            "allocated_gib": variant.allocated_bytes / 2**30,
+            "reserved_gib": variant.reserved_bytes / 2**30,
+        }
         if variant.costs:
             rows[name] |= {
                 "predicted_time_over_stock": _median_ratio(variant.planned()[turns], stock_ms),

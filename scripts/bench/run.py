@@ -65,20 +65,24 @@ FULL = (
     Bench("scaling", "scaling", f"{PUBLISHED_TIMES} --planned docs/scaling.json", 75),
 )
 """The benches of a full run: under 20 minutes on two idle cores."""
+_SIZES_ON_GPUS = (
+    "--device cuda --dtype bfloat16 --hidden-size 4096 --seq-length 4096 --num-microbatches 8 --rounds 9 "
+    "--flags=--recompute-activations"  # the local attention keeps scores of 1 GiB per layer otherwise
+)
 ON_GPUS = (
     Bench("wgrad-cuda", "wgrad", "--device cuda --hidden-size 4096 --tokens 4096 --rounds 9", 60, num_gpus=1),
     Bench(
         "passes-cuda",
         "real_compute",
-        "--device cuda --num-ranks 1 --hidden-size 2048 --num-layers 8 --num-microbatches 8 --rounds 9",
-        60,
+        f"--num-ranks 1 --num-layers 4 {_SIZES_ON_GPUS}",
+        90,
         num_gpus=1,
     ),
     Bench(
         "real-compute-cuda",
         "real_compute",
-        "--device cuda --hidden-size 2048 --num-layers 16 --num-microbatches 8 --rounds 9",
-        150,
+        f"--num-layers 8 {_SIZES_ON_GPUS}",
+        200,
         num_gpus=2,
     ),
 )

@@ -90,11 +90,11 @@ def _scaling_columns(rows: Sequence[Figures]) -> list[Column]:
 
 
 _STEPS = ("step_ms", "check_ms", "keep_ms", "undo_ms")
-_GPT = settings("hidden_size", "num_layers", "rounds", "device")
+_GPT = settings("hidden_size", "seq_length", "dtype", "num_layers", "rounds", "device")
 _GPT_WORDS = (
-    "A GPT of hidden size {hidden_size} and {num_layers} layers ({device}), 256 tokens per microbatch, without the "
-    "optimizer, on %s; medians of {rounds} rounds, least and most in brackets. F ms and B + W ms are the time of one "
-    "microbatch through all layers.{names}"
+    "A GPT of hidden size {hidden_size} and {num_layers} layers in {dtype} ({device}), {seq_length} tokens per "
+    "microbatch, without the optimizer, on %s; medians of {rounds} rounds, least and most in brackets. F ms and B + W "
+    "ms are the time of one microbatch through all layers.{names}"
 )
 _REAL_WORDS = (
     _GPT_WORDS
@@ -112,6 +112,11 @@ _PASSES = (
     Column("F ms", "forward_ms", ".1f", _passes("forward_ms")),
     Column("B + W ms", "backward_ms", ".1f", _passes("backward_ms", "wgrad_ms")),
 )
+_MEMORY = (
+    Column("allocated GiB", "allocated_gib", ".1f"),
+    Column("reserved GiB", "reserved_gib", ".1f"),
+)
+"""Peaks of an iteration on a GPU, on the rank where they are largest."""
 _REAL = (
     Column("microbatches", "num_microbatches"),
     *_PASSES[:2],
@@ -120,6 +125,14 @@ _REAL = (
     Column("bound", "bound", ".3f", lambda row: row.get("bound_over_predicted_stock")),
     *_PASSES[3:],
 )
+
+
+def _others(figures: Figures) -> str:
+    """The products of other packages among the rows, as the end of a sentence."""
+    used = {row["variant"] for row in figures["rows"]} & {"apex", "transformer_engine"}
+    return f'; {" and ".join(sorted(used))} accumulate as "fused" does' if used else ""
+
+
 _WGRAD = Section(
     "Weight gradients",
     settings("hidden_size", "tokens", "rounds", "device", "threads"),
@@ -133,14 +146,16 @@ _WGRAD = Section(
     "The W of a whole layer (hidden size {hidden_size}, {tokens} tokens) on {device}, {threads} thread(s), compared "
     "with the library's bare matrix products. In float32 these accumulate into the gradient (beta=1); in narrow dtypes "
     'they accumulate nothing. "fused" is what this package does, "reference" the same in torch, and "unfused" what '
-    "megatron-core does. The last rows of a dtype compute several microbatches of one weight: one by one, as this "
-    "package does, or folded into one product. Medians of {rounds} rounds, least and most in brackets.",
+    "megatron-core does{others}. The last rows of a dtype compute several microbatches of one weight: one by one, as "
+    "this package does, or folded into one product. Medians of {rounds} rounds, least and most in brackets.",
+    lambda figures: {"others": _others(figures)},
 )
 
 
 _NAMES = {
     "split": "runs every backward as a B and a W",
     "exact": "computes the same bits as stock",
+    "stream": "computes its weight gradients on a stream of their own",
     "fitted": "is the schedule fitted to these passes, in the same memory",
 }
 """What the words in the name of a variant mean."""
@@ -238,8 +253,8 @@ SECTIONS = {
         _names,
     ),
     "passes": Section("Pass times", _GPT, _real, _PASSES, _PASSES_WORDS, _names),
-    "passes-cuda": Section("Pass times on a GPU", _GPT, _real, _PASSES, _PASSES_WORDS, _names),
-    "real-compute-cuda": Section("Real compute on GPUs", _GPT, _real, _REAL, _REAL_WORDS, _names),
+    "passes-cuda": Section("Pass times on a GPU", _GPT, _real, (*_PASSES, *_MEMORY), _PASSES_WORDS, _names),
+    "real-compute-cuda": Section("Real compute on GPUs", _GPT, _real, (*_REAL, *_MEMORY), _REAL_WORDS, _names),
     "wgrad": _WGRAD,
     "wgrad-cuda": replace(_WGRAD, title="Weight gradients on a GPU"),
     "post-validation": Section(

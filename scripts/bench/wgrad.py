@@ -3,8 +3,9 @@
 There is one line per shape and one for the W pass of a whole layer: microseconds, rate, and the ratio to the time of
 the library's bare GEMM of the same shape and dtype. For float32 that is ``main_grad.addmm_`` (beta=1, no temporary),
 for narrow dtypes ``torch.mm`` into a narrow result, without accumulation. "unfused" is the computation of
-megatron-core: a separate product, rounded, then added to the float32 gradient. The last lines fold several microbatches
-into one GEMM.
+megatron-core: a separate product, rounded, then added to the float32 gradient. On a GPU, "apex" and
+"transformer_engine" are the accumulating products of these packages, where they are installed. The last lines fold
+several microbatches into one GEMM.
 
     bash scripts/bench.sh wgrad [--device cpu] [--hidden-size 1024] [--tokens 2048] [--dtype float32 bfloat16]
 """
@@ -14,6 +15,9 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -119,7 +123,36 @@ def _variants(
         "reference": lambda: reference.wgrad_accumulate_many(inputs, grads, main_grads, []),
         "unfused": unfused,
     }
+    if options.device == "cuda":
+        variants |= installed_variants(inputs, grads, main_grads)
     return {name: _timed(run, options.device) for name, run in variants.items()}
+
+
+def installed_variants(
+    inputs: list[torch.Tensor], grads: list[torch.Tensor], main_grads: list[torch.Tensor]
+) -> dict[str, Callable[[], None]]:
+    """The products of apex and TransformerEngine that accumulate into float32, of those packages that are installed."""
+    variants: dict[str, Callable[[], None]] = {}
+    if find_spec("fused_weight_gradient_mlp_cuda"):  # an extension of apex
+        accumulate = import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
+
+        def apex() -> None:
+            for operands in zip(inputs, grads, main_grads, strict=True):
+                accumulate(*operands)
+
+        variants["apex"] = apex
+    if find_spec("transformer_engine") and find_spec("transformer_engine.pytorch"):
+        gemm = import_module("transformer_engine.pytorch.cpp_extensions").general_gemm
+        options = {"out_dtype": torch.float32, "layout": "NT", "grad": True, "accumulate": True}
+        if "workspace" in signature(gemm).parameters:  # until 2.10
+            options["workspace"] = import_module("transformer_engine.pytorch.module.base").get_workspace()
+
+        def transformer_engine() -> None:
+            for x, dy, main_grad in zip(inputs, grads, main_grads, strict=True):
+                gemm(x, dy, out=main_grad, **options)
+
+        variants["transformer_engine"] = transformer_engine
+    return variants
 
 
 def _folding(

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.adapter.loss_reports import LossReports
+from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from tests.helpers.ranks import RankPool
 
 REPORTS = [
@@ -17,19 +17,26 @@ REPORTS = [
 ]
 
 
+def collected() -> Collected:
+    reports = Collected()
+    for report in REPORTS:
+        reports.append(report)
+    return reports
+
+
 def exchange(rank: int, wait: bool) -> str:
     """Deliver reports twice; without ``wait`` the first rank continues before the last one receives them."""
     assert dist.group.WORLD is not None
     reports, found = LossReports(dist.group.WORLD, wait), []
     for _ in range(2):
         if rank == 0 and not wait:
-            assert reports.deliver(REPORTS, 0, torch.device("cpu")) == []
+            assert reports.deliver(collected(), 0, torch.device("cpu")) == []
         dist.barrier()
         if rank == 0 and wait:
-            assert reports.deliver(REPORTS, 0, torch.device("cpu")) == []
+            assert reports.deliver(collected(), 0, torch.device("cpu")) == []
             assert reports.num_in_flight == 0
         if rank != 0:
-            found += reports.deliver([], 0, torch.device("cpu"))
+            found += reports.deliver(Collected(), 0, torch.device("cpu"))
     reports.settle()
     assert reports.num_in_flight == 0
     reports.close()

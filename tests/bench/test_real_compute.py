@@ -40,5 +40,26 @@ def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
     assert own["bound_over_predicted_stock"] <= own["predicted_time_over_stock"]
 
 
+@pytest.mark.timeout(300)
+def test_variants_run_in_the_requested_sizes(tmp_path: Path) -> None:
+    """In bfloat16, with the passes of "exact" recorded, those on a stream timed only, and the memory of both."""
+    file = tmp_path / "passes.json"
+    words = "--num-ranks 1 --hidden-size 64 --num-layers 4 --num-microbatches 2 --rounds 1 --seq-length 64".split()
+    words += ["--dtype", "bfloat16", "--flags=--recompute-activations", "--output", str(file)]
+    command = [sys.executable, "-m", "bench.real_compute", *words]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads(file.read_text())["results"]
+    assert (result["seq_length"], result["dtype"], result["flags"]) == (64, "bfloat16", "--recompute-activations")
+    variants = result["variants"]
+    exact, stream = variants["1f1b, split, exact"], variants["1f1b, split, wgrad stream"]
+    assert exact["costs"] and "costs" not in stream
+    for variant in (exact, stream):
+        assert len(variant["rounds_ms"]) == 1
+        assert 0 < variant["allocated_gib"] <= variant["reserved_gib"]
+
+
 def _costs(figures: dict[str, Any]) -> PassCosts:
     return PassCosts(*(tuple(figures[name]) for name in ("forward_ms", "backward_ms", "wgrad_ms")), figures["comm_ms"])

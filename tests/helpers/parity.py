@@ -263,7 +263,8 @@ def _train_once(
             return reports
 
     trainer = Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen)
-    with stop.StopRequest(device, "a test") as request:
+    assert torch.distributed.group.WORLD is not None
+    with stop.StopRequest(torch.distributed.group.WORLD, "a test") as request:
         trainer.run(request)
     if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:

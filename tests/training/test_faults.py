@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
+import torch.distributed as dist
 
 from tests.helpers.launch import Death, RankExit, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
@@ -199,9 +199,10 @@ def test_killed_rank_under_torchrun(tmp_path: Path) -> None:
 def stop_after_a_failure(rank: int) -> bool:
     from megatron.zero_bubble.training.stop import StopRequest
 
-    before = signal.getsignal(signal.SIGTERM)
+    before, everyone = signal.getsignal(signal.SIGTERM), dist.group.WORLD
+    assert everyone is not None
     try:
-        with pytest.raises(ZeroDivisionError), StopRequest(torch.device("cpu"), "rank 0"):
+        with pytest.raises(ZeroDivisionError), StopRequest(everyone, "rank 0"):
             _ = 1 / 0
         os.kill(os.getpid(), signal.SIGTERM)
         return signal.getsignal(signal.SIGTERM) == signal.SIG_IGN

@@ -5,15 +5,19 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.training.stop import StopRequest
 from tests.helpers.launch import Death, run_training
 from tests.helpers.ranks import RankFailure, RankPool
 from tests.helpers.training import SMALL, losses, read_metrics
 
-CPU = torch.device("cpu")
 HANDLERS = (signal.SIGTERM, signal.SIGINT)
+
+
+def everyone() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def signalled_in(rank: int, iteration: int) -> tuple[int, bool]:
@@ -24,7 +28,7 @@ def signalled_in(rank: int, iteration: int) -> tuple[int, bool]:
     """
     before = [signal.getsignal(number) for number in HANDLERS]
     last = 0
-    with StopRequest(CPU, f"rank {rank}") as stop:
+    with StopRequest(everyone(), f"rank {rank}") as stop:
         for last in range(1, 11):
             if rank == 1 and last == iteration:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -41,7 +45,7 @@ def test_all_ranks_stop_after_the_same_iteration(ranks: RankPool, iteration: int
 
 
 def never_votes(rank: int) -> None:
-    with StopRequest(CPU, f"rank {rank} of the test", shortest_grace_s=0.2):
+    with StopRequest(everyone(), f"rank {rank} of the test", shortest_grace_s=0.2):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(30.0)  # like a collective: Python's handler runs, but the wait continues
 
@@ -56,7 +60,7 @@ def test_hanging_rank_exits_after_the_grace_period(ranks: RankPool) -> None:
 
 def is_busy(rank: int) -> str:
     """Send a signal before slow work that makes progress: an evaluation, a checkpoint, the end of the run."""
-    with StopRequest(CPU, f"rank {rank}", shortest_grace_s=0.3) as stop:
+    with StopRequest(everyone(), f"rank {rank}", shortest_grace_s=0.3) as stop:
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(5):
             time.sleep(0.15)
@@ -73,7 +77,7 @@ def test_evaluation_and_checkpoint_are_not_interrupted(ranks: RankPool) -> None:
 
 
 def interrupts_twice(rank: int) -> str:
-    with StopRequest(CPU, f"rank {rank}"):
+    with StopRequest(everyone(), f"rank {rank}"):
         os.kill(os.getpid(), signal.SIGINT)
         try:
             os.kill(os.getpid(), signal.SIGINT)

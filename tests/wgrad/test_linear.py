@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.fused import FusedAccumulator
-from megatron.zero_bubble.wgrad.linear import DeferredLinear, split_linear
+from megatron.zero_bubble.wgrad.linear import DeferredLinear, _AddBias, split_linear
 from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 F, B, W = (Pass(0, kind, 0) for kind in (Kind.F, Kind.B, Kind.W))
@@ -67,6 +68,30 @@ def test_split_linear_gradients_equal_autograds(make: Any, is_frozen: bool) -> N
         torch.testing.assert_close(grad, leaf.grad)
     assert not is_frozen or bias.grad is None
     assert not len(store)
+
+
+class _Sums(TorchDispatchMode):
+    """Collects whether the tensors that are summed over a dimension are contiguous."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_contiguous: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.sum.dim_IntList:
+            self.of_contiguous.append(args[0].is_contiguous())
+        return func(*args, **(kwargs or {}))
+
+
+def test_bias_gradient_is_summed_over_a_contiguous_gradient_as_upstream_does() -> None:
+    """The strides decide the order of a GPU's additions, and so the bits."""
+    bias = torch.nn.Parameter(torch.zeros(3))
+    y = _AddBias.apply(torch.zeros(1, 7, 3), bias)
+    strided = torch.randn(1, 3, 7).transpose(1, 2)
+    with _Sums() as sums:
+        y.backward(strided)
+    assert sums.of_contiguous == [True]
+    assert torch.equal(bias.grad, strided.contiguous().view(7, 3).sum(dim=0))
 
 
 def test_failed_w_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import io
 import pickle
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.platforms.streams import HostCopy
 from megatron.zero_bubble.runtime.groups import new_group
+
+
+class Collected(list[Any]):
+    """The reports of an iteration; the tensors of a report start on their way to host memory when it is appended.
+
+    So ``LossReports.deliver`` waits for the last loss, but not for the backwards and weight gradients queued after it.
+    """
+
+    def append(self, report: Any) -> None:
+        super().append(_replaced(report, torch.Tensor, lambda tensor: select(tensor.device.type).to_host(tensor)))
 
 
 class LossReports:
@@ -32,13 +45,16 @@ class LossReports:
     def deliver(self, reports: list[Any], holder: int, device: torch.device) -> list[Any]:
         """Send ``reports`` from rank ``holder`` to the last rank. Every pipeline rank calls this after its passes.
 
+        Args:
+            reports: on ``holder``, a ``Collected``.
+
         Returns:
             on the last rank, the reports of ``holder`` with tensors on ``device``; on other ranks, an empty list.
         """
         if self._rank == holder:
             self.settle()
             packed = io.BytesIO()
-            _Packer(packed).dump(_moved(reports, torch.device("cpu")))
+            _Packer(packed).dump([_replaced(report, HostCopy, lambda copy: copy.wait()) for report in reports])
             content = torch.frombuffer(packed.getbuffer(), dtype=torch.uint8)
             for tensor in (torch.tensor([content.numel()]), content):
                 self._sent.append((self._group.send([tensor], self._peers[self._last], 0), tensor))
@@ -49,7 +65,10 @@ class LossReports:
             self._group.recv([size], self._peers[holder], 0).wait()
             content = torch.empty(int(size), dtype=torch.uint8)
             self._group.recv([content], self._peers[holder], 0).wait()
-            return _moved(pickle.loads(content.numpy().tobytes()), device)
+            to_device = select(device.type).to_device
+            return _replaced(
+                pickle.loads(content.numpy().tobytes()), torch.Tensor, lambda on_host: to_device(on_host, device)
+            )
         return []
 
     @property
@@ -84,12 +103,12 @@ def _unpacked(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Te
     return torch.frombuffer(bytearray(content), dtype=dtype).reshape(shape)
 
 
-def _moved(value: Any, device: torch.device) -> Any:
-    """A copy of ``value`` in which every tensor is detached and on ``device``."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().to(device)
+def _replaced(value: Any, of_type: type, new: Callable[[Any], Any]) -> Any:
+    """A copy of ``value`` with ``new(part)`` for every part of a type, in dicts, lists and tuples."""
+    if isinstance(value, of_type):
+        return new(value)
     if isinstance(value, dict):
-        return {key: _moved(item, device) for key, item in value.items()}
+        return {key: _replaced(item, of_type, new) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_moved(item, device) for item in value)
+        return type(value)(_replaced(item, of_type, new) for item in value)
     return value

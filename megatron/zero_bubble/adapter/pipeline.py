@@ -23,7 +23,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.iteration import Iteration
-from megatron.zero_bubble.adapter.loss_reports import LossReports
+from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, process_groups, supported_kwargs
 from megatron.zero_bubble.analysis.period import break_even
@@ -200,7 +200,8 @@ class Pipeline:
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
         boundary = call.boundary()
-        results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device))
+        losses = [] if self._reports is None else Collected()
+        results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
@@ -227,12 +228,13 @@ class Pipeline:
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._reports is None:
-            return results.forward_data
-        return self._reports.deliver(results.forward_data, prepared.last_stage_rank, boundary.device)
+            return losses
+        return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
     def _train(self, iteration: Iteration, prepared: _Prepared) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
         chunks, config = iteration.chunks, iteration.step.config
+        self.accumulate.connect(iteration.boundary.device)
         self.accumulate.watch(chunks)
         self.store.watch(chunks)
         syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]

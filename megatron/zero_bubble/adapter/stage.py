@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -60,7 +60,7 @@ class StepResults:
     """
 
     num_tokens: torch.Tensor
-    forward_data: list[Any] = field(default_factory=list)
+    forward_data: list[Any]
 
     def clear(self) -> None:
         """Reset the count and the losses."""

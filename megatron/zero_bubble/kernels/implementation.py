@@ -8,10 +8,13 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.kernels import reference
 
 _logger = logging.getLogger(__name__)
+
+_COMPILED = "compiled"
 
 
 class Kernels(NamedTuple):
@@ -28,17 +31,44 @@ class Kernels(NamedTuple):
 
 @cache
 def select(device_type: str) -> Kernels:
-    """The fastest implementation for ``"cpu"`` or ``"cuda"``; logs a warning once if that is the reference."""
+    """The fastest implementation for ``"cpu"`` or ``"cuda"``.
+
+    If that is the reference, a process without ranks logs a warning once; ranks leave that to ``compare_ranks``.
+    """
     missing = _load()
     if missing is None and not torch._C._dispatch_has_kernel_for_dispatch_key(
         "zero_bubble::wgrad_accumulate", device_type.upper()
     ):
         missing = f"built without {device_type.upper()}; install with ZB_BUILD=cuda to see what the build lacks"
     if missing is None:
-        return Kernels(torch.ops.zero_bubble, "compiled")
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        return Kernels(torch.ops.zero_bubble, _COMPILED)
+    if not dist.is_initialized():
         _logger.warning("compiled ops are not available (%s); using plain torch for weight gradients", missing)
     return Kernels(reference, f"plain torch ({missing})")
+
+
+def compare_ranks(device_type: str) -> None:
+    """Log on rank 0 which ranks use the reference, and why: one slow stage slows down all. A collective call."""
+    words: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(words, select(device_type).words)
+    if dist.get_rank() == 0:
+        for slow in sorted(set(words) - {_COMPILED}):
+            ranks = [rank for rank, own in enumerate(words) if own == slow]
+            _logger.warning("weight gradients on %s: %s", _named(ranks, len(words)), slow)
+
+
+def _named(ranks: list[int], num_ranks: int) -> str:
+    """A phrase for some of the ranks, with consecutive ones as a range."""
+    if len(ranks) == num_ranks:
+        return "all ranks"
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    listed = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {listed}" if len(ranks) == 1 else f"ranks {listed}"
 
 
 @cache

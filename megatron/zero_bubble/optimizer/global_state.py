@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.groups import new_group
 
 Group = dist.ProcessGroup
@@ -71,9 +72,8 @@ class Reduction:
         self._work = dist.all_reduce(figures, op, group, async_op=True)
 
     def wait(self) -> list[float]:
-        """Wait for the reduced figures and return them."""
-        self._work.wait()
-        return self._figures.tolist()
+        """Wait for the reduced figures and return them; neither waits for the passes, nor they for the reduction."""
+        return select(self._figures.device.type).to_host(self._figures, after=self._work).wait().tolist()
 
 
 _BASE, _DIGITS = 2**12, 4
@@ -153,9 +153,9 @@ class GlobalState:
         They travel together: with a single hardware queue, a second reduction would wait until all ranks join the first
         one, and every later kernel behind it.
         """
-        return Reduction(
-            torch.tensor(figures, dtype=torch.float32, device=self._device), dist.ReduceOp.SUM, self._whole[index]
-        )
+        on_host = torch.tensor(figures, dtype=torch.float32)
+        on_device = select(self._device.type).to_device(on_host, self._device)
+        return Reduction(on_device, dist.ReduceOp.SUM, self._whole[index])
 
     def reduce_flag(self, index: int, flag: bool) -> Reduction:
         """Start to reduce a flag over the ranks of group ``index``; it becomes positive if any rank has it set."""

@@ -28,6 +28,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_gr
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
 from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, joined, refused_together, split
+from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
 from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally
 from megatron.zero_bubble.optimizer.step_options import StepOptions
@@ -100,6 +101,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._wrong = False
         self._zero_later: list[Callable[[], object]] = []
         self._forecast = ClipForecast()
+        self._loss_scale = LossScale()
         self._outcomes: list[Outcome] = []
         self._stepped = False
         self.break_even = 0.5
@@ -361,7 +363,8 @@ class PostValidatedOptimizer(OptimizerSurface):
         for zero in delayed:
             zero()
         reported = (norm if self._reports_norm else None, zeros) if updated else (None, None)
-        self._outcomes.append(Outcome(updated, *reported, self.get_loss_scale().item(), step.how, step.of))
+        scale = self._loss_scale.of(self.get_loss_scale())
+        self._outcomes.append(Outcome(updated, *reported, scale, step.how, step.of))
 
     def _scaled(self) -> list[Any]:
         """The optimizers in ``_parts`` with a loss scale."""
@@ -376,15 +379,16 @@ class PostValidatedOptimizer(OptimizerSurface):
     def _reports_norm(self) -> bool:
         return isinstance(self._optimizer, ChainedOptimizer) or self._optimizer.config.clip_grad > 0
 
-    def _total(self, norm: float) -> float | torch.Tensor:
+    def _total(self, norm: float, device: torch.device) -> float | torch.Tensor:
         """The norm as megatron-core clips by it: since 0.17, TransformerEngine's kernels take a tensor."""
         if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:
             return norm
-        return torch.tensor([norm], dtype=torch.float32, device=device_of(self._chunks))
+        return torch.tensor([norm], dtype=torch.float32, device=device)
 
     def _is_clipped(self, norm: float) -> bool:
         clip = self._optimizer.config.clip_grad
-        return clip > 0 and bool(clip / (self._total(norm) + 1.0e-6) < 1.0)
+        # On the host, the same operations give the same bits, but do not wait for the passes.
+        return clip > 0 and bool(clip / (self._total(norm, torch.device("cpu")) + 1.0e-6) < 1.0)
 
     def _clip_and_step(self, norm: float) -> None:
         clip = self._optimizer.config.clip_grad
@@ -392,7 +396,10 @@ class PostValidatedOptimizer(OptimizerSurface):
             parameters = [] if part.is_stub_optimizer else part.get_parameters()
             if parameters and clip > 0:
                 clip_grads.clip_grad_by_total_norm_fp32(
-                    parameters, clip, self._total(norm), part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                    parameters,
+                    clip,
+                    self._total(norm, device_of(self._chunks)),
+                    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
                 )
         self._optimizer.step_with_ready_grads()
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.platforms.streams import SideStream
+from megatron.zero_bubble.platforms.streams import HostCopy, SideStream
 
 NAMES = ("cpu", "cuda", "auto")
 
@@ -55,13 +56,26 @@ class Platform(Protocol):
         """Milliseconds of device time between two marks. Waits for ``end`` if it is not reached yet."""
 
     def reset_peak_memory(self) -> None:
-        """Reset :meth:`peak_memory_bytes`, if the platform supports it."""
+        """Reset the peaks, if the platform supports it; the memory allocator gives back what it keeps unused."""
 
     def peak_memory_bytes(self) -> int:
         """Peak memory: allocated by torch on a GPU, resident size of the process on the CPU."""
 
+    def peak_reserved_bytes(self) -> int:
+        """Peak memory including what torch's allocator keeps unused on a GPU; the same as above on the CPU."""
+
     def side_stream(self) -> SideStream:
         """A stream on the current device for work that runs concurrently with the passes."""
+
+    def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> HostCopy:
+        """Start to copy a tensor of this platform to host memory.
+
+        The copy starts after ``after`` if given, otherwise after everything queued so far. Later work does not wait for
+        it; until the copy has arrived, it must not change the tensor.
+        """
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Copy a tensor from host memory to ``device``. The host does not wait for work queued before."""
 
 
 def select(name: str) -> Platform:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 
 import torch
 import torch.distributed as dist
+
+from megatron.zero_bubble.platforms.streams import HostCopy
 
 
 class CudaSideStream:
@@ -27,6 +30,36 @@ class CudaSideStream:
         if self._is_busy:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._is_busy = False
+
+
+class CudaHostCopy(HostCopy):
+    """A ``HostCopy`` on a stream of its own, so that neither the passes nor the host wait for one another.
+
+    With one hardware queue (``CUDA_DEVICE_MAX_CONNECTIONS=1``), passes queued behind a copy start only when the copy
+    can start. A copy after a collective should therefore be started right before the host waits for it.
+    """
+
+    def __init__(self, tensor: torch.Tensor, after: dist.Work | None) -> None:
+        stream = _stream_for_copies(tensor.device)
+        if after is None:
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(stream):
+            if after is not None:
+                after.wait()  # with NCCL, only the stream waits
+            # Into pageable memory, the copy would block the host.
+            self._copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+            self._copy.copy_(tensor.detach(), non_blocking=True)
+            self._done = stream.record_event()
+        tensor.record_stream(stream)
+
+    def wait(self) -> torch.Tensor:
+        self._done.synchronize()
+        return self._copy
+
+
+@cache
+def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class CudaPlatform:
@@ -83,10 +116,21 @@ class CudaPlatform:
         return start.elapsed_time(end)
 
     def reset_peak_memory(self) -> None:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
 
     def peak_memory_bytes(self) -> int:
         return torch.cuda.max_memory_allocated()
 
+    def peak_reserved_bytes(self) -> int:
+        return torch.cuda.max_memory_reserved()
+
     def side_stream(self) -> CudaSideStream:
         return CudaSideStream(self.current_device())
+
+    def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> CudaHostCopy:
+        return CudaHostCopy(tensor, after)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        # From pageable memory, the copy would wait for all earlier work on the stream, and so would the host.
+        return tensor.pin_memory().to(device, non_blocking=True)

@@ -51,6 +51,11 @@ def initialize(
     seed(args)
 
 
+def group_of_hosts(args: argparse.Namespace) -> dist.ProcessGroup:
+    """A new gloo group of all ranks, for what the hosts exchange without their GPUs; a collective call."""
+    return dist.new_group(backend="gloo", timeout=timedelta(minutes=args.distributed_timeout_minutes))
+
+
 def lay_out(args: argparse.Namespace) -> None:
     """Create megatron-core's parallel groups; a collective call."""
     from megatron.core import parallel_state

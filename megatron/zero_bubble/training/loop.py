@@ -20,11 +20,12 @@ from megatron.core.utils import get_attr_wrapped_model
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.measure.bubble_meter import BubbleMeter
+from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.step import Outcome
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
-from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches, to_device
+from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches
 from megatron.zero_bubble.training.failure import during
 from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
@@ -67,6 +68,7 @@ class Trainer:
     _unfinished: deque[_Iteration] = field(default_factory=deque)
     _unreported: list[tuple[IterationMetrics, torch.Tensor | None]] = field(default_factory=list)
     _has_reported: bool = False
+    _loss_scale: LossScale = field(default_factory=LossScale)
     _saved: int | None = None
     _stop: StopRequest | None = None
 
@@ -150,7 +152,7 @@ class Trainer:
         )
         if result is not None:
             updated, grad_norm, num_zeros = result
-            self._finish_one(Outcome(updated, grad_norm, num_zeros, optimizer.get_loss_scale().item()))
+            self._finish_one(Outcome(updated, grad_norm, num_zeros, self._loss_scale.of(optimizer.get_loss_scale())))
         self._finish()
         return seconds
 
@@ -222,7 +224,8 @@ class Trainer:
         batch: Batch = {}
         ends = get_attr_wrapped_model(model, "pre_process") or get_attr_wrapped_model(model, "post_process")
         if ends or self.args.reset_attention_mask:
-            batch = to_device(next(batches), self.device)
+            to_device = self.platform.to_device
+            batch = {name: to_device(tensor, self.device) for name, tensor in next(batches).items()}
         output = model(
             batch.get("tokens"), batch.get("position_ids"), batch.get("attention_mask"), labels=batch.get("labels")
         )

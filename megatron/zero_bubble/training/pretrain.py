@@ -130,7 +130,7 @@ def _train_rank(
         from megatron.zero_bubble.training import report as progress
         from megatron.zero_bubble.training.data import batches as data
         from megatron.zero_bubble.training.data import tokenizer
-        from megatron.zero_bubble.training.distributed import describe_rank
+        from megatron.zero_bubble.training.distributed import describe_rank, group_of_hosts
         from megatron.zero_bubble.training.schedule import apply_schedule
 
     meter = BubbleMeter(platform) if args.zero_bubble_log_bubble else None
@@ -147,13 +147,14 @@ def _train_rank(
     trained = _build(args, config, vocab_size, device, applied.pipeline)
     # The last rank has the losses: it holds the last stage, or receives them from the rank that does.
     reporting = launch.rank == launch.world_size - 1
+    voters = group_of_hosts(args)
     with progress.Progress(reporting, args.train_iters, args.metrics_file, args.tensorboard_dir) as shown:
         state = _resume(args, trained, shown)
         trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, state, shown, meter=meter)
         if state.iteration < args.train_iters:
             data.check_length(args, splits, state.iteration, state.consumed_samples)
         try:
-            with stop.StopRequest(device, describe_rank()) as request:
+            with stop.StopRequest(voters, describe_rank()) as request:
                 trainer.run(request)
         finally:
             if applied.pipeline:

@@ -1,7 +1,8 @@
 """Stop cleanly on SIGTERM or the first Ctrl-C: every rank finishes the iteration, saves and exits with code 0.
 
 A signal may reach only some of the ranks, so the ranks vote after every iteration. The vote is one asynchronous
-all-reduce whose result is read one iteration later: no rank waits for it, and all ranks stop after the same iteration.
+all-reduce between the hosts, whose result is read one iteration later: no rank waits for it, and all ranks stop after
+the same iteration.
 
 Python runs signal handlers between bytecode instructions, and so never while a collective waits in C++ for a rank that
 was lost. A watchdog thread, woken by the interpreter's wake-up file descriptor, therefore exits the process if the
@@ -27,13 +28,13 @@ class StopRequest:
     """Context manager that turns SIGTERM and the first SIGINT into a request to stop.
 
     Args:
-        device: device of the vote's tensor; the world's backend must be able to reduce on it.
+        voters: a gloo group of all ranks. With NCCL, a rank could read the vote only after the passes queued before it.
         rank_name: name of this rank in the message that the watchdog prints.
         shortest_grace_s: minimum grace period in seconds; the grace period is four iterations if that is longer.
     """
 
-    def __init__(self, device: torch.device, rank_name: str, shortest_grace_s: float = 60.0) -> None:
-        self._device = device
+    def __init__(self, voters: dist.ProcessGroup, rank_name: str, shortest_grace_s: float = 60.0) -> None:
+        self._voters = voters
         self._rank_name = rank_name
         self._requested = threading.Event()
         self._noticed = threading.Event()
@@ -83,8 +84,8 @@ class StopRequest:
     def vote(self, iteration_s: float) -> None:
         """Start the vote after an iteration that took ``iteration_s`` seconds; a collective call."""
         self._grace_s = max(self._shortest_grace_s, 4 * iteration_s)
-        wish = torch.tensor([float(self._requested.is_set())], device=self._device)
-        self._vote = (dist.all_reduce(wish, op=dist.ReduceOp.MAX, async_op=True), wish)
+        wish = torch.tensor([float(self._requested.is_set())])
+        self._vote = (dist.all_reduce(wish, dist.ReduceOp.MAX, self._voters, async_op=True), wish)
 
     def decided(self) -> bool:
         """Result of the last vote, the same on every rank; False if no vote was started."""

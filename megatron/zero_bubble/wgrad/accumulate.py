@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import layers
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
 from megatron.zero_bubble.wgrad.store import Product
 
 
@@ -29,6 +30,9 @@ class GradAccumulator:
         self._hooks: dict[torch.nn.Parameter, Callable[[], None] | None] = {}
         self._embeddings: set[torch.nn.Parameter] = set()
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+    def connect(self, device: torch.device) -> None:
+        """Called by all ranks of the job before a training iteration on ``device``."""
 
     def watch(self, chunks: Sequence[torch.nn.Module]) -> None:
         """Collect the gradient hooks and embedding weights of the model chunks; cheap for chunks already seen.
@@ -103,8 +107,8 @@ class GradAccumulator:
         if hook is None:
             return
         # The hook requires a gradient of the parameter's dtype. With this flag set, the hook does not add it, except
-        # for a shared weight, where it adds this expanded zero.
+        # for a shared weight, where it adds this zero.
         before, parameter.grad_added_to_main_grad = parameter.grad_added_to_main_grad, True
-        parameter.grad = parameter.new_zeros(()).expand_as(parameter)
+        parameter.grad = stand_in_grad(parameter)
         hook()
         parameter.grad, parameter.grad_added_to_main_grad = None, before

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from megatron.zero_bubble.kernels import select
+from megatron.zero_bubble.kernels import compare_ranks, select
 from megatron.zero_bubble.platforms.streams import Inline, SideStream
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 from megatron.zero_bubble.wgrad.store import Product
@@ -30,6 +30,13 @@ class FusedAccumulator(GradAccumulator):
         super().__init__()
         self._make_stream = functools.cache(side_stream)
         self._stream: SideStream = Inline()
+        self._has_compared = False
+
+    def connect(self, device: torch.device) -> None:
+        """Log, in the first iteration, which ranks have no compiled ops; a collective call."""
+        if not self._has_compared:
+            compare_ranks(device.type)
+            self._has_compared = True
 
     def add(self, uses: Sequence[Sequence[Product]], ready: bool) -> None:
         """Accumulate all products in one call: at once if ``ready``, else on the side stream."""

@@ -128,7 +128,8 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad, grad.reshape(-1, grad.shape[-1]).sum(dim=0)
+        # Over a strided gradient, a GPU may add in another order than upstream, which makes it contiguous first.
+        return grad, grad.contiguous().flatten(0, -2).sum(dim=0)
 
 
 def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choice: Choice) -> Callable:

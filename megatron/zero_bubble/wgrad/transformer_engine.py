@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
 from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 SPLIT = ("Linear", "LayerNormLinear", "GroupedLinear")
@@ -205,9 +206,9 @@ class _DelayedModule:
         assert module.wgrad_store.context.queue[0][0] is operands, "W passes of a module must run in the order of B"
         for weight in self.weights:
             if getattr(weight, "grad_added_to_main_grad", False):
-                weight.grad = _dummy_grad(weight)
+                weight.grad = stand_in_grad(weight)
         for bias in self._biases:
-            bias.grad = at_backward.get(bias) if bias.requires_grad else _dummy_grad(bias)
+            bias.grad = at_backward.get(bias) if bias.requires_grad else stand_in_grad(bias)
         self._backward_dw(module)
         for bias in self._biases:
             bias.grad = None
@@ -393,8 +394,3 @@ def _flatten(operands: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _flatten(operand)
         elif isinstance(operand, torch.Tensor):
             yield operand
-
-
-def _dummy_grad(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """A zero gradient for DDP's hook, which requires one but does not add it if the result is in ``main_grad``."""
-    return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)

@@ -8,8 +8,9 @@ import resource
 import time
 
 import torch
+import torch.distributed as dist
 
-from megatron.zero_bubble.platforms.streams import Inline
+from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline
 
 CPU = torch.device("cpu")
 
@@ -58,8 +59,19 @@ class CpuPlatform:
     def peak_memory_bytes(self) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def peak_reserved_bytes(self) -> int:
+        return self.peak_memory_bytes()
+
     def side_stream(self) -> Inline:
         return Inline()
+
+    def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> AlreadyThere:
+        if after is not None:
+            after.wait()
+        return AlreadyThere(tensor)
+
+    def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        return tensor
 
 
 def _keep_freed_memory() -> None:

@@ -145,11 +145,6 @@ class MicrobatchOrder:
         return (self.num_samples - self.consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
 
-def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The same tensors on ``device``."""
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
 def _dataset_config(args: argparse.Namespace, tokenizer: Tokenizer) -> GPTDatasetConfig:
     per_split = any(blend is not None for blend in args.blend_per_split)
     blends = [None if blend is None else blend.for_core() for blend in args.blend_per_split]

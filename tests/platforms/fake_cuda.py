@@ -1,0 +1,213 @@
+"""A fake of torch's CUDA streams and events, without a GPU, that checks the order of what is queued.
+
+Every stream, and the host, has a vector clock: of each stream, the number of operations that are known to have ended
+before whatever comes next. Tensors registered by ``on_device`` count as memory of the GPU. An access raises
+``Unordered`` if the last write is not known to have ended, and ``free`` if another stream may still use the memory. The
+fake reports no device "cuda": all tensors are on the CPU, and all operations run at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+Clock = Counter[str]
+
+
+class Unordered(AssertionError):
+    """An operation may run before, or at the same time as, an operation that must come first."""
+
+
+class FakeEvent:
+    """Imitates ``torch.cuda.Event``. Every operation takes 1 ms."""
+
+    def __init__(self, cuda: FakeCuda, enable_timing: bool = False) -> None:
+        self._cuda, self._timed = cuda, enable_timing
+        self.known: Clock = Counter()
+        self._at: Clock = Counter()
+
+    def record(self, stream: FakeStream | None = None) -> None:
+        self.known = Counter((stream or self._cuda.current).known)
+
+    def synchronize(self) -> None:
+        self._cuda.host |= self.known
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self._timed and end._timed, "torch needs enable_timing=True"
+        assert end.known <= self._cuda.host, "torch raises if the event has not been reached"
+        return float(end.known["compute"] - self.known["compute"])
+
+
+class FakeStream:
+    """Imitates ``torch.cuda.Stream``."""
+
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self._cuda, self.name = cuda, name
+        self.device = torch.device("cpu")
+        self.known: Clock = Counter()
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.known |= other.known
+
+    def record_event(self) -> FakeEvent:
+        event = FakeEvent(self._cuda)
+        event.record(self)
+        return event
+
+    def queue(self) -> None:
+        """Queue an operation. It starts after what the stream and the host have waited for."""
+        self.known |= self._cuda.host
+        self.known[self.name] += 1
+
+
+class _Memory:
+    """Memory of the GPU, or pinned memory: who may use it, and what uses it.
+
+    Attributes:
+        written: stream and number of the operation that wrote it last; None for the host.
+        used: by stream, the last operation that uses it.
+        recorded: streams that the allocator knows of.
+    """
+
+    def __init__(self, tensor: torch.Tensor, stream: str, pinned: bool) -> None:
+        self.tensor, self.stream, self.pinned = tensor, stream, pinned
+        self.written: tuple[str, int] | None = None
+        self.used: Clock = Counter()
+        self.recorded: set[str] = set()
+
+
+class FakeCuda(TorchFunctionMode):
+    """The fake GPU and its host.
+
+    Attributes:
+        compute: the stream of the passes, current at first.
+        host: what the host knows to have ended.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compute = self.current = FakeStream(self, "compute")
+        self.host: Clock = Counter()
+        self._memory: dict[int, _Memory] = {}
+        self._num_streams = 0
+
+    def install(self, patch: pytest.MonkeyPatch) -> None:
+        """Replace the names of ``torch.cuda`` that the platform uses."""
+
+        def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
+            self._memory[_key(tensor)].recorded.add(stream.name)
+
+        patch.setattr(torch.cuda, "Stream", self.stream)
+        patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self, enable_timing))
+        patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        patch.setattr(torch.cuda, "stream", self.on)
+        # This function parses its arguments, and refuses the fake stream, before it asks a mode.
+        patch.setattr(torch.Tensor, "record_stream", record_stream)
+
+    def stream(self, device: Any = None, priority: int = 0) -> FakeStream:
+        self._num_streams += 1
+        return FakeStream(self, f"stream {self._num_streams}")
+
+    @contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def on_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Register ``tensor`` as memory of the GPU, written by the current stream."""
+        self.current.queue()
+        self._write(self._add(tensor, pinned=False))
+        return tensor
+
+    def free(self, tensor: torch.Tensor) -> None:
+        """Give the memory back to the allocator, which its stream may then use for something else."""
+        memory = self._memory.pop(_key(tensor))
+        home = self.compute.known if memory.stream == "compute" else Counter()
+        for stream, last in memory.used.items():
+            if stream not in (memory.stream, *memory.recorded) and home[stream] < last:
+                raise Unordered(f"memory is freed while {stream} may still use it, and no record_stream says so")
+
+    def host_waits_for(self, stream: FakeStream) -> bool:
+        """Whether the host has waited for everything that is queued on ``stream``."""
+        return self.host[stream.name] == stream.known[stream.name]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func.__name__
+        if name == "empty_like" and kwargs.pop("pin_memory", False):
+            return self._added(func(*args, **kwargs), pinned=True)
+        if name == "pin_memory":
+            return self._added(args[0].clone(), pinned=True)
+        if name == "to" and kwargs.get("non_blocking"):  # the tests copy only to the GPU by this name
+            return self._to_device(args[0])
+        result = func(*args, **kwargs)
+        if name in ("__get__", "detach", "untyped_storage"):
+            return result
+        known = [memory for memory in map(self._find, args) if memory is not None]
+        on_host = not any(not memory.pinned for memory in known)
+        if name in ("tolist", "item") or (on_host and known):
+            self._read_by_host(known)
+        elif known:
+            self._run(func.__name__, known, kwargs, result)
+        return result
+
+    def _run(self, name: str, known: list[_Memory], kwargs: dict[str, Any], result: Any) -> None:
+        self.current.queue()
+        for memory in known:
+            self._check(memory, self.current.known)
+        for memory in known[name.endswith("_") :]:
+            memory.used[self.current.name] = self.current.known[self.current.name]
+        if name.endswith("_"):
+            if any(self.current.known[stream] < last for stream, last in known[0].used.items()):
+                raise Unordered(f"{self.current.name} overwrites what another stream may still use")
+            self._write(known[0])
+        elif isinstance(result, torch.Tensor) and _key(result) not in self._memory:
+            self._write(self._add(result, pinned=False))
+        if any(memory.pinned for memory in known) and not kwargs.get("non_blocking"):
+            self.host |= self.current.known
+
+    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
+        source = self._find(tensor)
+        self.current.queue()
+        if source is None:  # pageable memory
+            self.host |= self.current.known
+        copy = tensor.clone()
+        self._write(self._add(copy, pinned=False))
+        return copy
+
+    def _read_by_host(self, known: list[_Memory]) -> None:
+        for memory in known:
+            if not memory.pinned:
+                self.host |= self.current.known  # torch copies it, and waits
+            self._check(memory, self.host)
+
+    def _check(self, memory: _Memory, known: Clock) -> None:
+        if memory.written is not None and known[memory.written[0]] < memory.written[1]:
+            raise Unordered(f"{self.current.name} or the host reads what {memory.written[0]} may still be writing")
+
+    def _write(self, memory: _Memory) -> None:
+        memory.used[self.current.name] = self.current.known[self.current.name]
+        memory.written = self.current.name, self.current.known[self.current.name]
+
+    def _add(self, tensor: torch.Tensor, pinned: bool) -> _Memory:
+        return self._memory.setdefault(_key(tensor), _Memory(tensor, self.current.name, pinned))
+
+    def _added(self, tensor: torch.Tensor, pinned: bool) -> torch.Tensor:
+        self._add(tensor, pinned)
+        return tensor
+
+    def _find(self, value: Any) -> _Memory | None:
+        return self._memory.get(_key(value)) if isinstance(value, torch.Tensor) else None
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata

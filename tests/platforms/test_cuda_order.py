@@ -1,0 +1,138 @@
+"""Tests of the order of what the CUDA platform queues, on a fake GPU. Without any one of the orders, they fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.adapter import loss_reports
+from megatron.zero_bubble.adapter.loss_reports import Collected
+from megatron.zero_bubble.optimizer import global_state
+from megatron.zero_bubble.optimizer.global_state import Reduction
+from megatron.zero_bubble.platforms import cuda as platform_module
+from megatron.zero_bubble.platforms.cuda import CudaPlatform
+from tests.platforms.fake_cuda import FakeCuda, FakeEvent, FakeStream, Unordered
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
+    fake = FakeCuda()
+    fake.install(monkeypatch)
+    monkeypatch.setattr(CudaPlatform, "current_device", lambda self: torch.device("cpu"))
+    for module in (global_state, loss_reports):
+        monkeypatch.setattr(module, "select", lambda _type: CudaPlatform())
+    platform_module._stream_for_copies.cache_clear()
+    with fake:
+        yield fake
+    platform_module._stream_for_copies.cache_clear()
+
+
+def accumulate_on_a_side_stream(cuda: FakeCuda) -> float:
+    """A B, its W on the side stream, the release of W's operands, and the reader of the gradient."""
+    side_stream = CudaPlatform().side_stream()
+    main_grad, x = cuda.on_device(torch.zeros(2)), cuda.on_device(torch.ones(2))
+    x.mul_(3.0)
+    side_stream.run(lambda: main_grad.add_(x), [x])
+    cuda.free(x)
+    passes = cuda.on_device(torch.ones(2))
+    passes.mul_(2.0)
+    side_stream.join()
+    total = main_grad.sum()
+    cuda.free(main_grad)
+    return total.item()
+
+
+def read_a_loss(cuda: FakeCuda) -> float:
+    """A loss on its way to the host, while passes are queued behind it."""
+    loss = cuda.on_device(torch.zeros(2))
+    loss.add_(4.0)
+    losses = Collected()
+    losses.append({"lm loss": (loss,)})
+    cuda.free(loss)
+    passes = cuda.on_device(torch.ones(2))
+    passes.mul_(2.0)
+    values = losses[0]["lm loss"][0].wait().tolist()
+    assert not cuda.host_waits_for(cuda.compute), "the host waits for passes"
+    return sum(values)
+
+
+class NcclWork:
+    """Imitates NCCL's handle: ``wait`` makes the current stream wait, and not the host."""
+
+    def __init__(self, cuda: FakeCuda, ran_on: FakeStream) -> None:
+        self._cuda, self._ran_on = cuda, ran_on
+
+    def wait(self) -> None:
+        self._cuda.current.wait_stream(self._ran_on)
+
+
+def reduce_figures(cuda: FakeCuda, patch: pytest.MonkeyPatch) -> float:
+    """Figures that NCCL reduces while passes are queued."""
+    nccl = cuda.stream()
+
+    def all_reduce(figures: torch.Tensor, *_: Any, async_op: bool) -> NcclWork:
+        nccl.wait_stream(cuda.compute)
+        with cuda.on(nccl):
+            figures.mul_(2.0)
+        return NcclWork(cuda, nccl)
+
+    patch.setattr(dist, "all_reduce", all_reduce)
+    reduction = Reduction(cuda.on_device(torch.full((2,), 1.5)), dist.ReduceOp.SUM, None)  # type: ignore[arg-type]
+    passes = cuda.on_device(torch.ones(2))
+    passes.mul_(2.0)
+    before = dict(cuda.compute.known)
+    figures = reduction.wait()
+    assert not cuda.host_waits_for(cuda.compute), "the host waits for passes"
+    assert cuda.compute.known == before, "passes wait for the reduction"
+    return sum(figures)
+
+
+def test_side_stream_runs_between_its_operands_and_the_reader_of_its_results(cuda: FakeCuda) -> None:
+    assert accumulate_on_a_side_stream(cuda) == 6.0
+
+
+def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) -> None:
+    assert read_a_loss(cuda) == 8.0
+
+
+def test_reduced_figures_are_read_without_a_wait_for_passes(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert reduce_figures(cuda, monkeypatch) == 6.0
+
+
+@pytest.mark.parametrize("forgotten", [(FakeStream, "wait_stream"), (torch.Tensor, "record_stream")])
+@pytest.mark.parametrize("use", [accumulate_on_a_side_stream, read_a_loss])
+def test_fake_notices_what_is_forgotten(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, use: Callable[[FakeCuda], float], forgotten: tuple[type, str]
+) -> None:
+    monkeypatch.setattr(*forgotten, lambda *_: None)
+    with pytest.raises(Unordered):
+        use(cuda)
+
+
+def test_fake_notices_a_forgotten_event(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda self: None)
+    with pytest.raises(Unordered):
+        read_a_loss(cuda)
+
+
+def test_marks_wait_for_the_end_mark_only(cuda: FakeCuda) -> None:
+    platform = CudaPlatform()
+    passes = cuda.on_device(torch.ones(2))
+    start = platform.mark()
+    for _ in range(3):
+        passes.mul_(2.0)
+    end = platform.mark()
+    passes.mul_(2.0)
+    assert platform.elapsed_ms(start, end) == 3.0
+    assert not cuda.host_waits_for(cuda.compute)
+
+
+def test_copy_to_the_device_does_not_wait_for_passes(cuda: FakeCuda) -> None:
+    passes = cuda.on_device(torch.ones(2))
+    tokens = CudaPlatform().to_device(torch.arange(3), torch.device("cpu"))
+    assert not cuda.host_waits_for(cuda.compute)
+    assert (tokens.sum() + passes.sum()).item() == 5.0
