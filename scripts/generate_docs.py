@@ -1,6 +1,7 @@
 """Write the parts of README.md and docs/, and the pictures, that come from the code or from a bench's JSON.
 
-A generated part stands between a line ``<!-- generated: NAME -->`` and a line ``<!-- end -->``.
+A generated part stands between a line ``<!-- generated: NAME -->`` and a line ``<!-- end -->``. A part of a sentence
+stands between the same marks within one line.
 
     python scripts/generate_docs.py            rewrite all of them
     python scripts/generate_docs.py --check    change nothing; exit code 1 where one is stale
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from site_parts import architecture, flags, refusals, schedules, stored
+from site_parts import architecture, flags, gpu, refusals, schedules, stored
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[], str]] = {
@@ -24,9 +25,11 @@ PARTS: dict[str, Callable[[], str]] = {
     **refusals.PARTS,
     **stored.PARTS,
     **architecture.PARTS,
+    **gpu.PARTS,
 }
 """What writes each part, by its name."""
 _PART = re.compile(r"(<!-- generated: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+_WORDS = re.compile(r"(<!-- generated: ([\w-]+) -->)[^\n]+(<!-- end -->)")
 
 
 def main(argv: list[str]) -> int:
@@ -53,7 +56,8 @@ def pages() -> list[Path]:
 
 def generated(page: str) -> str:
     """The page with its generated parts as they are now; KeyError for an unknown name."""
-    return _PART.sub(lambda part: f"{part[1]}\n{_part(part[2]).strip()}\n\n{part[3]}", page)
+    page = _PART.sub(lambda part: f"{part[1]}\n{_part(part[2]).strip()}\n\n{part[3]}", page)
+    return _WORDS.sub(lambda part: f"{part[1]}{_part(part[2])}{part[3]}", page)
 
 
 @cache

@@ -238,3 +238,17 @@ def assert_all_end(pids: list[int]) -> None:
 
 def is_running(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def parent_and_threads(rank: int) -> tuple[int, str]:
+    return os.getppid(), os.environ["OMP_NUM_THREADS"]
+
+
+def test_ranks_need_not_be_forked_from_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks on GPUs are children of the test process, because CUDA does not survive a fork."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    pool = RankPool(initializer=nothing, forked=False)
+    try:
+        assert pool.run(2, parent_and_threads) == [(os.getpid(), "1")] * 2
+    finally:
+        pool.close()

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from site_parts import gpu
 from site_parts.markdown import code, table
 
 _ROOT = Path(__file__).parent.parent.parent
@@ -78,7 +79,7 @@ def compatibility() -> str:
         ("Python", "3.10 or newer", "training on 3.11; planning on 3.10 to 3.13"),
         ("torch", f"{torch} or newer", f"{pins['torch']}, CPU build"),
         ("TransformerEngine", f"{engine} or newer", "against a stand-in only"),
-        ("CUDA GPUs, NCCL", "written, with tests", "not yet"),
+        ("CUDA GPUs, NCCL", "written, with tests", gpu.verified()),
     ]
     return table(("", "supported", "verified"), rows)
 

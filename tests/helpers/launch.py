@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.ranks import start_server
+from tests.helpers.ranks import environment, start_server
 
 Setup = Callable[[int], object]
 
@@ -71,7 +71,12 @@ class RankExit:
 
 
 def run_training(
-    num_ranks: int, flags: Sequence[str], folder: Path, setup: Setup | None = None, timeout: float = 100.0
+    num_ranks: int,
+    flags: Sequence[str],
+    folder: Path,
+    setup: Setup | None = None,
+    timeout: float = 100.0,
+    forked: bool = True,
 ) -> list[RankExit]:
     """Run ``pretrain_gpt.py`` with ``flags`` on ``num_ranks`` processes without an agent; return each rank's exit.
 
@@ -79,20 +84,21 @@ def run_training(
         folder: the ranks' output is written here.
         setup: called as ``setup(rank)`` in each process before training, e.g. to inject a fault.
         timeout: seconds for the whole run.
+        forked: as for ``RankPool``; False on GPUs.
 
     Raises:
         TimeoutError: contains the output of every rank; ranks that are still running are killed.
     """
-    start_server()
-    context = get_context("forkserver")
+    context = start_server() if forked else get_context("spawn")
     port = _free_port()
     logs = [folder / f"rank-{rank}.log" for rank in range(num_ranks)]
     processes = [
         context.Process(target=_rank, args=(rank, num_ranks, port, list(flags), str(log), setup))
         for rank, log in enumerate(logs)
     ]
-    for process in processes:
-        process.start()
+    with environment():
+        for process in processes:
+            process.start()
     ended: dict[int, float] = {}
     deadline = time.monotonic() + timeout
     try:

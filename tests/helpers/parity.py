@@ -170,7 +170,8 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
     for schedule in schedules:
         words = flags.split()
         if schedule is None:
-            _, words = parse_ours(words)  # stock does not know our flags
+            ours, words = parse_ours([*BASE_FLAGS.split(), *words])  # stock does not know our flags
+            words += ["--zero-bubble-device", ours.zero_bubble_device]
         else:
             words += ["--zero-bubble-schedule", schedule]
             words += [] if "--zero-bubble-fuse-wgrad" in flags else ["--zero-bubble-exact"]
@@ -185,6 +186,15 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
             assert pipeline is None or pipeline.num_pending == 0, f"{schedule} left gradients or messages behind"
         finally:
             revert()
+
+
+def _device(args: Any) -> torch.device:
+    """The rank's device; a pool of CPU ranks has installed its platform, ranks on GPUs may share one."""
+    platform = select(args.zero_bubble_device)
+    device = platform.device(torch.distributed.get_rank())
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    return device
 
 
 def rebuild_process_groups(args: Any) -> None:
@@ -210,14 +220,14 @@ def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[
     from megatron.zero_bubble.training.distributed import seed
 
     seed(args)
-    device = select("cpu").device(0)
+    device = _device(args)
     config = model.build_config(args, device)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
     chunks = model.build_model(args, config, vocab_size, device)
     if start is None:
         pipeline = parallel_state.get_pipeline_model_parallel_group()
         parts: list[Any] = [None] * pipeline.size()
-        own = {name: weight.detach().clone() for name, weight in _by_name(chunks).items()}
+        own = {name: weight.detach().cpu().clone() for name, weight in _by_name(chunks).items()}
         torch.distributed.all_gather_object(parts, own, group=pipeline)
         start = {name: weight for part in parts for name, weight in part.items()}
     for name, weight in _by_name(chunks).items():
@@ -241,8 +251,7 @@ def _train_once(
     from megatron.zero_bubble.training import schedule as zero_bubble
     from megatron.zero_bubble.training.data import tokenizer
 
-    platform = select("cpu")
-    device = platform.device(0)
+    platform, device = select(args.zero_bubble_device), _device(args)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
     chunks, start = _build(args, start)
     before = _digests(chunks)
@@ -313,7 +322,7 @@ def _digests(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    whole = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
 
 

@@ -24,6 +24,17 @@ SEED = 1234
 
 
 @dataclass(frozen=True)
+class Group:
+    """The default process group of a run: over gloo, or over NCCL with one GPU per rank.
+
+    ``eager`` binds NCCL's group to the rank's GPU, so that torch creates communicators before they are used.
+    """
+
+    backend: str = "gloo"
+    eager: bool = False
+
+
+@dataclass(frozen=True)
 class Job:
     """One call for one rank; ``call`` is the pickled ``(fn, args, after)``. The pool sends None to request a reset."""
 
@@ -32,6 +43,7 @@ class Job:
     store: str
     timeout_s: float
     call: bytes
+    group: Group
 
 
 @dataclass(frozen=True)
@@ -87,12 +99,17 @@ def _run(job: Job) -> object:
     import torch
     import torch.distributed
 
+    device = None
+    if job.group.backend == "nccl":
+        device = torch.device("cuda", job.rank)
+        torch.cuda.set_device(device)
     torch.distributed.init_process_group(
-        "gloo",
+        job.group.backend,
         store=torch.distributed.FileStore(job.store, job.world_size),
         rank=job.rank,
         world_size=job.world_size,
         timeout=timedelta(seconds=job.timeout_s),
+        device_id=device if job.group.eager else None,
     )
     os.environ.update(RANK=str(job.rank), LOCAL_RANK=str(job.rank), WORLD_SIZE=str(job.world_size))
     random.seed(SEED)

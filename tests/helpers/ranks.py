@@ -21,15 +21,16 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.rank_worker import Job, Reply, serve
+from tests.helpers.rank_worker import Group, Job, Reply, serve
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 120.0
@@ -94,15 +95,28 @@ refer to it through autograd) and keeps 15 process groups alive, each with threa
 be thousands, which slow the machine down."""
 
 
+OVER_GLOO = Group()
+
+
 class RankPool:
-    """Runs functions on ranks 0 .. n-1, each in a process with gloo initialized for n ranks.
+    """Runs functions on ranks 0 .. n-1, each in a process with torch.distributed initialized for n ranks.
 
     Args:
         initializer: a picklable top-level function, called once in every new process.
+        group: the default process group of every run.
+        forked: whether to fork the ranks from a server that has done the slow imports. Ranks on GPUs cannot be forked
+            from it: an import may have used CUDA's driver.
     """
 
-    def __init__(self, initializer: Callable[[], object] = install_cpu_platform) -> None:
+    def __init__(
+        self,
+        initializer: Callable[[], object] = install_cpu_platform,
+        group: Group = OVER_GLOO,
+        forked: bool = True,
+    ) -> None:
         self._initializer = initializer
+        self._forked = forked
+        self._group = group
         self._ranks: list[_Rank] = []
         self._folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         self._serial = 0
@@ -140,7 +154,7 @@ class RankPool:
             self._serial += 1
             store = str(self._folder / f"store-{self._serial}")
             call = pickle.dumps((fn, args, after))
-            jobs = [Job(rank, num_ranks, store, timeout, call) for rank in range(num_ranks)]
+            jobs = [Job(rank, num_ranks, store, timeout, call, self._group) for rank in range(num_ranks)]
             name = f"{fn.__module__}.{fn.__qualname__}"
             results = self._exchange(jobs, f"{name} on {num_ranks} ranks", timeout, grace)
             self._exchange([None] * num_ranks, f"resetting the ranks after {name}", timeout, grace)
@@ -164,14 +178,14 @@ class RankPool:
         first, started = len(self._ranks), range(len(self._ranks), num_ranks)
         if not started:
             return
-        start_server()
-        context = get_context("forkserver")
+        context = start_server() if self._forked else get_context("spawn")
         for index in started:
             ours, theirs = context.Pipe()
             log = self._folder / f"rank-{index}.log"
             log.touch()
             process = context.Process(target=serve, args=(theirs, str(log), self._initializer), name=f"rank-{index}")
-            process.start()
+            with environment():
+                process.start()
             theirs.close()
             self._ranks.append(_Rank(process, ours, log))
         self._collect(self._ranks[first:], "starting the ranks", START_TIMEOUT_S, grace=1.0)
@@ -240,12 +254,22 @@ def _receive(connection: Connection) -> Reply | None:
         return None
 
 
-def start_server() -> None:
-    """Start the fork server with the ranks' environment and imports."""
-    get_context("forkserver").set_forkserver_preload(["tests.helpers.rank_worker", "tests.helpers.rank_imports"])
-    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
-    with _environment(PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS="1", TORCHDYNAMO_DISABLE="1"):
+def start_server() -> ForkServerContext:
+    """Start the fork server with the ranks' environment and imports; return the context that starts ranks."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.helpers.rank_worker", "tests.helpers.rank_imports"])
+    with environment():
         forkserver.ensure_running()
+    return context
+
+
+def environment() -> AbstractContextManager[None]:
+    """Context in which started processes get the environment of ranks."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    queues = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    return _environment(
+        PYTHONPATH=path, OMP_NUM_THREADS="1", CUDA_DEVICE_MAX_CONNECTIONS=queues, TORCHDYNAMO_DISABLE="1"
+    )
 
 
 @contextmanager

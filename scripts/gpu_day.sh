@@ -1,0 +1,26 @@
+#!/usr/bin/env bash
+# Checks and measurements on GPUs, in parts of at most nine minutes. Results go to runs/gpu_day/gpu_day.json.
+#
+#   bash scripts/gpu_day.sh pack         collect what a machine without a network needs, in build/gpu_day/piece-*
+#   bash scripts/gpu_day.sh 1            correct: the machine, installation, kernels, two ranks on one GPU
+#   bash scripts/gpu_day.sh 2            fast: weight gradients, passes, spinning receives, memory, predicted bubbles
+#   bash scripts/gpu_day.sh 3            whole runs: four ranks share one GPU over gloo
+#   bash scripts/gpu_day.sh 4            TransformerEngine, if it was packed
+#   bash scripts/gpu_day.sh 5            NCCL, on two or more GPUs
+#   bash scripts/gpu_day.sh PART --cpu   the steps of a part that run without a GPU, at tiny sizes
+#   bash scripts/gpu_day.sh page FILE... store the results in docs/gpu_day.json and write docs/gpu.md
+#
+# A part prints a table last; its exit status is the number of steps that failed. scripts/gpu_day/steps.py has the steps.
+# ZB_PYTHON is the interpreter, with torch (default: python3). Nothing is installed into it.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export PYTHONPATH="$PWD/scripts:$PWD:$PWD/build/gpu_day/site${PYTHONPATH:+:$PYTHONPATH}"
+export TORCHINDUCTOR_CACHE_DIR="${TORCHINDUCTOR_CACHE_DIR:-$PWD/build/gpu_day/inductor}"
+module=run
+case "${1:-}" in
+    pack | page)
+        module="$1"
+        shift
+        ;;
+esac
+exec "${ZB_PYTHON:-python3}" -m "gpu_day.$module" "$@"

@@ -1,0 +1,133 @@
+"""A GPT on the ranks of one pipeline whose iterations are all passes of a global batch, without optimizer and data."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.patching import apply, revert
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.training import distributed, model
+from megatron.zero_bubble.training.arguments import parse
+from megatron.zero_bubble.training.checks import check
+from megatron.zero_bubble.training.process import Launch
+from megatron.zero_bubble.training.quiet import quiet
+
+VOCABULARY = 1024
+
+
+def add_sizes(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that ``Gpt`` reads."""
+    parser.add_argument("--hidden-size", type=int, required=True)
+    parser.add_argument("--num-layers", type=int, required=True)
+    parser.add_argument("--seq-length", type=int, required=True)
+    parser.add_argument("--micro-batch-size", type=int, default=1)
+    parser.add_argument("--num-microbatches", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=5)
+
+
+class Gpt:
+    """The model in bfloat16 on all ranks; several ranks share one GPU, and communicate over gloo.
+
+    Args:
+        options: the arguments of ``add_sizes``, and ``device``.
+        schedule: decides the placement of the stages; by default, there is one stage per rank.
+    """
+
+    def __init__(self, options: argparse.Namespace, schedule: str | None = None) -> None:
+        self._options = options
+        launch = Launch.from_environment()
+        length, samples = options.seq_length, options.micro_batch_size * options.num_microbatches
+        self._args = parse(
+            f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --seq-length {length} "
+            f"--num-attention-heads {max(1, options.hidden_size // 128)} --max-position-embeddings {length} "
+            f"--micro-batch-size {options.micro_batch_size} --global-batch-size {samples} --train-iters 1 --lr 1e-4 "
+            f"--mock-data --tokenizer-type NullTokenizer --vocab-size {VOCABULARY - 1} --attention-dropout 0 "
+            "--hidden-dropout 0 --untie-embeddings-and-output-weights --make-vocab-size-divisible-by 8 --bf16 "
+            f"--transformer-impl local --pipeline-model-parallel-size {launch.world_size} "
+            f"--zero-bubble-device {options.device} {f'--zero-bubble-schedule {schedule}' if schedule else ''}".split()
+        )
+        check(self._args, launch.world_size)
+        self.platform = select(options.device)
+        self._device = self.platform.setup(launch.local_rank)
+        with quiet():
+            self._build(launch)
+
+    def _build(self, launch: Launch) -> None:
+        backend = "gloo" if launch.world_size > 1 else self.platform.backend
+        if not dist.is_initialized():
+            distributed.initialize(self._args, launch, backend)
+        self._take_turn()
+        config = model.build_config(self._args, self._device)
+        if self._args.zero_bubble_schedule:
+            apply(self._args.zero_bubble)
+        try:
+            self._chunks = model.build_model(self._args, config, VOCABULARY, self._device)
+        finally:
+            revert()
+        model.connect(self._args, self._chunks, model.build_optimizer(self._args, self._chunks))
+        shape = (self._options.micro_batch_size, self._options.seq_length + 1)
+        self._tokens = torch.randint(0, VOCABULARY, shape, generator=torch.Generator().manual_seed(1)).to(self._device)
+
+    def _take_turn(self) -> None:
+        """Set Megatron's number of chunks per rank, which its initialization sets only once, to that of this model."""
+        from megatron.core import parallel_state
+
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(self._args.virtual_pipeline_model_parallel_size)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group of the pipeline."""
+        from megatron.core import parallel_state
+
+        return parallel_state.get_pipeline_model_parallel_group()
+
+    def memory(self) -> dict[str, int]:
+        """Peaks in bytes: of what tensors took, and of what torch reserved for them, which on the CPU is the same."""
+        allocated = self.platform.peak_memory_bytes()
+        on_gpu = self._device.type == "cuda"
+        return {"allocated": allocated, "reserved": torch.cuda.max_memory_reserved() if on_gpu else allocated}
+
+    def iteration(self) -> None:
+        """Run all passes of one global batch under the schedule that is enabled, or under Megatron's 1F1B."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+
+        self._take_turn()
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        # Megatron runs a single rank without its pipeline, which supports one rank and which our schedules replace.
+        alone = self._args.pipeline_model_parallel_size == 1
+        run = schedules.forward_backward_pipelining_without_interleaving if alone else get_forward_backward_func()
+        run(
+            forward_step_func=self._forward_step,
+            data_iterator=[None] * len(self._chunks) if len(self._chunks) > 1 else None,
+            model=self._chunks if len(self._chunks) > 1 else self._chunks[0],
+            num_microbatches=self._options.num_microbatches,
+            seq_length=self._options.seq_length,
+            micro_batch_size=self._options.micro_batch_size,
+        )
+
+    def _forward_step(self, _batches: Any, stage: Any) -> tuple[Any, Callable[..., Any]]:
+        tokens = self._tokens
+        position_ids = torch.arange(tokens.shape[1] - 1, device=self._device).expand(tokens.shape[0], -1)
+        output = stage(tokens[:, :-1], position_ids, None, labels=tokens[:, 1:].contiguous())
+        return output, lambda losses: (losses.float().mean(), {"loss": losses.float().mean().detach()})
+
+
+def under(config: ZeroBubbleConfig, observers: Sequence[IterationObserver] = ()) -> None:
+    """Enable the schedule of ``config`` until ``revert``."""
+    apply(config, observers, say=lambda _: None)
+
+
+def leave() -> None:
+    """End all process groups, also those in reference cycles."""
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()

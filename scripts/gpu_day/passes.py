@@ -1,0 +1,153 @@
+"""The passes of a GPT on one rank, under stock 1F1B and under ours: device time, host time, idle share, memory.
+
+One rank has no bubble, so differences between the rows are the costs of splitting the backward and the gains of fused
+weight gradients. Host time per pass is how long Python and the launches of kernels take; a device that computes for
+less waits for the host. The idle share is that of one iteration under the profiler, which slows the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile
+
+from gpu_day import gpt, step
+from megatron.zero_bubble import PassCosts
+from megatron.zero_bubble.ir import Compute, Op
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.patching import observe, revert
+from megatron.zero_bubble.runtime.observer import IterationObserver
+
+FUSED = "split, fused"
+# On one rank, ZB-H1 runs every W directly after its B.
+VARIANTS: dict[str, ZeroBubbleConfig | None] = {
+    "stock 1F1B": None,
+    "1f1b, ours": ZeroBubbleConfig(schedule="1f1b"),
+    "split, exact": ZeroBubbleConfig(schedule="zb-h1", fuse_wgrad=False),
+    FUSED: ZeroBubbleConfig(schedule="zb-h1"),
+    "split, wgrad stream": ZeroBubbleConfig(schedule="zb-h1", wgrad_stream=True),
+}
+
+
+def main() -> int:
+    """Measure every variant."""
+    parser = step.parser(__doc__)
+    gpt.add_sizes(parser)
+    options = parser.parse_args()
+    job = gpt.Gpt(options)
+    rows = [{"variant": name, **measure(job, config, options)} for name, config in VARIANTS.items()]
+    fused = next(row for row in rows if row["variant"] == FUSED)
+    figures = {key: fused["costs"][key][0] for key in ("forward_ms", "backward_ms", "wgrad_ms")}
+    step.write(options.output, {**figures, "host_ms": fused["host_ms"], "rows": rows})
+    gpt.leave()
+    return 0
+
+
+def measure(job: gpt.Gpt, config: ZeroBubbleConfig | None, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure one variant, after an iteration that allocates memory and compiles."""
+    host = HostClock()
+    recorder = Recorder(job.platform)
+    # A separate stream leaves nothing of W between the recorder's marks, so that variant has no times of passes.
+    on_stream = config is not None and config.wgrad_stream
+    observers: list[IterationObserver] = [host] if on_stream else [recorder, host]
+    if config is None:
+        observe(observers)
+    else:
+        gpt.under(config, observers)
+    try:
+        job.platform.reset_peak_memory()
+        job.iteration()
+        idle = _idle_share(job, options.device)
+        host.clear()
+        times, costs = zip(*(_round(job, None if on_stream else recorder) for _ in range(options.rounds)), strict=True)
+    finally:
+        revert()
+    return {
+        "iteration_ms": median(times),
+        "host_ms": host.ms_per_pass(),
+        "idle_share": idle,
+        "costs": None if on_stream else _median(costs),
+        "memory": job.memory(),
+    }
+
+
+def _round(job: gpt.Gpt, recorder: Recorder | None) -> tuple[float, PassCosts | None]:
+    """Time of one iteration in ms, and the times of its passes."""
+    if recorder is not None:
+        recorder.start(job.group)
+    job.platform.synchronize()
+    start = job.platform.mark()
+    job.iteration()
+    elapsed = job.platform.elapsed_ms(start, job.platform.mark())
+    if recorder is None:
+        return elapsed, None
+    return elapsed, median_costs([gather_trace("passes", recorder.stop(), job.group).timeline])
+
+
+def _median(costs: Iterable[PassCosts]) -> dict[str, Any]:
+    rounds = [asdict(one) for one in costs]
+    keys = ("forward_ms", "backward_ms", "wgrad_ms")
+    return {key: [median(stages) for stages in zip(*(one[key] for one in rounds), strict=True)] for key in keys}
+
+
+def _idle_share(job: gpt.Gpt, device: str) -> float | None:
+    """The share of one iteration, from the first kernel to the last, in which the device ran none."""
+    activity = ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        job.iteration()
+        job.platform.synchronize()
+    spans = [
+        (event.time_range.start, event.time_range.end)
+        for event in profiled.events()
+        if event.device_type.name == activity.name
+    ]
+    return idle_share(spans)
+
+
+def idle_share(spans: Iterable[tuple[float, float]]) -> float | None:
+    """The share of the time between the first start and the last end that no span covers; None without a span."""
+    ordered = sorted(spans)
+    if not ordered:
+        return None  # the profiler cannot see the device, which must not cost the other figures
+    first, reached = ordered[0][0], ordered[0][0]
+    idle = 0.0
+    for start, end in ordered:
+        idle += max(0.0, start - reached)
+        reached = max(reached, end)
+    return idle / (reached - first) if reached > first else 0.0
+
+
+class HostClock(IterationObserver):
+    """Sums the host's time within passes."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all passes."""
+        self._seconds, self._count, self._begun = 0.0, 0, 0.0
+
+    def begin(self, op: Op) -> None:
+        self._begun = self._clock()
+
+    def end(self, op: Op) -> None:
+        if isinstance(op, Compute):
+            self._seconds += self._clock() - self._begun
+            self._count += 1
+
+    def ms_per_pass(self) -> float:
+        """The mean over all passes since ``clear``."""
+        return 1e3 * self._seconds / self._count
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""The steps of each part, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+OK, NEEDS_GPU = "ok", "needs a GPU"
+"""The statuses of a step that succeeded, and of one that cannot run on a CPU; all others are failures."""
+PART_LIMIT_S = 540
+"""A part ends within nine minutes, because commands of a lent machine may be limited to ten."""
+
+EXACT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Without a fixed workspace, cuBLAS may give other bits when several streams are in use."""
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process, ``python -m gpu_day.MODULE ARGUMENTS --device cpu|cuda --output FILE``, with a time limit.
+
+    Attributes:
+        reads: what the table shows of the figures in FILE, as a format string; a figure that is missing or not finite
+            fails the step.
+        on_cpu: the arguments with ``--cpu``; None for a step that needs a GPU.
+        num_ranks: number of processes that torchrun starts, at most two of them with ``--cpu``.
+        num_gpus: the step needs at least as many.
+        environment: additional variables, also with ``--cpu``.
+    """
+
+    name: str
+    module: str
+    arguments: str
+    limit_s: int
+    reads: str
+    on_cpu: str | None
+    num_ranks: int = 1
+    num_gpus: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Steps that run one after the other; a failed step does not stop the others."""
+
+    title: str
+    steps: tuple[Step, ...]
+
+
+TESTS = "{passed} passed, {skipped} skipped"
+WHOLE = "tests/gpu/test_whole_runs.py"
+ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
+MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
+TINY = "--hidden-size 32 --num-layers 2 --seq-length 16 --micro-batch-size 1 --rounds 2"
+
+
+def _tests(name: str, selection: str, limit_s: int, on_cpu: str | None, **more: str) -> Step:
+    return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, environment={**EXACT, **more})
+
+
+def _over_nccl(name: str, selection: str, limit_s: int, on_cpu: str | None = None, **more: str) -> Step:
+    variables = {**EXACT, "ZB_TEST_BACKEND": "nccl", **more}
+    return Step(name, "pytests", selection, limit_s, TESTS, on_cpu, num_gpus=2, environment=variables)
+
+
+PARTS = {
+    "1": Part(
+        "correct",
+        (
+            Step(
+                "machine",
+                "machine",
+                "",
+                30,
+                "copy {copy_gb_per_s:.0f} GB/s, bf16 product {bf16_tflops:.0f} TFLOP/s",
+                "--mib 4 --size 128",
+            ),
+            Step("install", "install", "", 90, "ops: {ops}; megatron-core {megatron_core}", ""),
+            _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 90, "tests/kernels/test_wgrad.py"),
+            Step("memory checker", "memory_check", "", 90, "{products} products, {errors} errors", ""),
+            _tests("two ranks share the GPU", "tests/gpu/test_training_on_gpus.py -k gloo", 240, None),
+        ),
+    ),
+    "2": Part(
+        "fast",
+        (
+            Step(
+                "weight gradients",
+                "products",
+                "--hidden-size 2048 4096 8192 --tokens 4096",
+                100,
+                "of the library's speed: bf16 {bfloat16:.0%}, fp32 {float32:.0%}",
+                "--hidden-size 32 --tokens 64 --rounds 2",
+            ),
+            Step(
+                "passes",
+                "passes",
+                f"{MODEL} --num-microbatches 4",
+                140,
+                "F {forward_ms:.2f}, B {backward_ms:.2f}, W {wgrad_ms:.2f} ms; host {host_ms:.2f} ms per pass",
+                f"{TINY} --num-microbatches 2",
+            ),
+            Step(
+                "spinning receives",
+                "spin",
+                f"{MODEL} --num-microbatches 4 --num-blocks 0 1 2 4 8 16 32",
+                110,
+                "F {forward_over_free:.2f}, B {backward_over_free:.2f}, W {wgrad_over_free:.2f} x with {most} blocks",
+                f"{TINY} --num-microbatches 2 --num-blocks 0 1",
+            ),
+            Step(
+                "memory",
+                "fragments",
+                "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024",
+                80,
+                ALLOCATOR,
+                "--iterations 2 --hidden-size 32 --num-layers 8 --seq-length 16",
+                num_ranks=4,
+            ),
+            Step(
+                "memory, expandable segments",
+                "fragments",
+                "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024",
+                80,
+                ALLOCATOR,
+                None,
+                num_ranks=4,
+                environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            ),
+            Step(
+                "predicted bubbles",
+                "predict",
+                "--passes {folder}/passes.json --num-ranks 4 8 16",
+                30,
+                "p={num_ranks}: 1f1b {bubble_1f1b:.1%}, zb-v {bubble_zb_v:.1%}, zb-auto {bubble_zb_auto:.1%}",
+                "--passes {folder}/passes.json --num-ranks 2",
+            ),
+        ),
+    ),
+    "3": Part(
+        "whole runs on one GPU",
+        (
+            _tests("schedules, exact", f"{WHOLE} -k same_bits", 200, f"{WHOLE} -k 'same_bits and bf16 and linear'"),
+            _tests("schedules, fused", f"{WHOLE} -k fused", 60, None),
+            _tests("data parallel 2", f"{WHOLE} -k data_parallel", 50, None),
+            _tests("post-validation", f"{WHOLE} -k post_validation", 100, f"{WHOLE} -k 'post_validation and fp16'"),
+            _tests("checkpoints, traces, evaluation", f"{WHOLE} -k written", 80, f"{WHOLE} -k costs_are_written"),
+            _tests("one rank over NCCL", f"{WHOLE} -k one_rank", 45, f"{WHOLE} -k one_rank"),
+        ),
+    ),
+    "4": Part(
+        "TransformerEngine",
+        (
+            Step("install", "engine_install", "", 240, "TransformerEngine {version}", None),
+            _tests("parity", "tests/gpu/test_transformer_engine.py -k gloo", 220, None),
+            Step(
+                "weight gradients",
+                "products",
+                "--hidden-size 4096 --tokens 4096 --dtype bfloat16",
+                40,
+                "TransformerEngine at {engine:.0%} of the library's speed, ours at {bfloat16:.0%}",
+                None,
+            ),
+            Step("memory until W in FP8", "engine_memory", "", 40, "{bytes_per_element:.2f} bytes per element", None),
+        ),
+    ),
+    "5": Part(
+        "NCCL",
+        (
+            _over_nccl(
+                "against stock, 1 queue",
+                f"{WHOLE} -k same_bits",
+                110,
+                f"{WHOLE} -k 'same_bits and fp32 and vee'",
+                **{QUEUES: "1"},
+            ),
+            _over_nccl("against stock, 8 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, **{QUEUES: "8"}),
+            _over_nccl("against stock, 32 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, **{QUEUES: "32"}),
+            _over_nccl(
+                "against stock, eager communicators",
+                f"{WHOLE} -k 'same_bits and bf16'",
+                70,
+                **{QUEUES: "32", "ZB_TEST_EAGER": "1"},
+            ),
+            _over_nccl("post-validation", f"{WHOLE} -k post_validation", 90, **{QUEUES: "1"}),
+            _over_nccl("killed rank", f"{WHOLE} -k killed", 70, f"{WHOLE} -k killed", **{QUEUES: "1"}),
+            _over_nccl("jobs of torchrun", "tests/gpu/test_training_on_gpus.py -k nccl", 80, **{QUEUES: "1"}),
+        ),
+    ),
+}
+"""The parts by name. Part 4 needs TransformerEngine, part 5 two or more GPUs."""

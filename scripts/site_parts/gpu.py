@@ -1,0 +1,224 @@
+"""The generated parts of docs/gpu.md and the status of GPUs in the README, from docs/gpu_day.json if it exists."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gpu_day import steps as day
+from gpu_day.steps import NEEDS_GPU, OK
+from site_parts.markdown import code, table
+
+_ROOT = Path(__file__).parent.parent.parent
+Figures = Mapping[str, Any]
+
+
+def stored() -> dict[str, Any]:
+    """The records of the parts that ran on a GPU; empty before the first run."""
+    file = _ROOT / "docs/gpu_day.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def words(parts: Figures | None = None) -> str:
+    """One sentence for the status in the head of the README."""
+    parts = stored() if parts is None else parts
+    if not parts:
+        return (
+            "**Not yet run on a GPU**: code and tests for GPUs are written, no GPU figure exists "
+            "([how to run them](docs/gpu.md))."
+        )
+    ok, ran = _counts(parts)
+    nccl = "" if "5" in parts else " Not yet run over NCCL between GPUs."
+    gpus = " and ".join(sorted({gpu for part in parts.values() for gpu in part["machine"]["gpus"]}))
+    return f"**On {gpus}**, {ok} of {ran} steps of {_names(parts)} succeeded ([GPU results](docs/gpu.md)).{nccl}"
+
+
+def _names(parts: Iterable[str]) -> str:
+    *others, last = parts
+    return f"parts {', '.join(others)} and {last}" if others else f"part {last}"
+
+
+def _counts(parts: Figures) -> tuple[int, int]:
+    statuses = [step["status"] for part in parts.values() for step in part["steps"]]
+    ran = [status for status in statuses if status != NEEDS_GPU]
+    return ran.count(OK), len(ran)
+
+
+def verified(parts: Figures | None = None) -> str:
+    """The cell of the README's table of what was verified."""
+    parts = stored() if parts is None else parts
+    if not parts:
+        return "not yet"
+    ok, ran = _counts(parts)
+    return f"{ok} of {ran} steps of {_names(parts)} of `scripts/gpu_day.sh`"
+
+
+def status(parts: Figures | None = None) -> str:
+    """The first paragraph of the page."""
+    parts = stored() if parts is None else parts
+    if not parts:
+        return (
+            "**Nothing has run on a GPU yet.** No figure on this page or elsewhere in this documentation was measured "
+            "on a GPU. The steps below are ready; CI runs, with tiny sizes, those that do not need a GPU."
+        )
+    ok, ran = _counts(parts)
+    missing = [f"part {name} ({part.title})" for name, part in day.PARTS.items() if name not in parts]
+    rest = f" Not yet run: {', '.join(missing)}." if missing else ""
+    return f"{ok} of {ran} steps that ran on a GPU succeeded.{rest}"
+
+
+def steps() -> str:
+    """What each part does."""
+    rows = [
+        (name, step.name, code(f"gpu_day.{step.module} {step.arguments}".strip()), f"{step.limit_s} s", _on_cpu(step))
+        for name, part in day.PARTS.items()
+        for step in part.steps
+    ]
+    words = f"A part ends after at most {day.PART_LIMIT_S} s, a step after its own limit."
+    return f"{words}\n\n{table(('part', 'step', 'module and arguments', 'limit', 'with `--cpu`'), rows)}"
+
+
+def _on_cpu(step: day.Step) -> str:
+    return "no" if step.on_cpu is None else "yes"
+
+
+def results(parts: Figures | None = None) -> str:
+    """The table of steps of every part that ran, and the figures behind it."""
+    parts = stored() if parts is None else parts
+    if not parts:
+        return "None yet."
+    return "\n\n".join(_part(name, part) for name, part in parts.items())
+
+
+def _part(name: str, part: Figures) -> str:
+    machine = part["machine"]
+    gpus = f"{len(machine['gpus'])} x {machine['gpus'][0]}" if machine["gpus"] else "no GPU"
+    versions = f"torch {machine['torch']}, megatron-core {machine['megatron-core']}, commit {machine['commit']}"
+    where = f"{gpus}, driver {', '.join(machine['driver'])}, {versions}; {part['began']}, {part['seconds']:.0f} s."
+    rows = [(s["name"], s["status"], f"{s['seconds']:.0f}", s.get("shown", "")) for s in part["steps"]]
+    shown = [f"### Part {name}: {part['title']}\n\n{where}", table(("step", "status", "s", "figures"), rows)]
+    for step in part["steps"]:
+        detail = _DETAILS.get((name, step["name"]))
+        if detail and step["status"] == OK:
+            shown.append(f"**{step['name'].capitalize()}.** {detail(step['figures'])}")
+    return "\n\n".join(shown)
+
+
+def _products(figures: Figures) -> str:
+    def us(row: Figures) -> list[str]:
+        return [f"{row['us'][name]:.0f}" for name in ("library", "fused", "fused, bias", "reference", "unfused")]
+
+    rows = [
+        (str(row["hidden_size"]), row["dtype"], row["weight"], f"{row['tflops']:.0f}", *us(row))
+        for row in figures["rows"]
+    ]
+    head = (
+        "hidden size",
+        "dtype",
+        "weight",
+        "TFLOP/s, fused",
+        "library us",
+        "fused us",
+        "with bias",
+        "reference",
+        "unfused",
+    )
+    return f"The library's time is that of its bare product.\n\n{table(head, rows)}"
+
+
+def _passes(figures: Figures) -> str:
+    def ms(row: Figures) -> Iterable[str]:
+        costs = row["costs"]
+        for key in ("forward_ms", "backward_ms", "wgrad_ms"):
+            yield "-" if costs is None or (key == "wgrad_ms" and not costs[key][0]) else f"{costs[key][0]:.2f}"
+
+    rows = [
+        (
+            row["variant"],
+            f"{row['iteration_ms']:.1f}",
+            *ms(row),
+            f"{row['host_ms']:.2f}",
+            "-" if row["idle_share"] is None else f"{row['idle_share']:.1%}",
+            *(f"{row['memory'][key] / 2**30:.1f}" for key in ("allocated", "reserved")),
+        )
+        for row in figures["rows"]
+    ]
+    head = ("variant", "iteration ms", "F", "B", "W", "host ms per pass", "idle", "allocated GiB", "reserved GiB")
+    return f"B of a fused backward includes W.\n\n{table(head, rows)}"
+
+
+def _spin(figures: Figures) -> str:
+    rows = [
+        (str(row["blocks"]), *(f"{row[key]:.2f}" for key in ("forward_ms", "backward_ms", "wgrad_ms")))
+        for row in figures["rows"]
+    ]
+    return (
+        "Times of passes while a kernel occupies multiprocessors, as a receive that waits does.\n\n"
+        f"{table(('multiprocessors', 'F ms', 'B ms', 'W ms'), rows)}"
+    )
+
+
+def _fragments(figures: Figures) -> str:
+    rows = [
+        (row["schedule"], str(rank), *(f"{one[key] / 2**20:.0f}" for key in ("allocated", "reserved")))
+        for row in figures["rows"]
+        for rank, one in enumerate(row["ranks"])
+    ]
+    head = ("schedule", "rank", "allocated MiB", "reserved MiB")
+    return f"Peaks after {figures['iterations']} iterations.\n\n{table(head, rows)}"
+
+
+def _predicted(figures: Figures) -> str:
+    names = list(figures["rows"][0]["bubbles"])
+    rows = [
+        (
+            str(row["num_ranks"]),
+            *(f"{row['bubbles'][n]['span']:.1%} / {row['bubbles'][n]['makespan']:.1%}" for n in names),
+        )
+        for row in figures["rows"]
+    ]
+    words = (
+        "Predicted from the passes above, not measured: span / makespan, four microbatches per rank, free transfers."
+    )
+    return f"{words}\n\n{table(('ranks', *names), rows)}"
+
+
+_DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
+    ("2", "weight gradients"): _products,
+    ("2", "passes"): _passes,
+    ("2", "spinning receives"): _spin,
+    ("2", "memory"): _fragments,
+    ("2", "memory, expandable segments"): _fragments,
+    ("2", "predicted bubbles"): _predicted,
+}
+"""What the page shows of a step in addition to its line, by part and step."""
+
+
+def published() -> str:
+    """The bubble rates of the zero-bubble paper."""
+    lines = (_ROOT / "configs/published/zero_bubble_table5.csv").read_text(encoding="utf-8").splitlines()
+    keys = ("one_f_one_b", "one_f_one_b_interleaved", "zb_h1", "zb_h2", "zb_1p", "zb_2p")
+    rows = [
+        (
+            row["model"],
+            row["p"],
+            row["m"],
+            *(row[f"t_{kind}_ms"] for kind in "fbw"),
+            *(f"{float(row[k]):.1%}" for k in keys),
+        )
+        for row in csv.DictReader(line for line in lines if not line.startswith("#"))
+    ]
+    head = ("model", "p", "m", "F ms", "B ms", "W ms", "1F1B", "interleaved", "ZB-H1", "ZB-H2", "ZB-1p", "ZB-2p")
+    return table(head, rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "gpu-words": words,
+    "gpu-status": status,
+    "gpu-steps": steps,
+    "gpu-results": results,
+    "gpu-published": published,
+}

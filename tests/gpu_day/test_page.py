@@ -1,0 +1,91 @@
+"""Tests of the page of GPU results: it claims nothing before a run, and shows failures."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpu_day import page
+from gpu_day.steps import OK, PARTS
+from site_parts import gpu
+
+ROOT = Path(__file__).parents[2]
+MACHINE = {"gpus": ["NVIDIA X"], "driver": ["1.2"], "torch": "2.11", "megatron-core": "0.16.1", "commit": "abc"}
+
+
+def part(name: str, statuses: dict[str, str], figures: dict[str, Any] | None = None) -> dict[str, Any]:
+    steps = [
+        {"name": step, "status": status, "seconds": 3.0, "shown": f"{step} shown", "figures": figures or {}}
+        for step, status in statuses.items()
+    ]
+    title = PARTS[name].title
+    return {"title": title, "on_cpu": False, "began": "today", "seconds": 6.0, "machine": MACHINE, "steps": steps}
+
+
+PASSES = {
+    "rows": [
+        {
+            "variant": variant,
+            "iteration_ms": 300.25,
+            "host_ms": 1.5,
+            "idle_share": idle,
+            "costs": costs,
+            "memory": {"allocated": 2**30, "reserved": 2**31},
+        }
+        for variant, idle, costs in (
+            ("stock 1F1B", 0.125, {"forward_ms": [20.5], "backward_ms": [41.5], "wgrad_ms": [0.0]}),
+            ("split, wgrad stream", None, None),
+        )
+    ]
+}
+
+
+def test_without_results_the_page_claims_nothing() -> None:
+    assert "Nothing has run on a GPU yet" in gpu.status({})
+    assert "Not yet run on a GPU" in gpu.words({}) and gpu.verified({}) == "not yet"
+    assert gpu.results({}) == "None yet."
+
+
+def test_stored_results_are_what_the_pages_show() -> None:
+    """The checkout's own state: the README and the page agree on whether something ran."""
+    ran = bool(gpu.stored())
+    assert ("Not yet run on a GPU" in (ROOT / "README.md").read_text()) is not ran
+    assert ("Nothing has run on a GPU yet" in (ROOT / "docs/gpu.md").read_text()) is not ran
+
+
+def test_results_show_failures_and_what_is_missing() -> None:
+    parts = {"2": part("2", {"passes": OK, "memory": "timed out after 80 s"}, PASSES)}
+    assert gpu.status(parts).startswith("1 of 2 steps that ran on a GPU succeeded. Not yet run: part 1 (correct), ")
+    assert "part 5 (NCCL)" in gpu.status(parts)
+    assert gpu.words(parts).startswith("**On NVIDIA X**, 1 of 2 steps of part 2 succeeded")
+    assert "Not yet run over NCCL" in gpu.words(parts)
+    text = gpu.results(parts)
+    assert "| memory | timed out after 80 s | 3 | memory shown |" in text
+    assert "| stock 1F1B | 300.2 | 20.50 | 41.50 | - | 1.50 | 12.5% | 1.0 | 2.0 |" in text
+    assert "| split, wgrad stream | 300.2 | - | - | - | 1.50 | - | 1.0 | 2.0 |" in text
+    assert "Peaks after" not in text, "a failed step has no details"
+
+
+def test_details_belong_to_steps() -> None:
+    names = {(name, step.name) for name, one in PARTS.items() for step in one.steps}
+    assert gpu._DETAILS.keys() <= names
+
+
+def test_files_are_merged_by_part(tmp_path: Path) -> None:
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    one.write_text(json.dumps({"3": part("3", {"a": OK}), "1": part("1", {"a": "exit status 1"})}))
+    two.write_text(json.dumps({"1": part("1", {"a": OK})}))
+    merged = page.merged([one, two])
+    assert list(merged) == ["1", "3"] and merged["1"]["steps"][0]["status"] == OK
+
+
+@pytest.mark.parametrize("change", [{"on_cpu": True}, {"machine": {**MACHINE, "gpus": []}}], ids=["--cpu", "no GPU"])
+def test_runs_without_a_gpu_are_not_published(tmp_path: Path, change: dict[str, Any]) -> None:
+    file = tmp_path / "one.json"
+    file.write_text(json.dumps({"1": part("1", {"a": OK}) | change}))
+    with pytest.raises(ValueError, match=re.escape(f"got part 1 of {file} without; run it where")):
+        page.merged([file])

@@ -1,0 +1,161 @@
+"""Tests of a part's run: no step can stop or delay the others, and every kind of failure is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench import ranks
+from gpu_day import run
+from gpu_day.steps import NEEDS_GPU, OK, PARTS, Part, Step
+
+ROOT = Path(__file__).parents[2]
+WRITES = "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text("
+FAKES = {
+    "works": f"{WRITES}'{{\"ms\": 1.5}}'); print('fine')",
+    "fails": f"{WRITES}'{{\"ms\": 1.5}}'); print('one'); raise SystemExit('two')",
+    "forgets": "print('nothing written')",
+    "babbles": f"{WRITES}'ms: 1.5')",
+    "lacks": f"{WRITES}'{{\"us\": 1500.0}}')",
+    "diverges": f'{WRITES}\'{{"ms": 1.5, "rows": [{{"norm": NaN}}]}}\')',
+    "mistypes": f'{WRITES}\'{{"ms": "1.5"}}\')',
+    # Ignores SIGTERM, and has a child in a session of its own, as a launcher of ranks has.
+    "hangs": (
+        "import signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    ),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for results; its parent has the package ``fakes``, which Python can import."""
+    (tmp_path / "fakes").mkdir()
+    for name, text in FAKES.items():
+        (tmp_path / f"fakes/{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(run, "_GRACE_S", 0.5)
+    monkeypatch.setattr(run, "_PATIENCE_ON_CPU", 1)
+    return tmp_path / "results"
+
+
+def is_alive(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+def step(name: str, limit_s: int = 60, on_cpu: str | None = "", num_gpus: int = 1) -> Step:
+    return Step(name, name, "", limit_s, "{ms:.1f} ms", on_cpu, num_gpus=num_gpus)
+
+
+def results(*steps: Step, folder: Path, on_cpu: bool = True) -> list[dict[str, Any]]:
+    *_, last = run.run_part(Part("fakes", steps), folder, on_cpu, package="fakes")
+    return last["steps"]
+
+
+def statuses(*steps: Step, folder: Path, on_cpu: bool = True) -> list[str]:
+    return [one["status"] for one in results(*steps, folder=folder, on_cpu=on_cpu)]
+
+
+def test_every_kind_of_failure_is_named_and_stops_no_other_step(folder: Path) -> None:
+    names = ("fails", "forgets", "babbles", "lacks", "diverges", "mistypes", "works")
+    found = dict(zip(names, statuses(*map(step, names), folder=folder), strict=True))
+    assert found.pop("works") == OK and found.pop("babbles").startswith("figures are not JSON")
+    assert found.pop("mistypes").startswith("has a figure of another type")
+    assert found == {
+        "fails": "exit status 1",
+        "forgets": "wrote no figures",
+        "lacks": "lacks the figure 'ms'",
+        "diverges": "not finite: rows.0.norm",
+    }
+
+
+def test_failed_step_keeps_its_figures_and_the_end_of_its_log(folder: Path) -> None:
+    (failed,) = results(step("fails"), folder=folder)
+    assert failed["figures"] == {"ms": 1.5} and failed["last_lines"] == ["one", "two"]
+
+
+def test_hanging_step_is_ended_with_its_descendants(folder: Path) -> None:
+    first, second = results(step("hangs", 5), step("works"), folder=folder)
+    assert first["status"] == "timed out after 5 s" and second["status"] == OK
+    (child,) = first["last_lines"]
+    assert not is_alive(int(child))
+
+
+def test_part_ends_in_time_whatever_its_steps_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "PART_LIMIT_S", 4)
+    assert statuses(step("hangs", 60), step("hangs", 60), folder=folder) == [
+        "timed out after 4 s",
+        "timed out after 1 s",
+    ]
+
+
+def test_steps_that_need_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With --cpu they are not counted; on a machine with too few GPUs they are failures."""
+    assert statuses(step("fails", on_cpu=None), folder=folder) == [NEEDS_GPU]
+    monkeypatch.setattr(run, "gpus", lambda: ["one"])
+    two = statuses(step("fails", num_gpus=2), step("works"), folder=folder, on_cpu=False)
+    assert two == ["needs 2 or more GPUs, found 1", OK]
+
+
+def test_exit_status_counts_failures_and_parts_are_added(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    part = Part("fakes", (step("fails"), step("works"), step("forgets"), step("works", on_cpu=None)))
+    monkeypatch.setattr(run, "PARTS", {"6": part, "7": Part("good", (step("works"),))})
+    real = run.run_part
+    monkeypatch.setattr(run, "run_part", lambda *arguments: real(*arguments, package="fakes"))
+    for name, failures in (("6", 2), ("7", 0)):
+        monkeypatch.setattr(sys, "argv", ["gpu_day.sh", name, "--cpu", "--folder", str(folder)])
+        assert run.main() == failures
+    parts = json.loads((folder / run.RESULTS).read_text())
+    assert list(parts) == ["6", "7"] and len(parts["6"]["steps"]) == 4 and parts["6"]["on_cpu"]
+    assert parts["6"]["machine"]["torch"] and parts["6"]["machine"]["commit"]
+    rows = [re.split(r"  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert ["fails", "exit status 1", "0"] in rows and ["works", "ok", "0", "1.5 ms"] in rows, rows
+
+
+def test_results_of_a_part_that_is_ended_are_kept(folder: Path) -> None:
+    """SIGTERM, as from a limit around the script: the steps before are in the file, the running one is ended."""
+    main = (
+        "import sys; from gpu_day import run; from tests.gpu_day.test_run import *; "
+        "run.PARTS = {'1': Part('', (step('works'), step('hangs')))}; real = run.run_part; "
+        "run.run_part = lambda *a: real(*a, package='fakes'); run._GRACE_S = 0.5; sys.exit(run.main())"
+    )
+    environment = ranks.environment()
+    command = [sys.executable, "-c", main, "1", "--cpu", "--folder", str(folder)]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    log = folder / "1/hangs.log"
+    deadline = time.monotonic() + 60
+    while not (log.exists() and log.read_text().endswith("\n")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(60) != 0
+    (kept,) = json.loads((folder / run.RESULTS).read_text())["1"]["steps"]
+    assert kept["status"] == OK
+    assert not is_alive(int(log.read_text()))
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_limits_of_the_steps_fit_into_the_part(name: str) -> None:
+    steps = PARTS[name].steps
+    assert sum(one.limit_s for one in steps) <= run.PART_LIMIT_S
+    files = [one.name.replace(",", "").replace(" ", "-") for one in steps]
+    assert len(set(files)) == len(files)
+
+
+def test_environment_of_a_step_wins(folder: Path) -> None:
+    assert "ZB_TEST_BACKEND" not in os.environ
+    assert {one.environment["ZB_TEST_BACKEND"] for one in PARTS["5"].steps} == {"nccl"}
