@@ -43,6 +43,22 @@ def test_memory_beyond_that_of_1f1b_is_used_on_many_ranks(
     assert 100 * lower_bound(costs, memory, on, m, share * p).gap(timeline.span_ms) <= points
 
 
+def test_many_ranks_start_from_what_was_best_on_a_part_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a miniature, the budget ends before the best seeds were tried, and the bubble has two more points."""
+    p, on = 128, Placement.vee(128)
+    costs, memory = PassCosts.uniform(on, 29.7, 29.4, 19.9, 0.53), PassMemory.uniform(on)
+    problem = Problem.of(on, 2 * p, costs, memory, (1.5 * p,) * p, "span")
+
+    def cost() -> float:
+        draft = steep_draft(problem, 0.5)
+        assert draft is not None
+        return draft.cost
+
+    found = cost()
+    monkeypatch.setattr("megatron.zero_bubble.search.steep._MINIATURE_RANKS", p)
+    assert found < 0.99 * cost()
+
+
 @pytest.mark.parametrize(
     "problem",
     [question(4, 1.0), question(4, 0.75), question(4, 2.0, Placement.linear(4))],

@@ -20,7 +20,7 @@ from megatron.zero_bubble.search.extend import Extension, enough, is_roomy
 from megatron.zero_bubble.search.portfolio import Draft, draft
 from megatron.zero_bubble.search.problem import Problem, Rows
 from megatron.zero_bubble.search.published import one_is_shorter
-from megatron.zero_bubble.search.steep import steep_draft
+from megatron.zero_bubble.search.steep import effort_besides, steep_draft
 from megatron.zero_bubble.search.timed import timed
 
 _CLOSE = 1.01
@@ -98,7 +98,8 @@ def _search(
     drafts: list[Draft] = []
     for problem in reversed(problems):  # the V first: within 1F1B's memory, it is mostly shorter than the linear bound
         if not drafts or bound(problem) <= drafts[0].cost:
-            drafts.append(draft(problem, effort, [rows for rows, of in known if of == problem]))
+            given = [rows for rows, of in known if of == problem]
+            drafts.append(draft(problem, effort_besides(problem) * effort, given))
             drafts += filter(None, [steep_draft(problem, effort)])
     close = _CLOSE * min(found.cost for found in drafts)
     polished = [(*rows, found.problem) for found in drafts if found.cost <= close for rows in found.polish()]

@@ -5,12 +5,15 @@ length make the next rank wait. Only patterns with steep slopes have as many. Be
 they are longer than others, so the search from all seeds drops them where it cannot afford to refill every seed.
 
 How eagerly W passes should fill gaps depends on the costs, the memory, the rank and the time. It is *tuned* for the
-most promising rows: a random change of its figures stays if the rows become shorter.
+most promising rows: a random change of its figures stays if the rows become shorter. Seeds and figures that are good on
+a part of the ranks are good on all, so many ranks start from those of a miniature.
 """
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count, product
+from typing import NamedTuple
 
 from megatron.zero_bubble.search.dice import Dice
 from megatron.zero_bubble.search.evaluate import INFEASIBLE
@@ -18,13 +21,13 @@ from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.portfolio import Derivation, Draft, Found, Workbench, distinct, merit
 from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.refill import Eagerness
-from megatron.zero_bubble.search.seeds import steep
+from megatron.zero_bubble.search.seeds import Seed, steep
 
 _BUDGET, _BUDGET_PER_PASS, _FULL_BUDGET_RANKS = (300_000, 60_000_000), (20, 1800), 64
 """The budget in placed passes, without and with the compiled loops: a constant, and a factor for the problem's size.
 With more ranks than this, it grows only with the passes per rank.
 """
-_TRIED, _TUNED, _TIGHTENED = 0.5, 0.25, 0.1
+_TRIED, _TUNED = 0.5, 0.2
 """Shares of the budget that are left after each of these steps; the rest is for polishing."""
 _HASTES, _STEPS = (0.0, 0.6), 3
 _EAGERNESSES = Eagerness(0.2, 0.5, 0.3, 0.6), Eagerness(0.0, 0.4, 0.3, 0.6), Eagerness(0.0, 0.0, 0.0, 1.0)
@@ -38,6 +41,24 @@ _CHANGED, _STEP = 0.5, 0.5
 _RETARGETED = 0.3
 """Probability of a new target, and that of none."""
 _CHOSEN = 6
+_MINIATURE_RANKS = 32
+_MANY_RANKS, _REST = 16, 0.3
+"""With more ranks than this, and with more microbatches than ranks, the search from all seeds gets this share of its
+budget if there are steep seeds: it hardly ever finds the shorter schedule.
+"""
+
+
+class Filled(NamedTuple):
+    """Rows, the seed and the haste of their compactions, and how their gaps were filled."""
+
+    seed: Seed
+    haste: float
+    way: Eagerness
+    found: Found
+
+    @property
+    def merit(self) -> tuple[float, float]:
+        return merit(self.found)
 
 
 def steep_draft(problem: Problem, effort: float) -> Draft | None:
@@ -46,34 +67,54 @@ def steep_draft(problem: Problem, effort: float) -> Draft | None:
     passes = 3 * problem.num_stages * problem.num_microbatches
     per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
     budget = effort * (_BUDGET[is_compiled] + per_pass * passes)
-    workbench = Workbench(problem, budget)
-    pool = []
-    for seed, haste in product(steep(problem), _HASTES):
-        if workbench.left < _TRIED * budget:
+    workbench = Workbench(problem.miniature(_MINIATURE_RANKS), budget)
+    ways = dict.fromkeys(product(steep(problem), _HASTES), _EAGERNESSES[0])
+    pool = list(_tried(workbench, ways, _TRIED * budget))
+    if workbench.problem is not problem:
+        pool += [tuned(workbench, filled, *_MANY) for filled in _distinct(pool, _CHOSEN)]
+        worst_first = sorted(pool, key=lambda filled: filled.merit, reverse=True)
+        ways = {(filled.seed, filled.haste): filled.way for filled in worst_first}
+        workbench = Workbench(problem, workbench.left)
+        pool = list(_tried(workbench, dict(reversed(ways.items())), _TRIED * budget))
+    for number in count():
+        left = workbench.left
+        for filled in _distinct(pool, max(1, _CHOSEN >> number)):
+            if workbench.left > _TUNED * budget:
+                better = tuned(workbench, filled, *_MANY, seed=number)
+                pool += [better, *_tightened(workbench, better, _TUNED * budget)]
+        if not _TUNED * budget < workbench.left < left:
             break
+    return Draft(workbench, [filled.found for filled in pool]) if pool else None
+
+
+def effort_besides(problem: Problem) -> float:
+    """Return the share of its budget that the search from all seeds needs besides ``steep_draft``."""
+    is_large = problem.num_microbatches > problem.num_ranks > _MANY_RANKS
+    return _REST if is_large and any(True for _ in steep(problem)) else 1.0
+
+
+def _tried(workbench: Workbench, ways: Mapping[tuple[Seed, float], Eagerness], floor: float) -> Iterator[Filled]:
+    """Yield rows of the seeds, filled first in the given way, until the budget is down to ``floor``."""
+    for (seed, haste), way in ways.items():
+        if workbench.left < floor:
+            return
         # Only what was compacted forward last: backward, it leaves its waits where no W is ready yet.
         for found in list(workbench.derive(Derivation(seed, haste, None, _STEPS)))[1::2]:
-            pool.append(tuned(workbench, found, *_FEW))
-    for found in distinct(pool, _CHOSEN):
-        if workbench.left > _TUNED * budget:
-            pool.append(tuned(workbench, found, *_MANY))
-    for found in distinct(pool, _CHOSEN):
-        pool += _tightened(workbench, found, _TIGHTENED * budget)
-    return Draft(workbench, pool) if pool else None
+            yield tuned(workbench, Filled(seed, haste, way, found), *_FEW)
 
 
-def tuned(workbench: Workbench, found: Found, halvings: int, tries: int) -> Found:
-    """Return ``found`` with its W passes in the best places; ``found`` itself if none are better.
+def tuned(workbench: Workbench, filled: Filled, halvings: int, tries: int, seed: int = 0) -> Filled:
+    """Return ``filled`` with its W passes in the best places; ``filled`` itself if none are better.
 
     A few ways to fill gaps are tried without a target, and for the middle between the targets missed and the best cost,
     again and again; then as many random changes of the best way as ``tries``.
     """
-    best, way, target = found, _EAGERNESSES[0], INFEASIBLE
+    best, way, target = filled.found, filled.way, INFEASIBLE
     work = max(workbench.problem.work)
-    for eagerness in _EAGERNESSES:
+    for eagerness in dict.fromkeys((filled.way, *_EAGERNESSES)):
         missed, reached, aim = work, INFEASIBLE, INFEASIBLE
         for _ in range(1 + halvings):
-            other = workbench.filled(found, eagerness, aim)
+            other = workbench.filled(filled.found, eagerness, aim)
             if other is None:
                 break
             if merit(other) < merit(best):
@@ -81,7 +122,7 @@ def tuned(workbench: Workbench, found: Found, halvings: int, tries: int) -> Foun
             reached = min(reached, other.cost)
             missed = aim if missed < aim < other.cost else missed
             aim = (missed + reached) / 2
-    dice = Dice(0)
+    dice = Dice(seed)
     for number in range(tries):
         step = _STEP * (1 - number / tries)
         eagerness = Eagerness(*(_changed(share, step, dice) for share in way))
@@ -90,10 +131,10 @@ def tuned(workbench: Workbench, found: Found, halvings: int, tries: int) -> Foun
             aim = work + dice.uniform() * (best.cost - work)
         elif fate < 2 * _RETARGETED:
             aim = INFEASIBLE
-        other = workbench.filled(found, eagerness, aim)
+        other = workbench.filled(filled.found, eagerness, aim)
         if other is not None and merit(other) < merit(best):
             best, way, target = other, eagerness, aim
-    return best
+    return filled._replace(way=way, found=best)
 
 
 def _changed(share: float, step: float, dice: Dice) -> float:
@@ -102,16 +143,22 @@ def _changed(share: float, step: float, dice: Dice) -> float:
     return max(0.0, share + step * (2 * dice.uniform() - 1))
 
 
-def _tightened(workbench: Workbench, found: Found, floor: float) -> list[Found]:
-    """Compact ``found`` and tune the result, again and again, until this no longer helps or the budget is down to
+def _tightened(workbench: Workbench, filled: Filled, floor: float) -> list[Filled]:
+    """Compact ``filled`` and tune the result, again and again, until this no longer helps or the budget is down to
     ``floor``.
     """
-    steps: list[Found] = []
+    steps: list[Filled] = []
     while workbench.left > floor:
-        dense = list(workbench.dense(found))
-        better = min((tuned(workbench, one, *_TIGHT) for one in dense), default=found, key=merit)
-        if better.cost >= found.cost:
+        dense = [tuned(workbench, filled._replace(found=found), *_TIGHT) for found in workbench.dense(filled.found)]
+        better = min(dense, default=filled, key=lambda one: one.merit)
+        if better.found.cost >= filled.found.cost:
             break
         steps.append(better)
-        found = better
+        filled = better
     return steps
+
+
+def _distinct(pool: Sequence[Filled], count: int) -> list[Filled]:
+    """Return the best ``count`` with different costs."""
+    of = {id(filled.found): filled for filled in pool}
+    return [of[id(found)] for found in distinct([filled.found for filled in pool], count)]
