@@ -38,7 +38,8 @@ def compared(costs: Path, num_ranks: int) -> dict[str, Any]:
     sizes = ["--num-ranks", str(num_ranks), "--num-microbatches", str(4 * num_ranks)]
     command = [sys.executable, "-m", "megatron.zero_bubble", "compare", "--costs", str(costs), *sizes]
     result = subprocess.run([*command, "--format", "json"], check=True, capture_output=True, text=True)
-    rows = {row["schedule"]: row for row in json.loads(result.stdout)["rows"]}
+    # Shortest first, and zb-auto once per placement: the first row of a name counts.
+    rows = {row["schedule"]: row for row in reversed(json.loads(result.stdout)["rows"])}
     return {
         name: {
             "span": rows[name]["bubble_rate_span"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench import ranks
-from gpu_day import engine_install, install, pack, passes
+from gpu_day import engine_install, install, pack, passes, predict
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 
 CHECKS = """
@@ -132,3 +132,10 @@ def test_spinning_kernel_takes_a_whole_multiprocessor(tmp_path: Path) -> None:
     assert "REG:64 STACK:0" in usage, usage
     assert 64 * 32 * spin.NUM_WARPS == 65536
     assert compiled.asm["ptx"].count("ld.volatile") > 32 and "bra" in compiled.asm["ptx"]
+
+
+def test_prediction_takes_the_shorter_of_both_placements(tmp_path: Path) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text(json.dumps({"forward_ms": 33.0, "backward_ms": 35.0, "wgrad_ms": 16.0, "comm_ms": 0.5}))
+    bubbles = predict.compared(costs, 2)
+    assert bubbles["zb-auto"]["span"] <= bubbles["zb-v"]["span"]
