@@ -23,7 +23,7 @@ from megatron.zero_bubble.search.problem import Problem
 from megatron.zero_bubble.search.refill import Eagerness
 from megatron.zero_bubble.search.seeds import Seed, steep
 
-_BUDGET, _BUDGET_PER_PASS, _FULL_BUDGET_RANKS = (300_000, 60_000_000), (20, 1800), 64
+_BUDGET, _BUDGET_PER_PASS, _FULL_BUDGET_RANKS = (300_000, 60_000_000), (20, 1000), 64
 """The budget in placed passes, without and with the compiled loops: a constant, and a factor for the problem's size.
 With more ranks than this, it grows only with the passes per rank.
 """
@@ -42,7 +42,7 @@ _RETARGETED = 0.3
 """Probability of a new target, and that of none."""
 _CHOSEN = 6
 _MINIATURE_RANKS = 32
-_MANY_RANKS, _REST = 16, 0.3
+_MANY_RANKS, _REST = 16, 0.1
 """With more ranks than this, and with more microbatches than ranks, the search from all seeds gets this share of its
 budget if there are steep seeds: it hardly ever finds the shorter schedule.
 """
