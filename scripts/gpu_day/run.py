@@ -34,6 +34,7 @@ RESULTS = "gpu_day.json"
 LAST_LINES = 40
 """Number of lines of a failed step's log that the JSON file has."""
 _GRACE_S = 5.0
+_MARK = "ZB_GPU_DAY_STEP"
 _PATIENCE_ON_CPU = 3
 """Factor of the limits with --cpu: the machine may run other programs as well."""
 _ENVIRONMENT = {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
@@ -176,6 +177,8 @@ def _variables(step: Step, on_cpu: bool) -> dict[str, str]:
 
 def _run(command: list[str], variables: dict[str, str], stream: Any, limit_s: float) -> int | None:
     """Run a command; return the exit status, or None after the limit. No process of it is left in any case."""
+    mark = f"{os.getpid()} {time.monotonic_ns()}"
+    variables = {**variables, _MARK: mark}
     process = subprocess.Popen(
         command, cwd=ranks.ROOT, env=variables, stdout=stream, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
     )
@@ -184,25 +187,29 @@ def _run(command: list[str], variables: dict[str, str], stream: Any, limit_s: fl
     except subprocess.TimeoutExpired:
         return None
     finally:
-        end(process.pid)
+        end(mark)
         process.wait()
 
 
-def end(pid: int) -> None:
-    """End a process and all its descendants: SIGTERM, so that a launcher ends its ranks, then SIGKILL.
+def end(mark: str) -> None:
+    """End the processes of a step: SIGTERM, so that a launcher ends its ranks, then SIGKILL.
 
-    Ranks lead process groups of their own, so the descendants are listed instead of signalling one group.
+    They are recognized by a variable that they inherit: ranks lead process groups of their own, and those of a launcher
+    that has crashed are no longer its descendants.
     """
-    try:
-        first = psutil.Process(pid)
-        family = [first, *first.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return
+    family = [process for process in psutil.process_iter() if _has(process, mark)]
     for member in family:
         _signal(member.terminate)
     _, left = psutil.wait_procs(family, timeout=_GRACE_S)
     for member in left:
         _signal(member.kill)
+
+
+def _has(process: psutil.Process, mark: str) -> bool:
+    try:
+        return process.environ().get(_MARK) == mark
+    except psutil.Error:  # it has ended, or belongs to another user
+        return False
 
 
 def _signal(send: Any) -> None:

@@ -206,7 +206,7 @@ def test_evaluation_traces_and_costs_are_written(pool: RankPool, tmp_path: Path)
 def reduce_alone(_rank: int) -> tuple[list[float], list[int]]:
     """In a world of one rank: sum figures as an optimizer step does, and create the groups of a pipeline."""
     from megatron.zero_bubble.optimizer.global_state import Reduction
-    from megatron.zero_bubble.runtime.transport import new_group
+    from megatron.zero_bubble.runtime.groups import new_group
 
     backend = torch.distributed.get_backend()
     group = new_group([0], backend)

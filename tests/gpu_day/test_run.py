@@ -37,6 +37,12 @@ FAKES = {
         "print(child.pid, flush=True)\n"
         "time.sleep(600)\n"
     ),
+    "crashes": (
+        "import os, signal, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    ),
 }
 
 
@@ -91,6 +97,13 @@ def test_hanging_step_is_ended_with_its_descendants(folder: Path) -> None:
     first, second = results(step("hangs", 5), step("works"), folder=folder)
     assert first["status"] == "timed out after 5 s" and second["status"] == OK
     (child,) = first["last_lines"]
+    assert not is_alive(int(child))
+
+
+def test_descendants_of_a_step_that_crashes_are_ended(folder: Path) -> None:
+    (crashed,) = results(step("crashes"), folder=folder)
+    assert crashed["status"] == "exit status -9"
+    (child,) = crashed["last_lines"]
     assert not is_alive(int(child))
 
 

@@ -250,6 +250,7 @@ def _train_once(
     from megatron.zero_bubble.training import checkpoint, loop, model, stop
     from megatron.zero_bubble.training import schedule as zero_bubble
     from megatron.zero_bubble.training.data import tokenizer
+    from megatron.zero_bubble.training.distributed import group_of_hosts
 
     platform, device = select(args.zero_bubble_device), _device(args)
     vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
@@ -272,8 +273,7 @@ def _train_once(
             return reports
 
     trainer = Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen)
-    assert torch.distributed.group.WORLD is not None
-    with stop.StopRequest(torch.distributed.group.WORLD, "a test") as request:
+    with stop.StopRequest(group_of_hosts(args), "a test") as request:
         trainer.run(request)
     if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:

@@ -1,6 +1,8 @@
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from platform import libc_ver
@@ -50,6 +52,27 @@ def test_cpu_peak_memory_counts_touched_memory() -> None:
     held = torch.ones(before // 4)  # as many bytes as the process's peak so far
     assert platform.peak_memory_bytes() - before > before // 2
     del held
+
+
+def test_gpu_marks_are_queried_on_their_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every new thread, as the watchdog's, starts on GPU 0."""
+    current = [0]
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    class Mark:
+        device = torch.device("cuda", 3)
+
+        def query(self) -> bool:
+            return current == [3]
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    assert CudaPlatform().reached(Mark())  # type: ignore[arg-type]
+    assert current == [0]
 
 
 @pytest.mark.gpu

@@ -73,8 +73,14 @@ def test_options_of_a_wrapped_backend_are_found() -> None:
     assert options_beside_passes(pipeline, 3, timedelta(minutes=2)).config.max_ctas == 16
 
 
-def made_groups(monkeypatch: pytest.MonkeyPatch, backend: str, *arguments: Any) -> list[dict[str, Any]]:
-    """The options with which ``Directions.of`` creates process groups on two ranks."""
+def made_groups(
+    monkeypatch: pytest.MonkeyPatch, backend: str, *arguments: Any, of_pipeline: str | None = None
+) -> list[dict[str, Any]]:
+    """The options with which ``Directions.of`` creates process groups on two ranks.
+
+    Args:
+        of_pipeline: torch's name of the pipeline's backend, if it is not ``backend``.
+    """
     made: list[dict[str, Any]] = []
 
     def new_group(ranks: list[int], **options: Any) -> str:
@@ -83,7 +89,7 @@ def made_groups(monkeypatch: pytest.MonkeyPatch, backend: str, *arguments: Any) 
 
     fake = SimpleNamespace(
         new_group=new_group,
-        get_backend=lambda _: backend,
+        get_backend=lambda _: of_pipeline or backend,
         get_process_group_ranks=lambda _: [0, 1],
         get_group_rank=lambda _, rank: rank,
         get_world_size=lambda: 2,
@@ -109,6 +115,16 @@ def test_both_groups_of_a_pipeline_get_options_of_their_own(monkeypatch: pytest.
     by_default, _ = made_groups(monkeypatch, "nccl")
     assert by_default["pg_options"].config.max_ctas == 2
     assert by_default["timeout"] == timedelta(minutes=10)
+
+
+@pytest.mark.usefixtures("nccl")
+def test_pipelines_with_a_backend_per_device_use_nccl_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = made_groups(monkeypatch, "nccl", timedelta(minutes=2), 5)
+    assert made_groups(monkeypatch, "nccl", timedelta(minutes=2), 5, of_pipeline="cpu:gloo,cuda:nccl") == expected
+
+
+def test_ranks_without_gpus_may_name_gloo_by_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert made_groups(monkeypatch, "gloo", of_pipeline="cpu:gloo") == made_groups(monkeypatch, "gloo")
 
 
 def test_gloo_gets_no_options(monkeypatch: pytest.MonkeyPatch) -> None:

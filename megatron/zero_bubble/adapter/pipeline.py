@@ -40,7 +40,7 @@ from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
-from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.groups import Directions, backend_of
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
@@ -409,7 +409,7 @@ def _loss_rank(schedule: Schedule) -> int:
 
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
-    if dist.get_backend(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
+    if backend_of(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
     prove_single_queue(plan)
 

@@ -109,7 +109,9 @@ class CudaPlatform:
         return event
 
     def reached(self, mark: torch.cuda.Event) -> bool:
-        return bool(mark.query())
+        # A new thread starts on GPU 0, where the query would create a context of some hundred MB.
+        with torch.cuda.device(mark.device):
+            return bool(mark.query())
 
     def elapsed_ms(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
         end.synchronize()

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
@@ -47,7 +48,7 @@ class Directions:
             timeout: maximum time that a message may take; None is the default of torch.distributed.
             nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
         """
-        backend, ranks, options = dist.get_backend(group), dist.get_process_group_ranks(group), _no_options
+        backend, ranks, options = backend_of(group), dist.get_process_group_ranks(group), _no_options
         if backend == "nccl":
             timeout = timeout or DEFAULT_TIMEOUT
             options = partial(options_beside_passes, group, nccl_ctas, timeout)
@@ -61,6 +62,15 @@ class Directions:
         if dist.is_initialized():
             for group in self.groups.values():
                 dist.destroy_process_group(group)
+
+
+def backend_of(group: dist.ProcessGroup) -> str:
+    """The backend of the messages between stages: where torch has one per type of device, that of GPUs.
+
+    torch names such a group ``cpu:gloo,cuda:nccl``, or ``undefined`` after ``init_process_group()`` without a backend.
+    """
+    of_devices = BackendConfig(Backend(dist.get_backend(group))).get_device_backend_map()
+    return str(of_devices.get("cuda") or next(iter(of_devices.values())))
 
 
 def _no_options() -> None:
