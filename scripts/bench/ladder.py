@@ -174,7 +174,7 @@ def chart_of(rungs: Sequence[Rung], metric: Metric) -> str:
     panels = []
     for (profile, multiple), of in groupby(rungs, key=lambda rung: (rung.ladder.profile, rung.ladder.multiple)):
         *times, wgrad_memory = profile.split("/")
-        title = "F {} ms, B {} ms, W {} ms, transfer {} ms".format(*times)
+        title = "F {}, B {}, W {}, transfer {} ms".format(*times)
         lines: list[Line] = []
         for limit, at_limit in groupby(of, key=lambda rung: str(rung.ladder.limit)):
             found = list(at_limit)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +11,19 @@ import torch.distributed as dist
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from tests.helpers.ranks import RankPool
 
+
+class Report(NamedTuple):
+    """A report as a named tuple, which a job may return."""
+
+    loss: torch.Tensor
+    name: str
+
+
 REPORTS = [
     {"lm loss": torch.tensor([1.5, 8.0])},
     {"lm loss": torch.tensor([2.5, 7.0]), "other": (1, "two")},
     {"lm loss": torch.tensor(3.5), "tokens": torch.tensor([3, 4]), "none": torch.empty(0, 2)},
+    {"named": Report(torch.tensor(4.5), "four")},
     {"narrow": torch.arange(6.0).reshape(2, 3).t().bfloat16(), "masks": torch.tensor([True, False])},
 ]
 

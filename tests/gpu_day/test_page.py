@@ -58,7 +58,8 @@ def test_stored_results_are_what_the_pages_show() -> None:
 
 
 def test_results_show_failures_and_what_is_missing() -> None:
-    parts = {"2": part("2", {"passes": OK, "memory": "timed out after 80 s"}, PASSES)}
+    statuses = {"passes": OK, "memory": "timed out after 80 s", "several": "needs 2 or more GPUs, found 1"}
+    parts = {"2": part("2", statuses, PASSES)}
     assert gpu.status(parts).startswith("1 of 2 steps that ran on a GPU succeeded. Not yet run: part 1 (correct), ")
     assert "part 5 (NCCL)" in gpu.status(parts)
     assert gpu.words(parts).startswith("**On NVIDIA X**, 1 of 2 steps of part 2 succeeded")

@@ -104,11 +104,12 @@ def _unpacked(content: bytes, dtype: torch.dtype, shape: torch.Size) -> torch.Te
 
 
 def _replaced(value: Any, of_type: type, new: Callable[[Any], Any]) -> Any:
-    """A copy of ``value`` with ``new(part)`` for every part of a type, in dicts, lists and tuples."""
+    """A copy of ``value`` with ``new(part)`` for every part of a type, in dicts, lists and (named) tuples."""
     if isinstance(value, of_type):
         return new(value)
     if isinstance(value, dict):
         return {key: _replaced(item, of_type, new) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_replaced(item, of_type, new) for item in value)
+        parts = [_replaced(item, of_type, new) for item in value]
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value

@@ -317,8 +317,9 @@ class Pipeline:
             directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
             if directions.backend == "nccl":
                 watchdog = Watchdog(select("cuda"), self._timeout)
-                watchdog.start()
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
+            if watchdog is not None:
+                watchdog.start()
         else:
             self._transport.open(plan.channels)
         if self._reports is None and _loss_rank(plan.schedule) != group.size() - 1:

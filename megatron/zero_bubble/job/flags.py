@@ -89,8 +89,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two pipeline "
         "ranks, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; the "
-        "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; default: "
-        f"{DEFAULT_NCCL_CTAS}",
+        "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; without "
+        f"effect over gloo; default: {DEFAULT_NCCL_CTAS}",
     )
     add(
         "--zero-bubble-trace",
