@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -19,12 +18,13 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.iteration import Iteration
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
-from megatron.zero_bubble.adapter.stage import StageFacts, StepArguments, StepResults
+from megatron.zero_bubble.adapter.prepared import Prepared, loss_rank
+from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, process_groups, supported_kwargs
 from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -33,7 +33,8 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
-from megatron.zero_bubble.job.rules import check_options, check_runnable
+from megatron.zero_bubble.job.rules import check_options
+from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
@@ -85,7 +86,7 @@ class Pipeline:
         self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
-        self._prepared: dict[tuple[int, bool], _Prepared] = {}
+        self._prepared: dict[tuple[int, bool], Prepared] = {}
         self._transport: Transport | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -231,7 +232,7 @@ class Pipeline:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
-    def _train(self, iteration: Iteration, prepared: _Prepared) -> None:
+    def _train(self, iteration: Iteration, prepared: Prepared) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
         chunks, config = iteration.chunks, iteration.step.config
         self.accumulate.connect(iteration.boundary.device)
@@ -268,7 +269,7 @@ class Pipeline:
             self._reports = None
         self._prepared.clear()
 
-    def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> _Prepared:
+    def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> Prepared:
         """The plan for this number of microbatches; made, checked and compared between ranks when it is new."""
         if self._group is not None and group is not self._group:
             self.close()  # the job has rebuilt its process groups
@@ -287,7 +288,7 @@ class Pipeline:
             plan = self._plan(schedule, forward_only)
             _check_queues(group, plan)
             self._connect(group, plan)
-            prepared = self._prepared[key] = _Prepared.of(schedule, plan, group.rank(), self._break_even(plan))
+            prepared = self._prepared[key] = Prepared.of(schedule, plan, group.rank(), self._break_even(plan))
         return prepared
 
     def _plan(self, schedule: Schedule, forward_only: bool) -> Plan:
@@ -322,7 +323,7 @@ class Pipeline:
                 watchdog.start()
         else:
             self._transport.open(plan.channels)
-        if self._reports is None and _loss_rank(plan.schedule) != group.size() - 1:
+        if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
             self._reports = LossReports(group, wait=self._rollback is None, timeout=self._timeout)
 
 
@@ -337,51 +338,11 @@ class _Call(NamedTuple):
     force_all_reduce: bool | None
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """A plan, and the facts about it that one rank needs in every iteration."""
-
-    schedule: Schedule
-    plan: Plan
-    rank: int
-    stages: tuple[StageFacts, ...]
-    break_even: float
-
-    @classmethod
-    def of(cls, schedule: Schedule, plan: Plan, rank: int, break_even: float) -> _Prepared:
-        own = schedule.placement.stages_of(rank)
-        return cls(schedule, plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own), break_even)
-
-    @property
-    def last_stage_rank(self) -> int:
-        return _loss_rank(self.schedule)
-
-    @property
-    def has_last_stage(self) -> bool:
-        return self.last_stage_rank == self.rank
-
-    def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
-        """Raise UserError unless there is one model chunk per stage, with the stage's embedding and output layer."""
-        if len(chunks) != len(self.stages):
-            raise UserError(
-                f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
-                f"have {len(self.stages)} chunks; got {len(chunks)}; check the virtual pipeline options"
-            )
-        for facts, chunk in zip(self.stages, chunks, strict=True):
-            model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
-            if (model.pre_process, model.post_process) != (facts.stage == 0, facts.is_last):
-                raise UserError(
-                    f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
-                    f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
-                    "schedule's placement, as megatron.zero_bubble.training.model.build_model does"
-                )
-
-
 @contextlib.contextmanager
 def _finalized(
     config: Any,
     groups: Any,
-    prepared: _Prepared,
+    prepared: Prepared,
     chunks: list[torch.nn.Module],
     results: StepResults,
     force_all_reduce: bool | None,
@@ -400,12 +361,6 @@ def _finalized(
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     finalize = config.finalize_model_grads_func
     finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
-
-
-def _loss_rank(schedule: Schedule) -> int:
-    """The rank of the stage that computes the loss."""
-    (last,) = schedule.flow.sinks
-    return schedule.placement.stage_to_rank[last]
 
 
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:

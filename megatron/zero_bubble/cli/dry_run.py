@@ -20,7 +20,7 @@ from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.rules import check_runnable
+from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.planning.figures import Figures

@@ -1,0 +1,58 @@
+"""A plan that one rank is ready to run, and what the rank must know about it in every iteration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+
+from megatron.zero_bubble.adapter.stage import StageFacts
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan, Schedule
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan, and the facts about it that one rank needs in every iteration."""
+
+    schedule: Schedule
+    plan: Plan
+    rank: int
+    stages: tuple[StageFacts, ...]
+    break_even: float
+
+    @classmethod
+    def of(cls, schedule: Schedule, plan: Plan, rank: int, break_even: float) -> Prepared:
+        own = schedule.placement.stages_of(rank)
+        return cls(schedule, plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own), break_even)
+
+    @property
+    def last_stage_rank(self) -> int:
+        return loss_rank(self.schedule)
+
+    @property
+    def has_last_stage(self) -> bool:
+        return self.last_stage_rank == self.rank
+
+    def check_chunks(self, chunks: list[torch.nn.Module]) -> None:
+        """Raise UserError unless there is one model chunk per stage, with the stage's embedding and output layer."""
+        if len(chunks) != len(self.stages):
+            raise UserError(
+                f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
+                f"have {len(self.stages)} chunks; got {len(chunks)}; check the virtual pipeline options"
+            )
+        for facts, chunk in zip(self.stages, chunks, strict=True):
+            model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+            if (model.pre_process, model.post_process) != (facts.stage == 0, facts.is_last):
+                raise UserError(
+                    f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
+                    f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
+                    "schedule's placement, as megatron.zero_bubble.training.model.build_model does"
+                )
+
+
+def loss_rank(schedule: Schedule) -> int:
+    """The rank of the stage that computes the loss."""
+    (last,) = schedule.flow.sinks
+    return schedule.placement.stage_to_rank[last]
