@@ -325,7 +325,7 @@ class JobSteps:
     def _end(self) -> None:
         self.settle()
         if self._optimizer is not None:
-            self._say(f"post-validation: {self._optimizer.summary()}")
+            self._say(f"post-validation: {self._optimizer.tally()}")
 
 
 class _Stepping:

@@ -12,11 +12,10 @@ ahead (clipping changes gradients in place), and the overwritten state is kept u
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -29,6 +28,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
 from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, joined, refused_together, split
 from megatron.zero_bubble.optimizer.loss_scale import LossScale
+from megatron.zero_bubble.optimizer.own_state import prepare, reducing_over
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
 from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally
 from megatron.zero_bubble.optimizer.step_options import StepOptions
@@ -184,15 +184,6 @@ class PostValidatedOptimizer(OptimizerSurface):
         )
         return Tally(counts[0], waited, repeated, len(counts))
 
-    def summary(self) -> str:
-        """A log message with the number of steps by mode. A collective call of all ranks."""
-        tally = self.tally()
-        words = [f"{number} {how}" for how, number in tally.first.most_common()]
-        return (
-            f"{tally.steps} optimizer steps, on the first rank {', '.join(words) or 'none'}; {tally.repeated} repeated "
-            f"and {tally.waited} waited for on all {tally.num_ranks} ranks"
-        )
-
     # Called by the pipeline.
 
     @property
@@ -247,8 +238,8 @@ class PostValidatedOptimizer(OptimizerSurface):
 
     def _begin(self, of: Any) -> tuple[Step, PartialState]:
         """Prepare the gradients and start to reduce their figures; the second result is the state of this stage."""
-        with self._reducing_alone():
-            found = [_prepare(part) for part in self._parts]
+        with reducing_over(self._alone, self._parts):
+            found = [prepare(part) for part in self._parts]
             norms = self._own_norms()
             zeros = self._own_zeros()
         squares = [float(norm) ** 2 for norm in norms]
@@ -267,22 +258,6 @@ class PostValidatedOptimizer(OptimizerSurface):
             of_stage = self._state.of_stage(i, [square, infinite, unsafe])
             known.add(of_stage[0], found_inf=of_stage[1] > 0, waits=of_stage[2] > 0)
         return step, known
-
-    @contextlib.contextmanager
-    def _reducing_alone(self) -> Iterator[None]:
-        """Context in which the optimizer's own reductions include only this rank."""
-        missing = object()
-        before = [part.__dict__.get("grad_stats_parallel_group", missing) for part in self._parts]
-        for part in self._parts:
-            part.grad_stats_parallel_group = self._alone
-        try:
-            yield
-        finally:
-            for part, group in zip(self._parts, before, strict=True):
-                if group is missing:
-                    del part.grad_stats_parallel_group
-                else:
-                    part.grad_stats_parallel_group = group
 
     def _own_norms(self) -> list[float]:
         """The norm of this rank's gradients; one norm per part if megatron-core reduces parts over different ranks."""
@@ -419,13 +394,3 @@ class PostValidatedOptimizer(OptimizerSurface):
         for chunk in gathered:
             if chunk.ddp_config.overlap_param_gather or not repeat:
                 chunk.start_param_sync(force_sync=True)
-
-
-def _prepare(part: MegatronOptimizer) -> bool:
-    """Run ``prepare_grads`` of one optimizer without changing its loss scale; True if a gradient is infinite."""
-    scaler = getattr(part, "grad_scaler", None)
-    before = scaler.state_dict() if scaler else None
-    found_inf = part.prepare_grads()
-    if scaler:
-        scaler.load_state_dict(before)
-    return found_inf

@@ -21,7 +21,7 @@ class StepMode(enum.Enum):
 
 
 class Tally(NamedTuple):
-    """The number of steps so far by mode.
+    """The number of steps so far by mode; as a string, a log message.
 
     Attributes:
         first: steps of the first rank, by value of ``StepMode``.
@@ -37,6 +37,13 @@ class Tally(NamedTuple):
     def steps(self) -> int:
         """Number of steps, the same on every rank."""
         return self.first.total()
+
+    def __str__(self) -> str:
+        words = [f"{number} {how}" for how, number in self.first.most_common()]
+        return (
+            f"{self.steps} optimizer steps, on the first rank {', '.join(words) or 'none'}; {self.repeated} repeated "
+            f"and {self.waited} waited for on all {self.num_ranks} ranks"
+        )
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ class Trainer:
         self._report()
         self._save()
         if self._ahead is not None:
-            self.progress.say(f" post-validation: {self._ahead.summary()}")
+            self.progress.say(f" post-validation: {self._ahead.tally()}")
         if state.iteration == args.train_iters:
             self.evaluate("test", self.splits.test, self.splits.has_test)
 
