@@ -16,7 +16,9 @@ def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def command(*arguments: str, before: str = "") -> str:
     code = f"{before}import sys; from megatron.zero_bubble.__main__ import main; sys.exit(main(sys.argv[1:]))"
     done = python(code, *arguments)
-    assert (done.returncode, done.stderr) == (0, "")
+    # A torch built with CUDA mentions that a machine has no driver; the report itself writes no warning.
+    ours = [line for line in done.stderr.splitlines() if not line.startswith("No CUDA runtime is found")]
+    assert (done.returncode, ours) == (0, [])
     return done.stdout
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.training.report import Progress
+from tests.helpers.progress import RecordedProgress
 
 STEPS = 5
 
@@ -260,7 +260,7 @@ def _train_once(
     model.connect(args, chunks, optimizer)
     optimizer = zero_bubble.step_ahead(args, pipeline, optimizer, chunks)
     trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
-    seen = _RecordedProgress(args.train_iters)
+    seen = RecordedProgress(args.train_iters)
     on_start(chunks, seen)
 
     class Trainer(loop.Trainer):
@@ -291,30 +291,6 @@ def _train_once(
         unmoved,
     )
     return outcome, start
-
-
-class _RecordedProgress(Progress):
-    """Progress that stores every reported value instead of logging it."""
-
-    def __init__(self, train_iters: int) -> None:
-        super().__init__(reporting=False, train_iters=train_iters)
-        self.losses: list[str] = []
-        self.grad_norms: list[str] = []
-        self.loss_scales: list[float] = []
-        self.num_zeros: list[float | None] = []
-        self.iteration = 0
-
-    def iterations(self, done: Sequence[Any], bubble: Any = None) -> None:
-        norms = [metrics.grad_norm for metrics in done]
-        self.loss_scales += [metrics.loss_scale for metrics in done]
-        self.num_zeros += [metrics.num_zeros for metrics in done]
-        self.grad_norms += ["skipped" if norm is None else float(norm).hex() for norm in norms]
-
-    def evaluation(self, _iteration: int, split: str, loss: float | None) -> None:
-        self.losses.append(f"{split} {None if loss is None else loss.hex()}")
-
-    def say(self, _text: str) -> None:
-        return None
 
 
 def _digests(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
