@@ -15,7 +15,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
@@ -33,6 +33,7 @@ __all__ = [
     "Placement",
     "Schedule",
     "ScheduleError",
+    "Slices",
     "Timeline",
     "ZeroBubbleConfig",
     "apply",

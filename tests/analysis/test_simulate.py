@@ -6,13 +6,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, ScheduleError, Timeline, build, simulate
+from megatron.zero_bubble import (
+    PassCosts,
+    PassMemory,
+    Placement,
+    Schedule,
+    ScheduleError,
+    Slices,
+    Timeline,
+    build,
+    simulate,
+)
 from tests.helpers.strategies import costs_for, schedules
 from tests.helpers.work import lines_run
 
 
 def by_hand(rows: list[str], placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
-    return Schedule.from_text("by hand", placement, num_microbatches, (row.split() for row in rows), num_slices)
+    return Schedule.from_text(
+        "by hand", placement, num_microbatches, (row.split() for row in rows), Slices.even(num_slices)
+    )
 
 
 @given(st.data())

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble import Pass, PassCosts, PassMemory, Placement
+from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Slices
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json, read_costs_file
 
 LINEAR = Placement.linear(2)
@@ -25,7 +26,7 @@ def test_chunks_divide_the_ranks_share() -> None:
 def test_bw_costs_b_plus_w_and_slices_divide_it() -> None:
     costs = PassCosts((1.0, 2.0), (3.0, 5.0), (7.0, 11.0))
     assert costs.duration(Pass.parse("1BW0")) == 16.0
-    assert costs.duration(Pass.parse("0F0.1"), num_slices=4) == 0.25
+    assert costs.duration(Pass.parse("0F0.1"), Slices.even(4)) == 0.25
 
 
 def test_links_override_comm_ms_and_transfers_within_a_rank_are_free() -> None:
@@ -35,8 +36,47 @@ def test_links_override_comm_ms_and_transfers_within_a_rank_are_free() -> None:
 
 def test_wgrad_memory_defaults_to_the_activation() -> None:
     memory = PassMemory.uniform(LINEAR, 3.0)
-    deltas = [memory.delta(Pass.parse(text)) for text in ("0F0", "0B0", "0W0", "0BW0")]
-    assert deltas == [3.0, 0.0, -3.0, -3.0]
+    changes = [memory.changes(Pass.parse(text)) for text in ("0F0", "0B0", "0W0", "0BW0")]
+    assert changes == [(3.0, 0.0), (0.0, 0.0), (0.0, -3.0), (0.0, -3.0)]
+
+
+def test_attention_of_a_slice_grows_with_the_tokens_before_it() -> None:
+    costs = PassCosts.uniform(Placement.linear(2), 10.0, 20.0, 5.0, attention=0.4)
+    slices = Slices((0.5, 0.3, 0.2))
+    forwards = [costs.duration(Pass(0, Kind.F, 0, at), slices) for at in range(3)]
+    assert forwards == pytest.approx([6 * 0.5 + 4 * 0.25, 6 * 0.3 + 4 * (0.64 - 0.25), 6 * 0.2 + 4 * (1 - 0.64)])
+    # In B, attention takes twice as long as in F: 8 of 20 ms.
+    assert costs.backward_attention == pytest.approx((0.4, 0.4))
+    assert costs.duration(Pass(0, Kind.BW, 0, 2), slices) == pytest.approx(12 * 0.2 + 8 * 0.36 + 5 * 0.2)
+    for kind, whole in ((Kind.F, 10), (Kind.B, 20), (Kind.W, 5), (Kind.BW, 25)):
+        assert sum(costs.duration(Pass(1, kind, 0, at), slices) for at in range(3)) == pytest.approx(whole)
+
+
+def test_attention_shares_follow_the_stages() -> None:
+    costs = PassCosts((4.0, 4.0, 1.0, 3.0), (1.0,) * 4, (1.0,) * 4).with_attention((0.5, 0.25, 1.0, 0.0), (0.1,) * 4)
+    merged = costs.fit(Placement.linear(2))
+    assert merged.forward_attention == pytest.approx((0.375, 0.25))
+    assert merged.fit(Placement.vee(2)).backward_attention == pytest.approx((0.1,) * 4)
+    with pytest.raises(UserError, match="is a share, so it must be between 0 and 1; got 1.5"):
+        costs.with_attention((1.5,) * 4)
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_buffers_of_keys_and_values_live_as_long_as_a_slice_of_the_sequence(recomputed: bool) -> None:
+    memory, slices = PassMemory((10.0,), (6.0,), (4.0,), recomputed), Slices((0.5, 0.3, 0.2))
+    steps = [Pass.parse(text) for text in "0F0 0F0.1 0F0.2 0B0.2 0B0.1 0B0 0W0.2 0W0.1 0W0".split()]
+    now, at = 0.0, []
+    for p in steps:
+        start, end = memory.changes(p, slices)
+        at.append((now + start, now := now + start + end))
+    beside = 4.0 if recomputed else 0.0
+    # The buffers are whole from the first forward on, and the last backward needs as much for their gradients.
+    assert at[0][0] == pytest.approx(5 + (4 if recomputed else 2))
+    assert at[2][0] == pytest.approx(10 + beside)
+    assert at[3][0] == pytest.approx(14 + beside)
+    assert at[5][1] == pytest.approx(6)
+    assert at[-1][1] == pytest.approx(0)
+    assert memory.changes(steps[0]) == (10.0, 0.0), "a whole sequence has no history"
 
 
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, True, "1"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from megatron.zero_bubble import PassCosts, Placement, Schedule, ScheduleError, build, simulate
+from megatron.zero_bubble import PassCosts, Placement, Schedule, ScheduleError, Slices, build, simulate
 from megatron.zero_bubble.formats.plan import plan_to_json, read_schedule_file, schedule_from_json
 from tests.helpers.strategies import schedules
 
@@ -48,7 +48,7 @@ def test_round_trip_of_chunks_and_slices() -> None:
         "0F0 0F0.1 3F0 3F0.1 3BW0.1 3BW0 0BW0.1 0BW0".split(),
         "1F0 1F0.1 2F0 2F0.1 2BW0.1 2BW0 1BW0.1 1BW0".split(),
     ]
-    schedule = Schedule.from_text("v", Placement.vee(2), 1, rows, num_slices=2)
+    schedule = Schedule.from_text("v", Placement.vee(2), 1, rows, Slices.even(2))
     assert schedule_from_json(plan(schedule)) == schedule
 
 

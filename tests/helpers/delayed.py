@@ -40,7 +40,7 @@ def run(
                 receives[rank].append(Received(d, source, ready, ready, arrived))
                 ready = arrived
         start = ready + host.get(p, 0.0)
-        ends[p] = start + costs.duration(p, schedule.num_slices) + slow.get(p, 0.0)
+        ends[p] = start + costs.duration(p, schedule.slices) + slow.get(p, 0.0)
         rows[rank].append(Span(p, start, ends[p]))
     parts = zip(rows, sends, receives, strict=True)
     return Trace.of(

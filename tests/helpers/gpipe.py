@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
 
 
 def gpipe(placement: Placement, num_microbatches: int, num_slices: int = 1) -> Schedule:
@@ -14,7 +14,9 @@ def gpipe(placement: Placement, num_microbatches: int, num_slices: int = 1) -> S
         backward = [Pass(s, Kind.B, m, c) for s in reversed(stages) for m in microbatches for c in reversed(slices)]
         return (*forward, *backward, *(Pass(p.stage, Kind.W, p.microbatch, p.slice) for p in backward))
 
-    return Schedule("gpipe", placement, num_microbatches, tuple(map(row, range(placement.num_ranks))), num_slices)
+    return Schedule(
+        "gpipe", placement, num_microbatches, tuple(map(row, range(placement.num_ranks))), Slices.even(num_slices)
+    )
 
 
 PLACEMENTS = [Placement.linear(3), Placement.vee(2), Placement.vee(3), Placement.interleaved(2, 3)]

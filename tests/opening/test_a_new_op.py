@@ -28,7 +28,7 @@ from megatron.zero_bubble.emulate.links import VirtualLinks
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.formats.trace import Recording, trace_from_json, trace_to_json
-from megatron.zero_bubble.ir import Compute, Effects, Flow, Kind, Op, Plan, Value
+from megatron.zero_bubble.ir import Compute, Effects, Flow, Kind, Op, Plan, Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import COPY, OPS, Memory, Times
 from megatron.zero_bubble.measure.gather import gather_trace
@@ -57,7 +57,7 @@ class _Copy(Op):
     def on_host(self) -> Value:
         return self.value._replace(name="host")
 
-    def duration_ms(self, times: Times, num_slices: int) -> float:
+    def duration_ms(self, times: Times, slices: Slices) -> float:
         return COPY_MS
 
     @classmethod
@@ -73,8 +73,8 @@ class Offload(_Copy):
     def effects(self, flow: Flow) -> Effects:
         return Effects(takes=(self.value,), gives=(self.on_host,))
 
-    def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
-        return 0.0, -memory.size(self.value, num_slices)
+    def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
+        return 0.0, -memory.size(self.value, slices)
 
 
 class Reload(_Copy):
@@ -84,8 +84,8 @@ class Reload(_Copy):
     def effects(self, flow: Flow) -> Effects:
         return Effects(takes=(self.on_host,), gives=(self.value,))
 
-    def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
-        return memory.size(self.value, num_slices), 0.0
+    def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
+        return memory.size(self.value, slices), 0.0
 
 
 def offload(plan: Plan) -> Plan:

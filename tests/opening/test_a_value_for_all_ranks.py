@@ -24,7 +24,7 @@ from megatron.zero_bubble.emulate.execute import execute
 from megatron.zero_bubble.emulate.links import VirtualLinks
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Chain, Compute, Effects, Flow, Op, Plan, Send, Token, Value
+from megatron.zero_bubble.ir import Chain, Compute, Effects, Flow, Op, Plan, Send, Slices, Token, Value
 from megatron.zero_bubble.ir.ops import NET, OPS, Times
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
@@ -105,7 +105,7 @@ class _Collective(Op):
     def __str__(self) -> str:
         return f"{self.word}{self.microbatch}"
 
-    def duration_ms(self, times: Times, num_slices: int) -> float:
+    def duration_ms(self, times: Times, slices: Slices) -> float:
         return COLLECTIVE_MS
 
     @classmethod

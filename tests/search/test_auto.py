@@ -46,7 +46,7 @@ def test_zb_auto_is_valid_within_the_limit_or_names_the_least_limit(p: int, m: i
     for rank, row in enumerate(schedule.order):
         now = 0.0
         for done in row:
-            now += fitted.delta(done)
+            now += sum(fitted.changes(done))
             assert now <= limit * (1 + 1e-6), f"rank {rank} exceeds the limit: {now}"
 
 

@@ -90,7 +90,7 @@ def plan_for(num_ranks: int, num_microbatches: int) -> Callable[[], str]:
 
 
 def plan_of(placement: Placement, *rows: str) -> Callable[[], str]:
-    schedule = Schedule.from_text("by hand", placement, 3, [row.split() for row in rows], num_slices=1)
+    schedule = Schedule.from_text("by hand", placement, 3, [row.split() for row in rows])
     return lambda: plan_to_json(simulate(schedule, PassCosts.uniform(placement, 1.0, 1.0, 1.0, 0.0)))
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
 
 
 class RankIteration(NamedTuple):
@@ -71,7 +71,7 @@ def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
         Placement(tuple(stage_to_rank[stage] for stage in sorted(stage_to_rank))),
         1 + max(work.microbatch for work in passes),
         tuple(row.order for row in ranks),
-        1 + max(work.slice for work in passes),
+        Slices.even(1 + max(work.slice for work in passes)),
     )
 
 

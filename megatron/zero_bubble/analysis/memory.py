@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir.ops import memory_of
+from megatron.zero_bubble.ir import Slices
 
 
 class Kept(NamedTuple):
@@ -51,20 +51,22 @@ def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Kept]:
 
 def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:
     """Return the times and sizes of a rank's memory changes. At equal times, memory is freed before it is added."""
-    num_slices = timeline.schedule.num_slices
+    slices = timeline.schedule.slices
     changes = (
-        (start_ms, at_start) if at_start else (end_ms, at_end)
+        change
         for p, start_ms, end_ms in timeline.spans[rank]
-        for at_start, at_end in (memory_of(p, memory, num_slices),)
+        for at_start, at_end in (memory.changes(p, slices),)
+        for change in ((start_ms, at_start), (end_ms, at_end))
+        if change[1]
     )
     if not timeline.lanes:
         return changes
-    lanes = sorted(change for span in timeline.lanes[rank] for change in _of_op(span, memory, num_slices))
+    lanes = sorted(change for span in timeline.lanes[rank] for change in _of_op(span, memory, slices))
     return merge(changes, lanes, key=lambda change: (change[0], change[1] > 0))
 
 
-def _of_op(span: LaneSpan, memory: PassMemory, num_slices: int) -> Iterator[tuple[float, float]]:
+def _of_op(span: LaneSpan, memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:
     if not isinstance(span.op, str):
-        at_start, at_end = span.op.memory(memory, num_slices)
+        at_start, at_end = span.op.memory(memory, slices)
         yield span.start_ms, at_start
         yield span.end_ms, at_end

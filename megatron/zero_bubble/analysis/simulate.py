@@ -68,7 +68,7 @@ class Run:
 
     def __init__(self, rows: Sequence[Iterable[Step]], schedule: Schedule, costs: PassCosts) -> None:
         self._steps = rows
-        self._costs, self._num_slices = costs, schedule.num_slices
+        self._costs, self._slices = costs, schedule.slices
         self.free = [0.0] * len(rows)
         self._lane_free: list[dict[str, float]] = [{} for _ in rows]
 
@@ -78,7 +78,7 @@ class Run:
         Raises:
             Blocked: when the ranks wait for each other.
         """
-        costs, free, num_slices, comm = self._costs, self.free, self._num_slices, self._costs.comm
+        costs, free, slices, comm = self._costs, self.free, self._slices, self._costs.comm
         made: dict[Hashable, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
         ends: list[list[float]] = [[] for _ in free]
         self.spans: list[list[Span]] = [[] for _ in free]
@@ -97,7 +97,7 @@ class Run:
                     ms += comm(source, rank)
                 if ms > start:
                     start = ms
-            end = start + op.duration_ms(costs, num_slices)
+            end = start + op.duration_ms(costs, slices)
             if lane == COMPUTE:
                 free[rank] = end
             else:

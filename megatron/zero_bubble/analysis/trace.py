@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
-from megatron.zero_bubble.ir import Pass, Placement, Schedule
+from megatron.zero_bubble.ir import Pass, Placement, Schedule, Slices
 
 
 class Sent(NamedTuple):
@@ -87,8 +87,13 @@ class Trace:
     ranks: tuple[RankTrace, ...]
 
     @classmethod
-    def of(cls, name: str, ranks: tuple[RankTrace, ...]) -> Trace:
-        """Combine the ranks, with time 0 at the start of the first pass; ``name`` is the name of the schedule."""
+    def of(cls, name: str, ranks: tuple[RankTrace, ...], slices: Slices | None = None) -> Trace:
+        """Combine the ranks, with time 0 at the start of the first pass.
+
+        Args:
+            name: the name of the schedule.
+            slices: the cuts of the sequence; even ones if not given.
+        """
         zero = min(row.spans[0].start_ms for row in ranks if row.spans)
         ranks = tuple(row.shifted(zero) for row in ranks)
         spans = tuple(row.spans for row in ranks)
@@ -98,5 +103,5 @@ class Trace:
         num_microbatches = 1 + max(p.microbatch for row in order for p in row)
         num_slices = 1 + max(p.slice for row in order for p in row)
         lanes = tuple(row.lanes for row in ranks) if any(row.lanes for row in ranks) else ()
-        schedule = Schedule(name, placement, num_microbatches, order, num_slices)
+        schedule = Schedule(name, placement, num_microbatches, order, slices or Slices.even(num_slices))
         return cls(Timeline(schedule, spans, lanes=lanes), ranks)

@@ -10,10 +10,11 @@ the element-wise kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.units import recut
 from megatron.zero_bubble.ir import Placement
 
 Recompute = Literal["none", "selective", "full"]
@@ -114,7 +115,9 @@ class Model:
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer or the output layer: operations of F, B, W, bytes that element-wise kernels move, and bytes stored."""
+    """One layer or the output layer: operations of F, B, W, bytes that element-wise kernels move, and bytes stored; of
+    these, the operations of F and B for attention scores, and the bytes of keys and values.
+    """
 
     forward: float
     backward: float
@@ -122,6 +125,9 @@ class _Layer:
     moved: float
     activation: float
     kept_for_wgrad: float
+    forward_scores: float = 0.0
+    backward_scores: float = 0.0
+    history: float = 0.0
 
 
 def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -150,17 +156,24 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
     kept = PassMemory(
         tuple(count * body.activation or model.message_bytes for count in model.layers),
         tuple(count * body.kept_for_wgrad for count in model.layers),
+        tuple(count * body.history for count in model.layers),
+        recomputed=model.recompute == "full",
     ).fit(placement)
+    counts = recut(tuple(map(float, model.layers)), placement.num_stages)
     head_f, head_b, head_w = milliseconds(head)
-    return (
-        PassCosts(
-            _plus_last(costs.forward_ms, head_f),
-            _plus_last(costs.backward_ms, head_b),
-            _plus_last(costs.wgrad_ms, head_w),
-            costs.comm_ms,
-        ),
-        PassMemory(_plus_last(kept.activation, head.activation), _plus_last(kept.wgrad, head.kept_for_wgrad)),
+    times = PassCosts(
+        _plus_last(costs.forward_ms, head_f),
+        _plus_last(costs.backward_ms, head_b),
+        _plus_last(costs.wgrad_ms, head_w),
+        costs.comm_ms,
     )
+    shares = (
+        tuple(count * scores / rate / ms if ms else 0.0 for count, ms in zip(counts, of_stages, strict=True))
+        for scores, of_stages in ((body.forward_scores, times.forward_ms), (body.backward_scores, times.backward_ms))
+    )
+    activation = _plus_last(kept.activation, head.activation)
+    wgrad = _plus_last(kept.wgrad, head.kept_for_wgrad)
+    return times.with_attention(*shares), replace(kept, activation=activation, wgrad=wgrad)
 
 
 def _plus_last(stages: tuple[float, ...], extra: float) -> tuple[float, ...]:
@@ -193,7 +206,18 @@ def _transformer_layer(m: Model) -> _Layer:
     for_wgrad_inner = 2 * (queries + 2 * keys) + 2 * queries + 2 * wide + 2 * m.ffn
     for_wgrad = m.tokens * (for_wgrad_inner / split + 8 * m.hidden / whole)
     activation = 2.0 * m.tokens * m.hidden / whole if m.recompute == "full" else kept
-    return _Layer(matrices + scores, matrices + 2 * scores + again, matrices, moved, activation, for_wgrad)
+    in_backward = 2 * scores + again
+    return _Layer(
+        matrices + scores,
+        matrices + in_backward,
+        matrices,
+        moved,
+        activation,
+        for_wgrad,
+        forward_scores=scores,
+        backward_scores=in_backward + (scores if m.recompute == "full" else 0.0),
+        history=2.0 * m.tokens * 2 * keys / split,
+    )
 
 
 def _output_layer(m: Model) -> _Layer:

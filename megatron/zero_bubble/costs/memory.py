@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from megatron.zero_bubble.costs.units import check_same_length, checked_figures, recut, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Pass, Placement, Value
+from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
 from megatron.zero_bubble.ir.passes import B, F, W
 
 MEMORY = ("activation", "wgrad")
+HISTORY = "history"
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,16 @@ class PassMemory:
     """Memory of one microbatch on every stage, in one unit (bytes, or parts of a microbatch).
 
     F adds ``activation`` at its start, the end of B leaves ``wgrad`` for W, and the end of W (or BW) leaves nothing:
-    M_B and M_W of the Zero Bubble paper (arXiv 2401.10241, section 2).
+    M_B and M_W of the Zero Bubble paper (arXiv 2401.10241, section 2). With sequence slices, each slice has its tokens'
+    share of both.
+
+    Attributes:
+        activation: what F saves, M_B.
+        wgrad: what B keeps for W, M_W.
+        history: the keys and values of a microbatch (default: 0), which count only with slices. They are in buffers
+            for the whole sequence, which the F of the first slice allocates and the B of the first slice frees; the B
+            of the last slice allocates as much for their gradients.
+        recomputed: whether ``activation`` lacks the keys and values, because B repeats the whole forward.
 
     Raises:
         UserError: for a negative or non-finite figure, an ``activation`` of zero, or lists of different lengths.
@@ -26,11 +36,15 @@ class PassMemory:
 
     activation: tuple[float, ...]
     wgrad: tuple[float, ...]
+    history: tuple[float, ...] = ()
+    recomputed: bool = False
 
     def __post_init__(self) -> None:
-        for name in MEMORY:
+        if not self.history:
+            object.__setattr__(self, HISTORY, (0.0,) * len(self.activation))
+        for name in (*MEMORY, HISTORY):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, MEMORY)
+        check_same_length(self, (*MEMORY, HISTORY))
         if 0.0 in self.activation:
             raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
 
@@ -51,18 +65,27 @@ class PassMemory:
 
     def fit(self, placement: Placement) -> PassMemory:
         """Convert to the stages of ``placement`` for the same model, as ``PassCosts.fit`` does."""
-        return PassMemory(*(recut(getattr(self, name), placement.num_stages) for name in MEMORY))
+        activation, wgrad, history = (recut(getattr(self, name), placement.num_stages) for name in (*MEMORY, HISTORY))
+        return PassMemory(activation, wgrad, history, self.recomputed)
 
-    def size(self, value: Value, num_slices: int = 1) -> float:
+    def size(self, value: Value, slices: Slices = WHOLE) -> float:
         """Memory of ``value`` on the rank that has it; activations and gradients in transit are not counted."""
         figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
-        return 0.0 if figures is None else figures[value.producer.stage] / num_slices
+        producer = value.producer
+        return 0.0 if figures is None else figures[producer.stage] * slices.shares[producer.slice]
 
-    def delta(self, p: Pass, num_slices: int = 1) -> float:
-        """The change of memory by ``p``: at the start of an F, and at the end of other passes."""
-        activation, wgrad = self.activation[p.stage] / num_slices, self.wgrad[p.stage] / num_slices
+    def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]:
+        """The changes of memory by ``p`` at its start and at its end."""
+        share = slices.shares[p.slice]
+        activation, wgrad = self.activation[p.stage] * share, self.wgrad[p.stage] * share
+        if p.kind is W:
+            return 0.0, -wgrad
+        left = wgrad if p.kind is B else 0.0
+        if len(slices) == 1 or not (history := self.history[p.stage]):
+            return (activation, 0.0) if p.kind is F else (0.0, left - activation)
+        # The rows of this slice are part of its activation, but the buffers are allocated and freed as a whole.
+        rows = 0.0 if self.recomputed else history * share
         if p.kind is F:
-            return activation
-        if p.kind is B:
-            return wgrad - activation
-        return -wgrad if p.kind is W else -activation
+            return activation - rows + (0.0 if p.slice else history), 0.0
+        gradients = history if p.slice == len(slices) - 1 else 0.0
+        return gradients, left - activation + rows - (0.0 if p.slice else 2 * history)

@@ -3,31 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import mul
 
 from megatron.zero_bubble.costs.units import (
     check_same_length,
     checked_figure,
     checked_figures,
+    checked_share,
     recut,
     refuse_huge,
     spread,
 )
-from megatron.zero_bubble.ir import Chain, Pass, Placement
-from megatron.zero_bubble.ir.passes import B, F, W
+from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices
+from megatron.zero_bubble.ir.passes import BW, B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
+ATTENTION = ("forward_attention", "backward_attention")
 
 
 @dataclass(frozen=True)
 class PassCosts:
     """Milliseconds per stage of F, B and W, and of a transfer between two ranks.
 
+    ``forward_attention`` and ``backward_attention`` are the shares, per stage, of F and of B that attention takes
+    (default: 0). In the slice from x to y of a sequence, attention takes y^2 - x^2 of its time, because a token attends
+    to all tokens before it, and everything else takes y - x.
+
     ``links`` overrides ``comm_ms`` for (source rank, destination rank). A transfer is pure latency: it delays the
     receiver and does not occupy any rank.
 
     Raises:
-        UserError: for a negative or non-finite figure, or when the three lists differ in length.
+        UserError: for a negative or non-finite figure, a share above 1, or when the lists differ in length.
     """
 
     forward_ms: tuple[float, ...]
@@ -35,27 +42,46 @@ class PassCosts:
     wgrad_ms: tuple[float, ...]
     comm_ms: float = 0.0
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
+    forward_attention: tuple[float, ...] = ()
+    backward_attention: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ATTENTION:
+            shares = getattr(self, name) or (0.0,) * len(self.forward_ms)
+            object.__setattr__(self, name, tuple(checked_share(name, share) for share in shares))
         for name in TIMES:
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, TIMES)
+        check_same_length(self, (*TIMES, *ATTENTION))
         object.__setattr__(self, "comm_ms", checked_figure("comm_ms", self.comm_ms))
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
         object.__setattr__(self, "links", links)
 
     @classmethod
     def uniform(
-        cls, placement: Placement, forward_ms: float, backward_ms: float, wgrad_ms: float, comm_ms: float = 0.0
+        cls,
+        placement: Placement,
+        forward_ms: float,
+        backward_ms: float,
+        wgrad_ms: float,
+        comm_ms: float = 0.0,
+        attention: float = 0.0,
     ) -> PassCosts:
         """Use the same costs on every rank; each of its chunks gets an equal part of them.
+
+        Args:
+            attention: the share of F that attention takes; ``backward_share`` gives that of B.
 
         Raises:
             UserError: also for a figure above ``MAX_FIGURE``.
         """
         refuse_huge(forward_ms=forward_ms, backward_ms=backward_ms, wgrad_ms=wgrad_ms, comm_ms=comm_ms)
         f, b, w = (spread(placement, ms) for ms in (forward_ms, backward_ms, wgrad_ms))
-        return cls(f, b, w, comm_ms)
+        return cls(f, b, w, comm_ms).with_attention((checked_share("attention", attention),) * len(f))
+
+    def with_attention(self, forward: tuple[float, ...], backward: tuple[float, ...] = ()) -> PassCosts:
+        """Set the shares of attention in F and in B, per stage; by default ``backward_share`` gives those of B."""
+        shares = backward or tuple(map(backward_share, forward, self.forward_ms, self.backward_ms))
+        return replace(self, forward_attention=forward, backward_attention=shares)
 
     @property
     def num_stages(self) -> int:
@@ -68,19 +94,31 @@ class PassCosts:
             UserError: when neither number of stages is a multiple of the other.
         """
         f, b, w = (recut(getattr(self, name), placement.num_stages) for name in TIMES)
-        return PassCosts(f, b, w, self.comm_ms, self.links)
+        attention = (
+            self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
+        )
+        return PassCosts(f, b, w, self.comm_ms, self.links, *attention)
 
-    def duration(self, p: Pass, num_slices: int = 1) -> float:
-        """Milliseconds of ``p``; the slices of a sequence take equal parts of the microbatch's time."""
+    def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
+        """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
+        ms = getattr(self, times)
+        of_attention = recut(tuple(map(mul, ms, getattr(self, shares))), placement.num_stages)
+        whole = recut(ms, placement.num_stages)
+        return tuple(min(1.0, part / all_) if all_ else 0.0 for part, all_ in zip(of_attention, whole, strict=True))
+
+    def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
+        """Milliseconds of ``p``, for the slice of the sequence that it computes."""
         if p.kind is F:
-            whole = self.forward_ms[p.stage]
-        elif p.kind is B:
-            whole = self.backward_ms[p.stage]
+            whole, attention = self.forward_ms[p.stage], self.forward_attention[p.stage]
         elif p.kind is W:
-            whole = self.wgrad_ms[p.stage]
+            whole, attention = self.wgrad_ms[p.stage], 0.0
         else:
-            whole = self.backward_ms[p.stage] + self.wgrad_ms[p.stage]
-        return whole / num_slices
+            whole, attention = self.backward_ms[p.stage], self.backward_attention[p.stage]
+        part = slices.shares[p.slice]
+        if attention:
+            start, end = slices.bounds(p.slice)
+            part = (1 - attention) * part + attention * (end * end - start * start)
+        return whole * part + (self.wgrad_ms[p.stage] * slices.shares[p.slice] if p.kind is BW else 0.0)
 
     def hops(self, placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For every stage of a chain, the transfer times in ms of the input of its F and of the input of its B."""
@@ -98,3 +136,8 @@ class PassCosts:
         if source_rank == destination_rank:
             return 0.0
         return self.links.get((source_rank, destination_rank), self.comm_ms)
+
+
+def backward_share(forward_share: float, forward_ms: float, backward_ms: float) -> float:
+    """The share of B that attention takes, if it takes twice its time in F: it has two products in F and four in B."""
+    return min(1.0, 2 * forward_share * forward_ms / backward_ms) if backward_ms else 0.0

@@ -26,6 +26,13 @@ def checked_figure(name: str, value: object) -> float:
     return float(value)
 
 
+def checked_share(name: str, value: object) -> float:
+    share = checked_figure(name, value)
+    if share > 1:
+        raise UserError(f"{name} is a share, so it must be between 0 and 1; got {value!r}")
+    return share
+
+
 def checked_figures(name: str, values: Sequence[object]) -> tuple[float, ...]:
     return tuple(checked_figure(f"{name} of stage {stage}", value) for stage, value in enumerate(values))
 

@@ -23,7 +23,7 @@ class VirtualStage:
 
     def run(self, work: Pass, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         ready_ms = max((float(tensor[0]) for tensor in inputs), default=0.0)
-        self._clock.advance(work, ready_ms, self._costs.duration(work, self._schedule.num_slices))
+        self._clock.advance(work, ready_ms, self._costs.duration(work, self._schedule.slices))
         made = torch.full((self._num_elements,), self._clock.now_ms, dtype=torch.float64)
         return [made] * len(self._schedule.flow.outputs(work))
 
@@ -37,5 +37,5 @@ class SleepingStage:
         self._output = torch.zeros(shape)
 
     def run(self, work: Pass, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        sleep_until(time.perf_counter() + self._costs.duration(work, self._schedule.num_slices) / 1e3)
+        sleep_until(time.perf_counter() + self._costs.duration(work, self._schedule.slices) / 1e3)
         return [self._output] * len(self._schedule.flow.outputs(work))

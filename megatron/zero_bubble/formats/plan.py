@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import Placement, Schedule, Slices
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "stage_to_rank": schedule.placement.stage_to_rank,
+        **_slices(schedule),
         "order": schedule.to_text(),
         "makespan_ms": timeline.makespan_ms,
         "span_ms": timeline.span_ms,
@@ -81,6 +82,13 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
     return content
 
 
+def _slices(schedule: Schedule) -> dict[str, Any]:
+    if schedule.num_slices == 1:
+        return {}
+    uneven = {} if schedule.slices.are_even else {"slice_shares": schedule.slices.shares}
+    return {"num_slices": schedule.num_slices, **uneven}
+
+
 def schedule_from_json(text: str) -> Schedule:
     """Read and validate the schedule of a plan's JSON. Keys that do not describe the schedule are ignored.
 
@@ -93,13 +101,22 @@ def schedule_from_json(text: str) -> Schedule:
     stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
     rows = read_key(content, "order", 'one list per rank, of passes such as "0F0"', lambda v: _is_list(v, _is_row))
     placement = Placement(tuple(stage_to_rank))
-    # Sliced sequences need no separate key: every slice has an F, so the order gives the number of slices.
     flat = Schedule.from_text(name, placement, num_microbatches, rows)
-    num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
-    schedule = Schedule(name, placement, num_microbatches, flat.order, num_slices)
-    for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
+    # Every slice has an F, so the order gives the number of slices; only uneven cuts need a key.
+    slices = Slices.even(1 + max((p.slice for p in flat.passes()), default=0))
+    if "slice_shares" in content:
+        shares = read_key(content, "slice_shares", "a list of numbers", lambda v: _is_list(v, _is_number))
+        slices = Slices(tuple(map(float, shares)))
+    schedule = replace(flat, slices=slices)
+    counts = (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages))
+    for key, value in counts:
         if content.get(key, value) != value:
             raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
+    if content.get("num_slices", len(slices)) != len(slices):
+        raise UserError(
+            f"num_slices must agree with the order and slice_shares, which have {len(slices)}; "
+            f"got {content['num_slices']!r}"
+        )
     validate(schedule)
     return schedule
 
@@ -115,6 +132,10 @@ def _is_text(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float)
 
 
 def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:

@@ -17,8 +17,10 @@ from megatron.zero_bubble.ir.passes import Kind, Pass
 from megatron.zero_bubble.ir.placement import Placement
 from megatron.zero_bubble.ir.plan import Plan
 from megatron.zero_bubble.ir.schedule import Schedule
+from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
 __all__ = [
+    "WHOLE",
     "Chain",
     "Compute",
     "Effects",
@@ -33,6 +35,7 @@ __all__ = [
     "Schedule",
     "Send",
     "Settle",
+    "Slices",
     "Token",
     "Validate",
     "Value",

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
 from megatron.zero_bubble.ir.passes import F, Pass, later
+from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.ir.plan import Plan
@@ -32,15 +33,15 @@ COMPUTE, COPY, NET = "compute", "copy", "net"
 class Times(Protocol):
     """The source of an op's duration: ``costs.PassCosts``."""
 
-    def duration(self, p: Pass, num_slices: int = 1) -> float: ...
+    def duration(self, p: Pass, slices: Slices = WHOLE) -> float: ...
 
 
 class Memory(Protocol):
     """The source of an op's memory: ``costs.PassMemory``."""
 
-    def delta(self, p: Pass, num_slices: int = 1) -> float: ...
+    def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]: ...
 
-    def size(self, value: Value, num_slices: int = 1) -> float: ...
+    def size(self, value: Value, slices: Slices = WHOLE) -> float: ...
 
 
 class Token(NamedTuple):
@@ -92,11 +93,11 @@ class Op:
         """The requirements and results of the op."""
         return _NONE
 
-    def duration_ms(self, times: Times, num_slices: int) -> float:
+    def duration_ms(self, times: Times, slices: Slices) -> float:
         """How long the op occupies its lane."""
         return 0.0
 
-    def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
+    def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
         """The changes of its rank's memory at its start and at its end. An op that changes memory has a lane, even if
         it takes no time.
         """
@@ -155,12 +156,6 @@ class Message(NamedTuple):
         return self.producer.kind is F
 
 
-def memory_of(p: Pass, memory: Memory, num_slices: int) -> tuple[float, float]:
-    """Memory changes of a pass at its start and end: F changes it at its start, other passes at their end."""
-    delta = memory.delta(p, num_slices)
-    return (delta, 0.0) if p.kind is F else (0.0, delta)
-
-
 @dataclass(frozen=True, slots=True)
 class Compute(Op):
     """Run one pass on the device."""
@@ -174,11 +169,11 @@ class Compute(Op):
     def effects(self, flow: Flow) -> Effects:
         return Effects(flow.inputs(self.work), flow.outputs(self.work))
 
-    def duration_ms(self, times: Times, num_slices: int) -> float:
-        return times.duration(self.work, num_slices)
+    def duration_ms(self, times: Times, slices: Slices) -> float:
+        return times.duration(self.work, slices)
 
-    def memory(self, memory: Memory, num_slices: int) -> tuple[float, float]:
-        return memory_of(self.work, memory, num_slices)
+    def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
+        return memory.changes(self.work, slices)
 
     def later(self, by: int) -> Compute:
         return Compute(later(self.work, by))

@@ -10,6 +10,7 @@ from typing import Any
 from megatron.zero_bubble.ir.flow import Chain, Flow
 from megatron.zero_bubble.ir.passes import BW, F, Pass
 from megatron.zero_bubble.ir.placement import Placement
+from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
 
 def chain_of(schedule: Schedule) -> Chain:
@@ -22,6 +23,7 @@ class Schedule:
     """What every rank computes: ``order[rank]`` is that rank's passes, first to last.
 
     Attributes:
+        slices: how every sequence is cut; each slice has passes of its own.
         make_flow: makes the flow of values between the passes.
         evaluates: whether the schedule has only forwards, which then save no activations.
     """
@@ -30,7 +32,7 @@ class Schedule:
     placement: Placement
     num_microbatches: int
     order: tuple[tuple[Pass, ...], ...]
-    num_slices: int = 1
+    slices: Slices = WHOLE
     make_flow: Callable[[Schedule], Flow] = chain_of
     evaluates: bool = False
 
@@ -41,6 +43,10 @@ class Schedule:
     @property
     def num_stages(self) -> int:
         return self.placement.num_stages
+
+    @property
+    def num_slices(self) -> int:
+        return len(self.slices)
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit cached properties, because schedules are sent between ranks."""
@@ -81,8 +87,8 @@ class Schedule:
         placement: Placement,
         num_microbatches: int,
         order: Iterable[Iterable[str]],
-        num_slices: int = 1,
+        slices: Slices = WHOLE,
     ) -> Schedule:
         """Read what ``to_text`` wrote. Only the form of each pass is checked; ``analysis.validate`` checks the rest."""
         rows = tuple(tuple(map(Pass.parse, row)) for row in order)
-        return cls(name, placement, num_microbatches, rows, num_slices)
+        return cls(name, placement, num_microbatches, rows, slices)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir import Schedule, Slices
 from megatron.zero_bubble.schedules import (
     breadth_first,
     dualpipe_v,
     interleaved,
     one_f_one_b,
+    seq_1f1b,
+    seq_interleaved,
+    seq_zb_h1,
     v_half,
     v_min,
     zb_h1,
@@ -17,7 +20,20 @@ from megatron.zero_bubble.schedules import (
 )
 from megatron.zero_bubble.schedules.recipe import Recipe
 
-_MODULES = (one_f_one_b, interleaved, breadth_first, zb_h1, zb_h2, zb_v, v_half, v_min, dualpipe_v)
+_MODULES = (
+    one_f_one_b,
+    interleaved,
+    breadth_first,
+    zb_h1,
+    zb_h2,
+    zb_v,
+    v_half,
+    v_min,
+    dualpipe_v,
+    seq_1f1b,
+    seq_interleaved,
+    seq_zb_h1,
+)
 SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
 
 
@@ -32,14 +48,29 @@ def recipe(name: str) -> Recipe:
     return SCHEDULES[name]
 
 
-def build(name: str, *, num_ranks: int, num_microbatches: int, num_chunks: int | None = None) -> Schedule:
-    """Build the schedule called ``name``; an interleaved one has ``num_chunks`` stages per rank (default: 2).
+def build(
+    name: str,
+    *,
+    num_ranks: int,
+    num_microbatches: int,
+    num_chunks: int | None = None,
+    num_slices: int | Slices | None = None,
+) -> Schedule:
+    """Build the schedule called ``name``.
+
+    Args:
+        num_chunks: the stages per rank of an interleaved schedule (default: 2).
+        num_slices: the slices of every sequence of a sliced schedule, or their cuts (default: 4 even slices).
 
     Raises:
-        UserError: for an unknown name, counts below 1, or a number of chunks that the schedule does not support.
+        UserError: for an unknown name, counts below 1, or a number of chunks or slices that the schedule does not
+            support.
     """
     known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise UserError(f"{count} must be 1 or more; got {value}")
-    return known.build(num_ranks, num_microbatches, known.num_chunks(num_chunks))
+    chunks, slices = known.num_chunks(num_chunks), known.slices(num_slices)
+    if known.sliced:
+        return known.build(num_ranks, num_microbatches, chunks, slices)
+    return known.build(num_ranks, num_microbatches, chunks)

@@ -7,11 +7,15 @@ rank 0 |0F0 0F1 2F0 2F1 0F2 ....2BW0--- 0F3 2BW1--- 2F2 0BW0--- 2F3 0BW1--- ....
 rank 1 |....1F0 1F1 3F0 3BW0--- 3F1 3BW1--- 1F2 1BW0--- 1F3 1BW1--- 3F2 3BW2--- 3F3 3BW3--- 1BW2--- 1BW3--- ........|
 """
 
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import TypeVar
 
 from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
 from megatron.zero_bubble.schedules.letters import forward_backward
 from megatron.zero_bubble.schedules.recipe import Recipe
+
+_Item = TypeVar("_Item")
 
 
 def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedule:
@@ -21,15 +25,20 @@ def build(num_ranks: int, num_microbatches: int, num_chunks: int = 2) -> Schedul
     return Schedule(RECIPE.name, placement, num_microbatches, order)
 
 
+def units(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
+    """Divide ``items`` into units of ``size``; the last unit also contains the remainder."""
+    firsts = range(0, max(1, len(items) - size + 1), size)
+    return [items[first:end] for first, end in pairwise((*firsts, len(items)))]
+
+
 def _row(rank: int, num_ranks: int, num_microbatches: int, num_chunks: int) -> tuple[Pass, ...]:
     chunks = range(num_chunks)
-    firsts = range(0, max(1, num_microbatches - num_ranks + 1), num_ranks)
-    units = [range(first, end) for first, end in pairwise((*firsts, num_microbatches))]
-    forwards = (Pass(chunk * num_ranks + rank, Kind.F, m) for unit in units for chunk in chunks for m in unit)
+    parts = units(range(num_microbatches), num_ranks)
+    forwards = (Pass(chunk * num_ranks + rank, Kind.F, m) for unit in parts for chunk in chunks for m in unit)
     backwards = (
-        Pass(chunk * num_ranks + rank, Kind.BW, m) for unit in units for chunk in reversed(chunks) for m in unit
+        Pass(chunk * num_ranks + rank, Kind.BW, m) for unit in parts for chunk in reversed(chunks) for m in unit
     )
-    warmup = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * max(map(len, units))
+    warmup = 2 * (num_ranks - 1 - rank) + (num_chunks - 1) * max(map(len, parts))
     letters = forward_backward(num_microbatches * num_chunks, warmup)
     return tuple(next(forwards if letter == "F" else backwards) for letter in letters)
 

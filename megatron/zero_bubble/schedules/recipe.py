@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
+
+DEFAULT_SLICES = Slices.even(4)
+"""The cuts of a sliced schedule for which the user gives none."""
 
 Shape = Literal["linear", "vee", "interleaved"]
 _PLACEMENTS: dict[Shape, Callable[[int, int], Placement]] = {
@@ -24,10 +27,11 @@ class Recipe:
     ``build(num_ranks, num_microbatches, num_chunks)`` builds it; only interleaved schedules use ``num_chunks``.
     ``bubble`` is the idle time of the longest rank without communication, and ``memory`` the peak over ranks. Both are
     formulas in p (ranks), v (chunks per rank), F, B, W (durations on a rank) and M (activation of a microbatch on a
-    rank), valid when there are enough microbatches to fill the pipeline.
+    rank) and n (slices per sequence), valid when there are enough microbatches or slices to fill the pipeline.
 
     Attributes:
         shape: the placement of its stages.
+        sliced: whether it cuts sequences into slices; ``build`` then also accepts their ``Slices``.
         adapts: whether it is made for equal passes, so that the search can refit it to known costs in the same memory.
     """
 
@@ -35,9 +39,10 @@ class Recipe:
     summary: str
     bubble: str
     memory: str
-    build: Callable[[int, int, int], Schedule]
+    build: Callable[..., Schedule]
     shape: Shape = "linear"
     adapts: bool = False
+    sliced: bool = False
 
     def placement(self, num_ranks: int, num_chunks: int) -> Placement:
         """Return the placement of its stages; only an interleaved schedule uses ``num_chunks``."""
@@ -56,3 +61,19 @@ class Recipe:
         if own < 1 or (self.shape == "interleaved" and own < 2):
             raise UserError(f"schedule {self.name!r} needs 2 or more stages per rank; got {own}; use 1f1b for one")
         return own
+
+    def slices(self, asked: int | Slices | None) -> Slices:
+        """Return the cuts of every sequence; ``asked`` is the user's choice, if any: a number means even slices.
+
+        Raises:
+            UserError: when this schedule does not support ``asked``.
+        """
+        cuts = Slices.even(asked) if isinstance(asked, int) else asked
+        if not self.sliced:
+            if cuts is not None and len(cuts) > 1:
+                raise UserError(
+                    f"schedule {self.name!r} does not cut sequences into slices; got {len(cuts)} slices; use one "
+                    "whose name begins with seq-"
+                )
+            return WHOLE
+        return DEFAULT_SLICES if cuts is None else cuts
