@@ -40,7 +40,7 @@ def test_every_pass_starts_as_early_as_possible(data: st.DataObject) -> None:
         for p, start_ms, end_ms in row:
             arrivals = [end[d] + costs.comm(rank_of[d.stage], rank) for d in schedule.dependencies(p)]
             assert start_ms == max([free, *arrivals])
-            assert end_ms == start_ms + costs.duration(p)
+            assert end_ms == start_ms + costs.duration(p, schedule.slices)
             free = end_ms
 
 

@@ -46,4 +46,5 @@ def run(
     return Trace.of(
         schedule.name,
         tuple(RankTrace(tuple(r), tuple(sorted(s, key=lambda sent: sent.at_ms)), tuple(got)) for r, s, got in parts),
+        schedule.slices,
     )

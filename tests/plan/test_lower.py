@@ -65,7 +65,7 @@ def test_every_pass_and_message_occurs_exactly_once(schedule: Schedule) -> None:
     ]
     assert messages[0] == messages[1] == messages[2]
     hops = sum(a != b for a, b in pairwise(schedule.placement.stage_to_rank))
-    assert len(messages[0]) == 2 * hops * schedule.num_microbatches
+    assert len(messages[0]) == 2 * hops * schedule.num_microbatches * schedule.num_slices
 
 
 @given(schedules(min_ranks=3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,8 +68,10 @@ def test_rows_have_equal_length_and_show_every_wide_enough_pass(data: st.DataObj
     schedule = data.draw(schedules())
     lines = render_text(simulate(schedule, data.draw(costs_for(schedule)))).splitlines()
     assert len({len(line) for line in lines}) == 1
+    if not schedule.slices.are_even:
+        return  # at equal costs, a short slice may be too narrow for its label
     lines = render_text(unit(schedule)).splitlines()
     for line, row in zip(lines, schedule.order, strict=True):
-        shown = line.replace("-", "").replace(".", " ").strip("|").split("|")[1].split()
+        shown = re.sub(r"(?<!\d)\.|\.(?!\d)", " ", line.replace("-", "")).strip("|").split("|")[1].split()
         linear = schedule.num_stages == schedule.num_ranks
         assert shown == [str(p).removeprefix(str(p.stage)) if linear else str(p) for p in row]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
 
 
 class RankIteration(NamedTuple):
@@ -29,12 +29,12 @@ class RankIterations(NamedTuple):
 
     Attributes:
         order: the passes of the last iteration.
-        pass_ms: mean time of a pass by stage and kind.
+        pass_ms: mean time of a pass by stage, kind and slice.
     """
 
     iterations: tuple[RankIteration, ...]
     order: tuple[Pass, ...]
-    pass_ms: Mapping[tuple[int, Kind], float]
+    pass_ms: Mapping[tuple[int, Kind, int], float]
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ def bubble_of(ranks: Sequence[RankIterations]) -> Bubble:
     span_ms = sum(max(row.span_ms for row in iteration) for iteration in together)
     work_ms = sum(max(row.work_ms for row in iteration) for iteration in together)
     schedule = _schedule(ranks)
-    pass_ms = {key: ms * schedule.num_slices for rank in ranks for key, ms in rank.pass_ms.items()}
-    planned = simulate(schedule, _costs(schedule.num_stages, pass_ms)).bubble_rate("span")
+    none = (0.0,) * schedule.num_stages
+    means = {key: ms for rank in ranks for key, ms in rank.pass_ms.items()}
+    planned = simulate(schedule, _MeanTimes(none, none, none, pass_ms=means)).bubble_rate("span")
     return Bubble(len(together), (span_ms - work_ms) / span_ms if span_ms else 0.0, planned)
 
 
@@ -75,13 +76,11 @@ def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
     )
 
 
-def _costs(num_stages: int, pass_ms: Mapping[tuple[int, Kind], float]) -> PassCosts:
-    """Convert pass times to costs; a stage with only fused backwards has their time as B, and W = 0."""
+@dataclass(frozen=True)
+class _MeanTimes(PassCosts):
+    """Measured times instead of figures per stage, because slices of a sequence need not take equal times."""
 
-    def times(*kinds: Kind) -> tuple[float, ...]:
-        return tuple(
-            next((pass_ms[stage, kind] for kind in kinds if (stage, kind) in pass_ms), 0.0)
-            for stage in range(num_stages)
-        )
+    pass_ms: Mapping[tuple[int, Kind, int], float] = field(default_factory=dict, hash=False)
 
-    return PassCosts(times(Kind.F), times(Kind.B, Kind.BW), times(Kind.W), 0.0)
+    def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
+        return self.pass_ms.get((p.stage, p.kind, p.slice), 0.0)

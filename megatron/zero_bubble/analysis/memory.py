@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import merge
 from itertools import accumulate
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.timeline import LaneSpan, Timeline
+from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Slices
 
@@ -52,17 +52,21 @@ def _curve(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[Kept]:
 def _changes(timeline: Timeline, rank: int, memory: PassMemory) -> Iterator[tuple[float, float]]:
     """Return the times and sizes of a rank's memory changes. At equal times, memory is freed before it is added."""
     slices = timeline.schedule.slices
-    changes = (
-        change
-        for p, start_ms, end_ms in timeline.spans[rank]
-        for at_start, at_end in (memory.changes(p, slices),)
-        for change in ((start_ms, at_start), (end_ms, at_end))
-        if change[1]
-    )
+    changes = _of_passes(timeline.spans[rank], memory, slices)
     if not timeline.lanes:
         return changes
     lanes = sorted(change for span in timeline.lanes[rank] for change in _of_op(span, memory, slices))
     return merge(changes, lanes, key=lambda change: (change[0], change[1] > 0))
+
+
+def _of_passes(spans: Sequence[Span], memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:
+    """Return one change per pass, or two for a pass that changes memory at its start and at its end."""
+    for p, start_ms, end_ms in spans:
+        at_start, at_end = memory.changes(p, slices)
+        if at_start:
+            yield start_ms, at_start
+        if at_end or not at_start:
+            yield end_ms, at_end
 
 
 def _of_op(span: LaneSpan, memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:

@@ -17,6 +17,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 
 
@@ -61,7 +62,7 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         "num_stages": schedule.num_stages,
         "num_microbatches": schedule.num_microbatches,
         "stage_to_rank": schedule.placement.stage_to_rank,
-        **_slices(schedule),
+        **slices_content(schedule.slices),
         "order": schedule.to_text(),
         "makespan_ms": timeline.makespan_ms,
         "span_ms": timeline.span_ms,
@@ -82,13 +83,6 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
     return content
 
 
-def _slices(schedule: Schedule) -> dict[str, Any]:
-    if schedule.num_slices == 1:
-        return {}
-    uneven = {} if schedule.slices.are_even else {"slice_shares": schedule.slices.shares}
-    return {"num_slices": schedule.num_slices, **uneven}
-
-
 def schedule_from_json(text: str) -> Schedule:
     """Read and validate the schedule of a plan's JSON. Keys that do not describe the schedule are ignored.
 
@@ -103,20 +97,14 @@ def schedule_from_json(text: str) -> Schedule:
     placement = Placement(tuple(stage_to_rank))
     flat = Schedule.from_text(name, placement, num_microbatches, rows)
     # Every slice has an F, so the order gives the number of slices; only uneven cuts need a key.
-    slices = Slices.even(1 + max((p.slice for p in flat.passes()), default=0))
-    if "slice_shares" in content:
-        shares = read_key(content, "slice_shares", "a list of numbers", lambda v: _is_list(v, _is_number))
-        slices = Slices(tuple(map(float, shares)))
+    num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
+    slices = slices_from(content) or Slices.even(num_slices)
     schedule = replace(flat, slices=slices)
-    counts = (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages))
-    for key, value in counts:
+    for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
             raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
-    if content.get("num_slices", len(slices)) != len(slices):
-        raise UserError(
-            f"num_slices must agree with the order and slice_shares, which have {len(slices)}; "
-            f"got {content['num_slices']!r}"
-        )
+    if len(slices) != num_slices:
+        raise UserError(f"num_slices must agree with the order, which has {num_slices}; got {len(slices)}")
     validate(schedule)
     return schedule
 
@@ -132,10 +120,6 @@ def _is_text(value: object) -> bool:
 
 def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float)
 
 
 def _is_list(value: object, fits: Callable[[Any], bool]) -> bool:

@@ -19,8 +19,11 @@ from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.memory import HISTORY, MEMORY
+from megatron.zero_bubble.costs.passes import ATTENTION, TIMES
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import Op, Pass
 
 FORMAT = 1
@@ -34,8 +37,6 @@ _ROWS: Mapping[str, tuple[type[NamedTuple], tuple[str, ...]]] = {
 }
 _LANES = "lanes"
 """The key of timed ops that are not passes; a rank without such ops does not have the key."""
-_TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
-_MEMORY = ("activation", "wgrad")
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,12 @@ def trace_to_json(recording: Recording) -> str:
         "schedule": schedule.name,
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
-        **{key: getattr(costs, key) for key in _TIMES},
+        **slices_content(schedule.slices),
+        **{key: getattr(costs, key) for key in TIMES},
+        **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
         "comm_ms": costs.comm_ms,
-        **({key: getattr(memory, key) for key in _MEMORY} if memory else {}),
+        **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
+        **({HISTORY: memory.history} if memory and any(memory.history) else {}),
         "planned": _figures([planned]),
         "measured": _figures([trace.timeline for trace in recording.traces.values()]),
     }
@@ -105,6 +109,7 @@ def trace_from_json(text: str) -> Recording:
     name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
     iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
     traces: dict[int, Trace] = {}
+    slices = slices_from(content)
     for iteration in iterations:
         if not isinstance(iteration, dict):
             raise UserError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
@@ -113,18 +118,18 @@ def trace_from_json(text: str) -> Recording:
             raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
         rows = tuple(_rank_from(row, f"iteration {number}, rank {rank}") for rank, row in enumerate(ranks))
-        traces[number] = Trace.of(name, rows)
+        traces[number] = Trace.of(name, rows, slices)
         validate(traces[number].timeline.schedule)
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
         raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
-    f, b, w = (read_key(content, key, "a list of numbers, one per stage", _is_numbers) for key in _TIMES)
-    costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number))
+    f, b, w = (_per_stage(content, key) for key in TIMES)
+    shares = [_per_stage(content, key) if key in content else () for key in ATTENTION]
+    costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number), {}, *shares)
     memory = None
-    if content.keys() & set(_MEMORY):
-        memory = PassMemory(
-            *(read_key(content, key, "a list of numbers, one per stage", _is_numbers) for key in _MEMORY)
-        )
+    if content.keys() & set(MEMORY):
+        activation, wgrad = (_per_stage(content, key) for key in MEMORY)
+        memory = PassMemory(activation, wgrad, _per_stage(content, HISTORY) if HISTORY in content else ())
     recording = Recording(costs, traces, memory)
     recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
     return recording
@@ -133,6 +138,10 @@ def trace_from_json(text: str) -> Recording:
 def read_trace_file(path: str | Path) -> Recording:
     """Read a file with ``trace_from_json``; errors name the file."""
     return read_file(path, "trace file", trace_from_json)
+
+
+def _per_stage(content: dict[str, Any], key: str) -> tuple[float, ...]:
+    return tuple(read_key(content, key, "a list of numbers, one per stage", _is_numbers))
 
 
 def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:

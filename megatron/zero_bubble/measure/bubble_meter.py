@@ -33,7 +33,7 @@ class BubbleMeter(IterationObserver):
         self._unread: deque[tuple[Any, _Marks]] = deque()
         self._iterations: list[RankIteration] = []
         self._order: tuple[Pass, ...] = ()
-        self._times: dict[tuple[int, Kind], tuple[float, int]] = {}
+        self._times: dict[tuple[int, Kind, int], tuple[float, int]] = {}
 
     def begin_iteration(self, start: IterationStart) -> None:
         while len(self._unread) > 1:
@@ -81,5 +81,6 @@ class BubbleMeter(IterationObserver):
         self._iterations.append(RankIteration(elapsed_ms(started, marks[-1][2]), sum(times.values())))
         self._order = tuple(times)
         for work, ms in times.items():
-            total, count = self._times.get((work.stage, work.kind), (0.0, 0))
-            self._times[work.stage, work.kind] = total + ms, count + 1
+            key = (work.stage, work.kind, work.slice)
+            total, count = self._times.get(key, (0.0, 0))
+            self._times[key] = total + ms, count + 1

@@ -15,7 +15,7 @@ from megatron.zero_bubble.analysis.memory import memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
-from megatron.zero_bubble.render.text import in_bytes
+from megatron.zero_bubble.render.text import in_bytes, size_of
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -67,7 +67,7 @@ def _summary(compared: Comparison) -> str:
     schedule, planned, measured = compared.planned.schedule, compared.planned, compared.measured.timeline
     error_ms = max(row.clock_error_ms for row in compared.measured.ranks)
     return (
-        f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches. Planned "
+        f"{size_of(schedule)}. Planned "
         f"{planned.makespan_ms:,.1f} ms, bubble {planned.bubble_rate('makespan'):.1%} of the makespan and "
         f"{planned.bubble_rate('span'):.1%} of the span; measured {measured.makespan_ms:,.1f} ms, "
         f"{measured.bubble_rate('makespan'):.1%} and {measured.bubble_rate('span'):.1%}. "

@@ -9,7 +9,7 @@ At unit costs this is the picture in the schedules' docstrings::
 from __future__ import annotations
 
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
-from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.ir import Kind, Pass, Schedule
 
 _LONGEST = 12
 """Largest width of a pass in characters, even if short passes then lose their numbers."""
@@ -38,10 +38,16 @@ def headline(timeline: Timeline) -> str:
     """Format name, size, makespan and both bubble rates in one line."""
     schedule = timeline.schedule
     return (
-        f"{schedule.name}: {schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches, "
+        f"{schedule.name}: {size_of(schedule)}, "
         f"{timeline.makespan_ms:,.1f} ms, bubble {timeline.bubble_rate('makespan'):.1%} of makespan, "
         f"{timeline.bubble_rate('span'):.1%} of span"
     )
+
+
+def size_of(schedule: Schedule) -> str:
+    """Format the number of ranks, microbatches and, if sequences are cut, slices."""
+    slices = f" of {schedule.num_slices} slices" if schedule.num_slices > 1 else ""
+    return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}"
 
 
 def in_bytes(amount: float) -> str:
