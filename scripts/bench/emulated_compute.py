@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 STOCK = "stock 1f1b"
 STOCK_INTERLEAVED = "stock interleaved"
-OURS = ("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v")
+OURS = (
+    *("1f1b", "interleaved-1f1b", "breadth-first", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "dualpipe-v"),
+    *("seq-1f1b", "seq-zb-h1"),
+)
 VIRTUAL_RANKS = (2, 4, 8)
 VIRTUAL_LIMIT_MS = 0.01
 HEAD_START_S = 0.1

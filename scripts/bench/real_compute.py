@@ -47,6 +47,7 @@ EXACT = ", exact"
 STREAM = ", wgrad stream"
 FITTED = " fitted"
 OURS = ("1f1b", SPLIT, SPLIT + EXACT, SPLIT + STREAM, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
+SLICED = {f"seq-zb-h1, {number} slices": number for number in (2, 4)}
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _TRIAL_ROUNDS = 8
 _SETTINGS = ("hidden_size", "seq_length", "dtype", "flags", "num_layers", "num_ranks", "rounds")
@@ -86,18 +87,23 @@ def _parse() -> argparse.Namespace:
     )
     parser.add_argument("--num-microbatches", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument(
-        "--only", nargs="+", default=[], metavar="NAME", help="variants to run in addition to stock 1f1b; default: all"
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="variants to run in addition to stock 1f1b; default: all without slices",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
-    known = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT, SPLIT + STREAM)
+    usual = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT, SPLIT + STREAM)
+    known = (*usual, *SLICED) if options.num_ranks > 1 else usual
     if unknown := sorted({*options.only} - {*known}):
         parser.error(
             f"--only takes names of {', '.join(known)} with --num-ranks {options.num_ranks}; got {', '.join(unknown)}; "
             "quote each name"
         )
-    options.only = options.only or known
+    options.only = options.only or usual
     return options
 
 
@@ -191,6 +197,9 @@ class _Job:
 def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     """The schedule of a variant, before it is fitted to costs."""
     name = _base(name)
+    if name in SLICED:
+        size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+        return build("seq-zb-h1", **size, num_slices=SLICED[name])
     if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -269,7 +278,7 @@ class _Variant:
         finally:
             revert()
         if _is_recorded(self._schedule.name):
-            timeline = gather_trace(self._schedule.name, marks, self._group).timeline
+            timeline = gather_trace(self._schedule.name, marks, self._group, self._schedule.slices).timeline
             if timeline.schedule.order != self._schedule.order:
                 raise RuntimeError(f"{self._schedule.name} ran in another order than planned; its figures are invalid")
             self.costs.append(median_costs([timeline]))
@@ -305,7 +314,7 @@ class _Variant:
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
-    names = [name for name in (*_STOCK, *OURS) if name == STOCK or name in options.only]
+    names = [name for name in (*_STOCK, *OURS, *SLICED) if name == STOCK or name in options.only]
     models = {_base(name) for name in names}
     jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
@@ -336,9 +345,10 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
         if variant.costs:
             rows[name] |= {
                 "predicted_time_over_stock": _median_ratio(variant.planned()[turns], stock_ms),
-                "bound_over_predicted_stock": _median_ratio(variant.bounds()[turns], stock_ms),
                 "costs": [_json(costs) for costs in variant.costs[turns]],
             }
+            if name not in SLICED:
+                rows[name]["bound_over_predicted_stock"] = _median_ratio(variant.bounds()[turns], stock_ms)
     return {"num_microbatches": num_microbatches, **settings, "variants": rows}
 
 

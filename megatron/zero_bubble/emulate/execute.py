@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.emulate.links import VirtualLinks
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
 from megatron.zero_bubble.emulate.stages import VirtualStage
-from megatron.zero_bubble.ir import Op, Plan, Schedule
+from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
 from megatron.zero_bubble.plan import communicate, lower, with_validation
 from megatron.zero_bubble.runtime.executor import Executor, Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
@@ -24,6 +25,8 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 
 # Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.
 _COST_RATIOS = ((10.0, 10.0, 10.0, 0.0), (18.522, 18.086, 9.337, 0.601), (5.0, 9.0, 3.0, 4.0))
+_CUTS = (Slices.even(4), Slices((0.4, 0.3, 0.2, 0.1)))
+_ATTENTION = 0.3
 
 
 def execute(
@@ -66,12 +69,15 @@ def virtual_iterations(
 
 
 def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
-    """Yield every registered schedule with 1, P and 3P microbatches, each with three ratios of costs."""
-    for name in SCHEDULES:
-        for num_microbatches in (1, num_ranks, 3 * num_ranks):
-            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
+    """Yield every registered schedule with 1, P and 3P microbatches, each with three ratios of costs.
+
+    A schedule of slices comes with even and with uneven cuts.
+    """
+    for name, recipe in SCHEDULES.items():
+        for num_microbatches, slices in product((1, num_ranks, 3 * num_ranks), _CUTS if recipe.sliced else (WHOLE,)):
+            schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices)
             for ratio in _COST_RATIOS:
-                yield schedule, PassCosts.uniform(schedule.placement, *ratio)
+                yield schedule, PassCosts.uniform(schedule.placement, *ratio, attention=_ATTENTION)
 
 
 def virtual_deviation_ms(
