@@ -16,11 +16,12 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from site_parts import architecture, flags, gpu, refusals, schedules, stored
+from site_parts import architecture, flags, gpu, refusals, schedules, slices, stored
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[], str]] = {
     **schedules.PARTS,
+    **slices.PARTS,
     **flags.PARTS,
     **refusals.PARTS,
     **stored.PARTS,
@@ -38,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="report stale parts instead of rewriting them")
     check = parser.parse_args(argv).check
     texts = {page: generated(page.read_text(encoding="utf-8")) for page in pages()}
-    texts |= {ROOT / "docs" / name: draw() for name, draw in schedules.PICTURES.items()}
+    texts |= {ROOT / "docs" / name: draw() for name, draw in {**schedules.PICTURES, **slices.PICTURES}.items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:
         for path in stale:

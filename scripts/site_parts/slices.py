@@ -1,0 +1,77 @@
+"""Tables and the picture of schedules of sequence slices, computed by the planning library."""
+
+from __future__ import annotations
+
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.cuts import balanced
+from megatron.zero_bubble.ir import Placement, Slices
+from megatron.zero_bubble.render.svg import render_svg
+from megatron.zero_bubble.schedules import build
+from site_parts.markdown import code, table
+
+_SIZE = {"num_ranks": 8, "num_microbatches": 8}
+_NUMBERS = (1, 2, 4, 8, 16)
+_SHARES = (0.0, 0.1, 0.3, 0.5, 0.8)
+_SPLIT, _FUSED = "seq-zb-h1", "seq-1f1b"
+
+
+def by_number() -> str:
+    """Bubble and memory against the number of slices."""
+    rows = []
+    for number in _NUMBERS:
+        fused, split = (_timeline(name, Slices.even(number)) for name in (_FUSED, _SPLIT))
+        peak = max(split.peak_activation) / _SIZE["num_ranks"]
+        rows.append((str(number), *(f"{t.bubble_rate('makespan'):.1%}" for t in (fused, split)), f"{peak:.2f}"))
+    words = (
+        f"{_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches, F = B = W, free transfers, no attention. "
+        "The bubble is that of the makespan; memory is the peak over that of 1F1B."
+    )
+    return f"{words}\n\n{table(('slices', code(_FUSED), code(_SPLIT), 'memory'), rows)}"
+
+
+def by_cuts() -> str:
+    """Bubbles of even and balanced cuts, by the share of attention."""
+    rows = []
+    for share in _SHARES:
+        cells = [f"{share:.0%}"]
+        for number in (4, 8):
+            costs = _costs(Placement.linear(_SIZE["num_ranks"]), share)
+            cuts = Slices.even(number), balanced(costs, number)
+            cells += [f"{_timeline(_SPLIT, slices, share).bubble_rate('makespan'):.1%}" for slices in cuts]
+            cells.append(f"{max(cuts[1].shares) * number:.2f}")
+        rows.append(tuple(cells))
+    head = ["attention"]
+    for number in (4, 8):
+        head += [f"{number} even", f"{number} balanced", "longest / even"]
+    words = (
+        f"{code(_SPLIT)}, {_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches. *Attention* is its share "
+        "of F; it takes twice as long in B and nothing in W, and everything else takes equally long in F, B and W. "
+        "*longest / even*: tokens of the longest balanced slice over those of an even one."
+    )
+    return f"{words}\n\n{table(tuple(head), rows)}"
+
+
+def picture() -> str:
+    """ZB-H1 with whole sequences, with four even slices, and with four balanced slices, as SVG."""
+    placement = Placement.linear(4)
+    costs = _costs(placement, 0.5, 10.0)
+    size = {"num_ranks": 4, "num_microbatches": 4}
+    whole = build("zb-h1", **size)
+    cuts = Slices.even(4), balanced(costs, 4)
+    sliced = [build(_SPLIT, **size, num_slices=slices) for slices in cuts]
+    return render_svg(*(simulate(schedule, costs, PassMemory.uniform(placement)) for schedule in (whole, *sliced)))
+
+
+def _timeline(name: str, slices: Slices, attention: float = 0.0) -> Timeline:
+    schedule = build(name, **_SIZE, num_slices=slices)
+    return simulate(schedule, _costs(schedule.placement, attention), PassMemory.uniform(schedule.placement))
+
+
+def _costs(placement: Placement, attention: float, ms: float = 1.0) -> PassCosts:
+    return PassCosts.uniform(placement, ms, ms * (1 + attention), ms * (1 - attention), attention=attention)
+
+
+PICTURES = {"slices.svg": picture}
+PARTS = {"slices": by_number, "slice-cuts": by_cuts}
