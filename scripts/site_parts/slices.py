@@ -25,8 +25,8 @@ def by_number() -> str:
         peak = max(split.peak_activation) / _SIZE["num_ranks"]
         rows.append((str(number), *(f"{t.bubble_rate('makespan'):.1%}" for t in (fused, split)), f"{peak:.2f}"))
     words = (
-        f"{_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches, F = B = W, free transfers, no attention. "
-        "The bubble is that of the makespan; memory is the peak over that of 1F1B."
+        f"{_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches, F = B = W, free transfers and no "
+        "attention. The bubble is that of the makespan; memory is the peak over that of 1F1B."
     )
     return f"{words}\n\n{table(('slices', code(_FUSED), code(_SPLIT), 'memory'), rows)}"
 
@@ -46,9 +46,9 @@ def by_cuts() -> str:
     for number in (4, 8):
         head += [f"{number} even", f"{number} balanced", "longest / even"]
     words = (
-        f"{code(_SPLIT)}, {_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches. *Attention* is its share "
-        "of F; it takes twice as long in B and nothing in W, and everything else takes equally long in F, B and W. "
-        "*longest / even*: tokens of the longest balanced slice over those of an even one."
+        f"{code(_SPLIT)}, {_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches. *Attention* is its "
+        "share of F; it takes twice as long in B and nothing in W, and everything else takes equally long in F, B and "
+        "W. *longest / even*: tokens of the longest balanced slice over those of an even one."
     )
     return f"{words}\n\n{table(tuple(head), rows)}"
 

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
+from megatron.zero_bubble.ir import WHOLE
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.recorder import Marks, Recorder
 from megatron.zero_bubble.render.html import render_html
@@ -101,7 +102,8 @@ class Tracer(IterationObserver):
         # Passes of Megatron's interleaved schedule and of its pipeline of one rank cannot be observed.
         recorded = [(iteration, marks) for iteration, marks in self._recorded.items() if marks.passes]
         self._recorded.clear()
-        traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
+        slices = WHOLE if pipeline is None else pipeline.slices
+        traces = {iteration: gather_trace(self._name, marks, group, slices) for iteration, marks in recorded}
         memory = pipeline.memory.gather(group) if pipeline is not None and traces else None
         if not _first_of_all():
             return []

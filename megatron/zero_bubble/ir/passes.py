@@ -44,8 +44,12 @@ class Pass(NamedTuple):
     slice: int = 0
 
     def __str__(self) -> str:
-        suffix = f".{self.slice}" if self.slice else ""
-        return f"{self.stage}{self.kind.value}{self.microbatch}{suffix}"
+        return f"{self.stage}{self.kind.value}{self.label}"
+
+    @property
+    def label(self) -> str:
+        """The microbatch and, if it is not the first, the slice."""
+        return f"{self.microbatch}.{self.slice}" if self.slice else str(self.microbatch)
 
     @classmethod
     def parse(cls, text: str) -> Pass:

@@ -6,12 +6,15 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs.cuts import balanced
+from megatron.zero_bubble.costs.units import checked_share, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
-from megatron.zero_bubble.schedules import recipe
+from megatron.zero_bubble.schedules import SCHEDULES, recipe, sliced
+from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
 
@@ -24,6 +27,10 @@ class ZeroBubbleConfig:
         schedule: a name from ``zero-bubble list``, or ``zb-auto``, which measures the run and plans a schedule for it.
             Exactly one of ``schedule`` and ``schedule_file`` must be given.
         num_chunks: stages per rank of an interleaved schedule; None selects the schedule's default.
+        num_slices: slices into which a schedule of slices cuts every sequence; None selects the schedule's default.
+        slice_ends: the ends of the slices in tokens, instead of ``num_slices``; the last one is the sequence length.
+        attention_share: share of a forward that attention takes, for cuts after which all slices take equal time; None
+            for equally long slices.
         placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
         schedule_file: a file written by ``zero-bubble plan --format json``.
         memory_limit: activation-memory limit per rank for ``zb-auto``, in the units of ``zero-bubble plan
@@ -49,6 +56,9 @@ class ZeroBubbleConfig:
 
     schedule: str | None = None
     num_chunks: int | None = None
+    num_slices: int | None = None
+    slice_ends: tuple[int, ...] | None = None
+    attention_share: float | None = None
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
     memory_limit: str = "1p"
@@ -85,6 +95,7 @@ class ZeroBubbleConfig:
                 f"num_chunks applies only to interleaved schedules selected by name; got {self.num_chunks} with "
                 f"{self.schedule or self.schedule_file}; leave it out"
             )
+        self._check_slices()
         if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
             raise UserError(
                 f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
@@ -95,6 +106,36 @@ class ZeroBubbleConfig:
             raise UserError(f"nccl_ctas must be positive; got {self.nccl_ctas}; leave it out for {DEFAULT_NCCL_CTAS}")
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
+
+    def _check_slices(self) -> None:
+        given = {name: getattr(self, name) for name in ("num_slices", "slice_ends", "attention_share")}
+        given = {name: value for name, value in given.items() if value is not None}
+        if given and not (self.schedule in SCHEDULES and SCHEDULES[self.schedule].sliced):
+            name, value = next(iter(given.items()))
+            raise UserError(
+                f"{name} applies only to schedules of slices selected by name, {', '.join(sliced())}; got {value} with "
+                f"{self.schedule or self.schedule_file}; leave it out"
+            )
+        if self.slice_ends is not None and len(given) > 1:
+            raise UserError(
+                f"slice_ends defines all cuts; got also {', '.join(given.keys() - {'slice_ends'})}; drop it"
+            )
+        self.cuts()
+
+    def cuts(self) -> Slices | None:
+        """The cuts of sequences; None for the schedule's default.
+
+        Raises:
+            UserError: fewer than one slice, ends that do not increase, or a share that is not between 0 and 1.
+        """
+        if self.slice_ends is not None:
+            return Slices.of_tokens(self.slice_ends)
+        if self.attention_share is None:
+            return None if self.num_slices is None else Slices.even(self.num_slices)
+        share, number = checked_share("attention_share", self.attention_share), self.num_slices or len(DEFAULT_SLICES)
+        # A product of matrices takes equally long in F, B and W, and attention twice as long in B as in F.
+        costs = PassCosts.uniform(Placement.linear(1), 1.0, 1.0 + share, 1.0 - share, attention=share)
+        return balanced(costs, number)
 
     @property
     def takes_chunks(self) -> bool:
@@ -121,4 +162,5 @@ class ZeroBubbleConfig:
         if self.schedule == AUTO:
             return functools.partial(ScheduleSource.automatic, self.placement)
         assert self.schedule is not None, "either schedule or schedule_file is given"
-        return functools.partial(ScheduleSource.by_name, recipe(self.schedule).name, num_chunks=self.num_chunks)
+        name, chunks = recipe(self.schedule).name, self.num_chunks
+        return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=self.cuts())

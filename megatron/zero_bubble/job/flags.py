@@ -10,7 +10,8 @@ from typing import NoReturn
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS, ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO
-from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.schedules import SCHEDULES, sliced
+from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 _MOST_RECORDED = 1000
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
@@ -29,6 +30,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-schedule-file",
         metavar="FILE",
         help="pipeline schedule to run, from a file written by `zero-bubble plan --format json`",
+    )
+    of_slices = ", ".join(sliced())
+    add(
+        "--zero-bubble-num-slices",
+        metavar="N",
+        type=int,
+        help=f"slices into which {of_slices} cut every sequence; default: {len(DEFAULT_SLICES)}",
+    )
+    add(
+        "--zero-bubble-slice-ends",
+        metavar="TOKENS",
+        type=token_counts,
+        help="ends of the slices in tokens, e.g. 1536,2560,3392,4096, the last one being the sequence length; default: "
+        "equally long slices",
+    )
+    add(
+        "--zero-bubble-attention-share",
+        metavar="SHARE",
+        type=float,
+        help="share of a forward that attention takes, from 0 to 1: cut sequences into slices that take equal time, "
+        "instead of equally long ones; a run with equally long slices and --zero-bubble-record-costs measures it",
     )
     add(
         "--zero-bubble-placement",
@@ -124,6 +146,18 @@ def _add_switch(add: Callable[..., argparse.Action], flag: str, text: str) -> No
     add(flag, action="store_true", default=None, help=text)
 
 
+def token_counts(text: str) -> tuple[int, ...]:
+    """Parse numbers of tokens such as ``1536,2560,4096``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"ends of slices are numbers of tokens, such as 1536,2560,4096; got {text!r}")
+    return tuple(map(int, parts))
+
+
 def iterations(text: str) -> tuple[range, ...]:
     """Parse numbers and ranges of iterations, both ends included, such as ``10-12,50``.
 
@@ -174,6 +208,9 @@ def config_of(
         schedule=options.zero_bubble_schedule,
         schedule_file=options.zero_bubble_schedule_file,
         num_chunks=num_chunks,
+        num_slices=options.zero_bubble_num_slices,
+        slice_ends=options.zero_bubble_slice_ends,
+        attention_share=options.zero_bubble_attention_share,
         placement=options.zero_bubble_placement or "linear",
         memory_limit=options.zero_bubble_memory_limit or "1p",
         post_validation=bool(options.zero_bubble_post_validation),

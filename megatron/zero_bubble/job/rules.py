@@ -19,6 +19,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, has_schedule, records
 from megatron.zero_bubble.job.runnable import check_placement, check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
+from megatron.zero_bubble.schedules import sliced
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,11 @@ _RULES = (
         ("exact", "fuse-wgrad", "wgrad-stream", "post-receives", "nccl-ctas"),
         lambda job: job.has_schedule,
         "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
+    ),
+    _Rule(
+        ("num-slices", "slice-ends", "attention-share"),
+        lambda job: job.options.zero_bubble_schedule in sliced(),
+        "works only with a schedule of slices, got {schedule}; drop the flag or give --zero-bubble-schedule seq-zb-h1",
     ),
     _Rule(
         ("placement", "memory-limit"),

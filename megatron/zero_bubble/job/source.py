@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron.zero_bubble.formats.plan import read_schedule_file
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.schedules import build, recipe
 
 AUTO = "zb-auto"
@@ -32,17 +32,21 @@ class ScheduleSource:
     make: Callable[[int], Schedule]
 
     @classmethod
-    def by_name(cls, name: str, num_ranks: int, num_chunks: int | None = None) -> ScheduleSource:
-        """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules.
+    def by_name(
+        cls, name: str, num_ranks: int, num_chunks: int | None = None, slices: Slices | None = None
+    ) -> ScheduleSource:
+        """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules, and
+        ``slices`` are the cuts of sequences.
 
         Raises:
-            UserError: an unknown name, or a number of chunks that the schedule does not support.
+            UserError: an unknown name, or a number of chunks or slices that the schedule does not support.
         """
         known = recipe(name)
         placement = known.placement(num_ranks, known.num_chunks(num_chunks))
 
         def make(num_microbatches: int) -> Schedule:
-            return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
+            size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+            return build(name, **size, num_chunks=num_chunks, num_slices=slices)
 
         return cls(name, placement, make)
 

@@ -1,8 +1,10 @@
 """Measures the memory of microbatches in bytes: M_B and M_W of the Zero Bubble paper, and a rank's peak.
 
 Sizes are counted from the tensors, so that CPU and GPU give the same figures. M_B is the total size of the storages
-that a forward saves for its backward, without parameters. M_W is the size of the operands that deferred weight
-gradients hold between B and W. The peak is the maximum total size of these storages after any pass.
+that a forward saves for its backward, without parameters; with slices of sequences, of all slices of a microbatch, and
+with the keys and values that they share (the history). M_W is the size of the operands that deferred weight
+gradients hold between B and W, again of all slices. The peak is the maximum total size of these storages after any
+pass.
 """
 
 from __future__ import annotations
@@ -25,12 +27,14 @@ class MemoryMeter(IterationObserver):
     Attributes:
         activation: M_B by stage, in bytes.
         wgrad: M_W by stage, in bytes.
+        history: keys and values that the slices of a microbatch share, by stage, in bytes; none without slices.
         peak: peak of the rank, in bytes.
     """
 
     def __init__(self) -> None:
         self._parameters: frozenset[int] = frozenset()
         self._operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
+        self._histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
         self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._watches = False
         self._done = False
@@ -39,7 +43,9 @@ class MemoryMeter(IterationObserver):
     def _start(self) -> None:
         self.activation: dict[int, int] = {}
         self.wgrad: dict[int, int] = {}
+        self.history: dict[int, int] = {}
         self.peak = 0
+        self._counted: set[int] = set()
         self._alive = _Alive()
         self._saved: set[int] = set()
         self._deferred: dict[Pass, list[_Kept]] = {}
@@ -49,7 +55,7 @@ class MemoryMeter(IterationObserver):
         self._watches = not self._done
         if self._watches:
             self._start()
-            self._operands = start.operands
+            self._operands, self._histories = start.operands, start.histories
             self._parameters = frozenset(
                 p.untyped_storage().data_ptr() for chunk in start.chunks for p in chunk.parameters()
             )
@@ -77,23 +83,38 @@ class MemoryMeter(IterationObserver):
         work = op.work
         if work.kind is Kind.F:
             self._unhook()
-            self.activation.setdefault(work.stage, sum(self._alive.size.get(pointer, 0) for pointer in self._saved))
+            if not work.microbatch:
+                self._count_activation(work)
         elif work.kind is Kind.B:
             w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
             tensors = list(self._operands(w))
-            self.wgrad.setdefault(work.stage, storage_bytes(tensors))
+            if not work.microbatch:
+                self.wgrad[work.stage] = self.wgrad.get(work.stage, 0) + storage_bytes(tensors)
             self._deferred[w] = [_Kept(self._alive, tensor) for tensor in tensors]
         elif work.kind is Kind.W:
             self._deferred.pop(work, None)
-        self.peak = max(self.peak, self._alive.num_bytes)
+        histories = _storages(self._histories())
+        beside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
+        self.peak = max(self.peak, self._alive.num_bytes + beside)
+
+    def _count_activation(self, work: Pass) -> None:
+        """Add what a slice of microbatch 0 has saved, and what no earlier slice has."""
+        history = _storages(self._histories(work.stage, 0))
+        sizes = {pointer: self._alive.size.get(pointer, 0) for pointer in self._saved} | history
+        new = sizes.keys() - self._counted
+        self._counted |= new
+        self.activation[work.stage] = self.activation.get(work.stage, 0) + sum(sizes[pointer] for pointer in new)
+        if history:
+            self.history[work.stage] = sum(history.values())
 
     def gather(self, group: dist.ProcessGroup) -> PassMemory:
-        """M_B and M_W of all stages, in bytes. A collective call of the pipeline's ``group``."""
+        """M_B, M_W and history of all stages, in bytes. A collective call of the pipeline's ``group``."""
         figures: list[Any] = [None] * group.size()
-        dist.all_gather_object(figures, (self.activation, self.wgrad), group=group)
-        activation, wgrad = ({s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True))
-        stages = sorted(activation)
-        return PassMemory(tuple(float(activation[s]) for s in stages), tuple(float(wgrad.get(s, 0)) for s in stages))
+        dist.all_gather_object(figures, (self.activation, self.wgrad, self.history), group=group)
+        of_stages = [{s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True)]
+        stages = sorted(of_stages[0])
+        activation, wgrad, history = (tuple(float(kind.get(stage, 0)) for stage in stages) for kind in of_stages)
+        return PassMemory(activation, wgrad, history)
 
     def _unhook(self) -> None:
         if self._hooks is not None:
@@ -141,5 +162,9 @@ def _unpack(kept: Any) -> torch.Tensor:
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """The total size in bytes of the distinct storages of ``tensors``."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Sizes in bytes of the distinct storages of ``tensors``, by address."""
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}

@@ -120,7 +120,7 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
         drawn = w - min(1.0, 0.15 * w)
         part = p.kind, placement.chunk_of(p.stage)
         paths[part].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{height}h-{drawn:.2f}z")
-        label = f"{p.microbatch}.{p.slice}" if p.slice else str(p.microbatch)
+        label = p.label
         numbers[part].append(label)
         if _DIGIT * len(label) < drawn:
             labels.append(f'<text class="mb" x="{x + drawn / 2:.1f}" y="{y + height / 2 + 3.5:g}">{label}</text>')

@@ -19,12 +19,14 @@ class IterationStart(NamedTuple):
         group: the process group of the pipeline.
         chunks: model chunks of this rank.
         operands: returns the tensors that B has stored for a given W pass.
+        histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
     """
 
     group: dist.ProcessGroup
     num_microbatches: int
     chunks: Sequence[torch.nn.Module] = ()
     operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
+    histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
 
 
 class IterationObserver:

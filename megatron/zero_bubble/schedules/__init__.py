@@ -37,6 +37,11 @@ _MODULES = (
 SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
 
 
+def sliced() -> tuple[str, ...]:
+    """The names of the schedules that cut sequences into slices."""
+    return tuple(name for name, known in SCHEDULES.items() if known.sliced)
+
+
 def recipe(name: str) -> Recipe:
     """Return the recipe of the schedule called ``name``.
 
