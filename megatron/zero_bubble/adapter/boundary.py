@@ -24,7 +24,6 @@ class Boundary:
         num_sequences: number of sequences concatenated in the output of each stage. It is more than one after
             multi-token prediction layers that are not on the last stage, because the outputs of all depths travel to
             the loss together. Stages beyond the end of the tuple have one sequence.
-        ends: ends of the slices of a sequence in tokens; empty for whole sequences.
     """
 
     activation: tuple[int, ...]
@@ -32,7 +31,6 @@ class Boundary:
     num_sequences: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
-    ends: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -78,11 +76,7 @@ class Boundary:
         shape = self.activation if message.is_activation else self.gradient
         stage = message.producer.stage - (not message.is_activation)
         times = self.num_sequences[stage] if stage < len(self.num_sequences) else 1
-        length = times * shape[0]
-        if self.ends:
-            start, end = (0, *self.ends)[message.producer.slice :][:2]
-            length = shape[0] * (end - start) // self.ends[-1]
-        return torch.empty((length, *shape[1:]), dtype=self.dtype, device=self.device)
+        return torch.empty((times * shape[0], *shape[1:]), dtype=self.dtype, device=self.device)
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:

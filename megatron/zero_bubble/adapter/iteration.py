@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.zero_bubble.adapter.boundary import Boundary
-from megatron.zero_bubble.adapter.slices import Histories, SlicedChunk
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
@@ -31,7 +29,6 @@ class Iteration:
         stages: the schedule's facts about this rank's stages, one per chunk.
         results: losses and token counts, filled while the iteration runs.
         observer: is notified of every op, message and wait; None if the iteration is not observed.
-        histories: keys and values of the slices of sequences; empty between iterations.
     """
 
     plan: Plan
@@ -44,7 +41,6 @@ class Iteration:
     transport: Transport
     store: WgradStore
     observer: IterationObserver | None
-    histories: Histories
 
     def evaluate(self) -> None:
         """Run the forwards only."""
@@ -85,14 +81,9 @@ class Iteration:
 
     def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
         """Build the stages and execute the plan. Returns False if validation stopped it and it must run again."""
-        with ExitStack() as attached:
-            stages = {}
-            for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True):
-                sliced = None
-                if self.boundary.ends:
-                    sliced = SlicedChunk(chunk, facts.stage, self.boundary.ends, self.histories)
-                    attached.enter_context(sliced.attached())
-                arguments = self.step, self.results, facts, chunk, iterator, self.store, sync, sliced
-                stages[facts.stage] = MegatronStage(*arguments)
-            by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
-            return Executor(self.plan, self.transport.rank, by_op, self.observer).run()
+        stages = {
+            facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
+            for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)
+        }
+        by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
+        return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -25,7 +24,6 @@ from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.iteration import Iteration
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from megatron.zero_bubble.adapter.prepared import Prepared, loss_rank
-from megatron.zero_bubble.adapter.slices import Histories, slice_ends
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, process_groups, supported_kwargs
 from megatron.zero_bubble.analysis.period import break_even
@@ -33,7 +31,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import WHOLE, Plan, Schedule, Slices
+from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -88,23 +86,18 @@ class Pipeline:
         self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
-        self._histories = Histories()
-        self._slices = WHOLE
         self._prepared: dict[tuple[int, bool], Prepared] = {}
         self._transport: Transport | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
     def num_pending(self) -> int:
-        """Number of weight gradients not computed, histories of slices not freed, messages not settled and optimizer
-        steps not validated.
+        """Number of weight gradients not computed, messages not settled and optimizer steps not validated.
 
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._transport, self._reports, self._optimizer)
-        return (
-            len(self.store) + len(self._histories) + sum(part.num_in_flight for part in under_way if part is not None)
-        )
+        return len(self.store) + sum(part.num_in_flight for part in under_way if part is not None)
 
     def post_validated(
         self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
@@ -196,10 +189,10 @@ class Pipeline:
                 device_of(chunks),
             )
 
-        call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce, decoder_seq_length or seq_length)
+        call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
         if forward_only:
             return self._run(call, None)
-        start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors, self._histories.tensors)
+        start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 
@@ -207,8 +200,7 @@ class Pipeline:
         step, config, chunks = call.step, call.step.config, call.chunks
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
-        self._slices = prepared.schedule.slices
-        boundary = replace(call.boundary(), ends=slice_ends(prepared.schedule, step, call.seq_length))
+        boundary = call.boundary()
         losses = [] if self._reports is None else Collected()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
@@ -226,7 +218,6 @@ class Pipeline:
             self._transport,
             self.store,
             observer,
-            self._histories,
         )
         if step.forward_only:
             if self._optimizer is not None:
@@ -240,11 +231,6 @@ class Pipeline:
         if self._reports is None:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
-
-    @property
-    def slices(self) -> Slices:
-        """The cuts of sequences in the last iteration."""
-        return self._slices
 
     def _train(self, iteration: Iteration, prepared: Prepared) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
@@ -350,7 +336,6 @@ class _Call(NamedTuple):
     iterators: list[Any]
     boundary: Callable[[], Boundary]
     force_all_reduce: bool | None
-    seq_length: int
 
 
 @contextlib.contextmanager

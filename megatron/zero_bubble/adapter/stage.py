@@ -15,7 +15,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
-from megatron.zero_bubble.adapter.slices import OncePerMicrobatch, SlicedChunk, merged
 from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
@@ -34,13 +33,10 @@ class StepArguments:
     collect_non_loss_data: bool
     first_val_step: bool | None
 
-    def scale_auxiliary_losses(self, device: torch.device, share: float = 1.0) -> None:
+    def scale_auxiliary_losses(self, device: torch.device) -> None:
         """Set the loss scale of the auxiliary losses of experts and multi-token prediction.
 
         Every forward sets it, but the optimizer step may have changed it since the last forward.
-
-        Args:
-            share: share of the microbatch's tokens over which the losses of experts are means.
         """
         config = self.config
         scale = torch.ones(1, device=device)
@@ -49,9 +45,7 @@ class StepArguments:
         parts = 1 if config.calculate_per_token_loss else self.num_microbatches
         if getattr(config, "num_moe_experts", None) is not None:
             of_ranks = 1 if config.calculate_per_token_loss else self.cp_size
-            # Per-token losses are sums over tokens already, so only means need a weight.
-            weight = 1.0 if config.calculate_per_token_loss else share
-            MoEAuxLossAutoScaler.set_loss_scale(scale * of_ranks * weight / parts)
+            MoEAuxLossAutoScaler.set_loss_scale(scale * of_ranks / parts)
         if getattr(config, "mtp_num_layers", None) is not None:
             MTPLossAutoScaler.set_loss_scale(scale / parts)
 
@@ -82,7 +76,7 @@ class StageFacts:
         is_last: whether the stage computes the loss.
         vp_stage: index of the stage among the rank's chunks; None if the rank has one chunk.
         megatron_rank: pipeline rank under which Megatron must see this process; None for its actual rank.
-        last_backward: (microbatch, slice) of the last backward pass; (-1, 0) if there is none.
+        last_backward: microbatch of the last backward pass; -1 if there is none.
         max_in_flight: maximum number of microbatches between their F and their backward pass.
         fused: (microbatch, slice) pairs whose backward is a fused BW.
         tail: W passes of the stage after the rank's last F or backward pass.
@@ -92,7 +86,7 @@ class StageFacts:
     is_last: bool
     vp_stage: int | None
     megatron_rank: int | None
-    last_backward: tuple[int, int]
+    last_backward: int
     max_in_flight: int
     fused: frozenset[tuple[int, int]]
     tail: tuple[Pass, ...]
@@ -101,14 +95,13 @@ class StageFacts:
     def of(cls, schedule: Schedule, stage: int) -> StageFacts:
         placement = schedule.placement
         rank = placement.stage_to_rank[stage]
-        last_backward, in_flight, most = (-1, 0), 0, 0
+        last_backward, in_flight, most = -1, 0, 0
         for p in schedule.order[rank]:
             if p.stage != stage or p.kind is Kind.W:
                 continue
             if p.kind is not Kind.F:
-                last_backward = p.microbatch, p.slice
-            if not p.slice:
-                in_flight += 1 if p.kind is Kind.F else -1
+                last_backward = p.microbatch
+            in_flight += 1 if p.kind is Kind.F else -1
             most = max(most, in_flight)
         vp_stage = placement.chunk_of(stage) if len(placement.stages_of(rank)) > 1 else None
         taken_for = megatron_rank(placement, rank, placement.chunk_of(stage))
@@ -135,7 +128,6 @@ class MegatronStage:
         data_iterator: data iterator of the chunk.
         store: receives the deferred weight gradients of B passes.
         sync: enabled at the last backward of the stage; None if data parallelism reduces after the passes.
-        sliced: the chunk's hooks, if the schedule has slices.
     """
 
     def __init__(
@@ -147,7 +139,6 @@ class MegatronStage:
         data_iterator: Any,
         store: WgradStore,
         sync: GradSync | None,
-        sliced: SlicedChunk | None = None,
     ) -> None:
         self._step = step
         self._results = results
@@ -157,18 +148,10 @@ class MegatronStage:
         self._data_iterator = data_iterator
         self._store = store
         self._sync = sync
-        self._sliced = sliced
-        self._reports: list[Any] = []
-        if sliced is not None and data_iterator is not None:
-            self._data_iterator = OncePerMicrobatch(data_iterator, sliced)
 
     def run(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Run one pass; ``ir.Chain`` defines its inputs and outputs."""
         run: Callable[[Pass, Sequence[Any]], Sequence[Any]] = getattr(self, _METHODS[work.kind])
-        if self._sliced is not None and work.kind is not Kind.W:
-            self._sliced.turn_to(work)
-            if work.kind is not Kind.F:
-                self._step.scale_auxiliary_losses(inputs[-1][1].device, self._sliced.share)
         return run(work, inputs)
 
     def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -185,12 +168,12 @@ class MegatronStage:
                 self._model,
                 step.num_microbatches,
                 x,
-                self._reports,
+                self._results.forward_data,
                 step.config,
                 collect_non_loss_data=step.collect_non_loss_data,
                 checkpoint_activations_microbatch=self._recomputes(work.microbatch),
                 is_first_microbatch=schedules.check_first_val_step(
-                    step.first_val_step, step.forward_only, (work.microbatch, work.slice) == (0, 0)
+                    step.first_val_step, step.forward_only, work.microbatch == 0
                 ),
                 current_microbatch=work.microbatch,
                 vp_stage=self._facts.vp_stage,
@@ -198,7 +181,7 @@ class MegatronStage:
                     schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last
                 ),
             )
-        self._report(work, num_tokens)
+        self._results.num_tokens += num_tokens
         output = () if self._facts.is_last else (y.detach(),)
         if step.forward_only:
             return output
@@ -209,7 +192,7 @@ class MegatronStage:
         """Returns the gradient of the stage's input, except on the first stage. The store keeps the operands of W."""
         *received, (x, y) = inputs
         split = work.kind is Kind.B
-        if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
+        if self._sync is not None and work.microbatch == self._facts.last_backward:
             self._sync.enable()
         if not split:
             self._store.join()
@@ -227,22 +210,8 @@ class MegatronStage:
         if len(self._facts.tail) > 1 and work == self._facts.tail[0]:
             self._store.group(self._facts.tail)
         last = self._facts.last_backward
-        self._store.run(work, lambda origin: (origin.microbatch, origin.slice) != last, self._sync.paused)
+        self._store.run(work, lambda origin: origin.microbatch != last, self._sync.paused)
         return ()
-
-    def _report(self, work: Pass, num_tokens: Any) -> None:
-        """Add the losses and tokens of a microbatch to the results, once for all its slices."""
-        if not work.slice:
-            self._results.num_tokens += num_tokens
-        if self._sliced is None:
-            self._results.forward_data.extend(self._reports)
-            self._reports.clear()
-        elif self._sliced.is_last:
-            if self._reports:
-                self._results.forward_data.append(merged(self._reports))
-                self._reports.clear()
-            if self._step.forward_only:
-                self._sliced.histories.drop_microbatch(work.stage, work.microbatch)
 
     def _as_stage_rank(self) -> AbstractContextManager[None]:
         taken_for = self._facts.megatron_rank

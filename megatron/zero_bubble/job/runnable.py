@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Kind, Pass, Placement, Schedule
+from megatron.zero_bubble.ir import Kind, Placement, Schedule
 
 
 def check_placement(placement: Placement, num_ranks: int) -> None:
@@ -34,8 +34,8 @@ def check_placement(placement: Placement, num_ranks: int) -> None:
 def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     """Reject a schedule that does not have the job's size, or that a Megatron model cannot run.
 
-    A plan can express schedules that training does not support: forwards of a stage out of microbatch order, and W
-    passes in another order than the backwards.
+    A plan can express schedules that training does not support: slices, forwards of a stage out of microbatch order,
+    and W passes in another order than the backwards.
 
     Raises:
         UserError: the rule, the values and the remedy.
@@ -46,24 +46,27 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
             f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
             "(global batch size / micro batch size / data-parallel size); plan the schedule for these numbers"
         )
+    if schedule.num_slices > 1:
+        raise UserError(
+            f"training does not support slices; schedule {schedule.name!r} has {schedule.num_slices} slices per "
+            "sequence; plan it without slices"
+        )
     placement = schedule.placement
     check_placement(placement, schedule.num_ranks)
     for stage, rank in enumerate(placement.stage_to_rank):
         row = [p for p in schedule.order[rank] if p.stage == stage]
-        forward = [p for p in row if p.kind is Kind.F]
+        forward = [p.microbatch for p in row if p.kind is Kind.F]
         if forward != sorted(forward):
-            names = [p.label for p in forward]
             raise UserError(
                 f"each stage must run its forwards in microbatch order, the order of the data; {schedule.name!r} "
-                f"runs the forwards of stage {stage} in the order [{', '.join(names)}]; sort them"
+                f"runs the forwards of stage {stage} in the order {forward}; sort them"
             )
-        backward = [(p.microbatch, p.slice) for p in row if p.kind in (Kind.B, Kind.BW)]
-        weight = [(p.microbatch, p.slice) for p in row if p.kind in (Kind.W, Kind.BW)]
+        backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
+        weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
         if weight != backward:
             early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
-            label = Pass(stage, Kind.W, *early).label
             raise UserError(
                 "each stage must run its W passes in the order of its B passes, so that accumulated gradients are "
                 f"exact and can be reduced after the last W; stage {stage} of {schedule.name!r} runs W of microbatch "
-                f"{label} too early; move it behind the W passes of earlier backwards"
+                f"{early} too early; move it behind the W passes of earlier backwards"
             )
