@@ -12,7 +12,7 @@ from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Message
+from megatron.zero_bubble.ir import WHOLE, Message, Slices
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Boundary:
         num_sequences: number of sequences concatenated in the output of each stage. It is more than one after
             multi-token prediction layers that are not on the last stage, because the outputs of all depths travel to
             the loss together. Stages beyond the end of the tuple have one sequence.
+        ends: the end of every slice of a sequence, in tokens; a message is as long as its slice.
     """
 
     activation: tuple[int, ...]
@@ -31,6 +32,7 @@ class Boundary:
     num_sequences: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    ends: tuple[int, ...]
 
     @classmethod
     def of(
@@ -43,11 +45,15 @@ class Boundary:
         adjust: Callable[..., Any] | None,
         chunk: torch.nn.Module,
         device: torch.device,
+        slices: Slices = WHOLE,
     ) -> Boundary:
         """The boundary with the shapes that Megatron's own schedule would exchange.
 
         Args:
             adjust: the job's ``adjust_tensor_shapes_fn``.
+
+        Raises:
+            UserError: sequences that cannot be cut into ``slices``.
         """
         of_version = supported_kwargs(
             schedules.get_tensor_shapes,
@@ -69,14 +75,21 @@ class Boundary:
         )
         if adjust is not None:
             received, sent = adjust(received, sent)
-        return cls(received[0], sent[0], _sequences_after_stages(config), config.pipeline_dtype, device)
+        length = seq_length if decoder_seq_length is None else decoder_seq_length
+        # Sequence parallelism divides every slice among the tensor-parallel ranks.
+        ends = slices.in_tokens(length, groups.tp.size() if config.sequence_parallel else 1) if len(slices) > 1 else ()
+        sequences = _sequences_after_stages(config)
+        return cls(received[0], sent[0], sequences, config.pipeline_dtype, device, ends or (length,))
 
     def new_buffer(self, message: Message) -> torch.Tensor:
         """An uninitialized tensor for ``message``; a gradient has the shape of the stage output that it belongs to."""
         shape = self.activation if message.is_activation else self.gradient
         stage = message.producer.stage - (not message.is_activation)
         times = self.num_sequences[stage] if stage < len(self.num_sequences) else 1
-        return torch.empty((times * shape[0], *shape[1:]), dtype=self.dtype, device=self.device)
+        slice_ = message.producer.slice
+        tokens = self.ends[slice_] - (self.ends[slice_ - 1] if slice_ else 0)
+        length = times * shape[0] * tokens // self.ends[-1]
+        return torch.empty((length, *shape[1:]), dtype=self.dtype, device=self.device)
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:

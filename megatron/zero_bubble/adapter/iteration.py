@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron.zero_bubble.adapter.boundary import Boundary
+from megatron.zero_bubble.adapter.history import Histories
+from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StepArguments, StepResults
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
@@ -40,6 +43,7 @@ class Iteration:
     boundary: Boundary
     transport: Transport
     store: WgradStore
+    histories: Histories
     observer: IterationObserver | None
 
     def evaluate(self) -> None:
@@ -81,9 +85,11 @@ class Iteration:
 
     def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
         """Build the stages and execute the plan. Returns False if validation stopped it and it must run again."""
-        stages = {
-            facts.stage: MegatronStage(self.step, self.results, facts, chunk, iterator, self.store, sync)
-            for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True)
-        }
-        by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
-        return Executor(self.plan, self.transport.rank, by_op, self.observer).run()
+        with ExitStack() as hooks:
+            stages = {}
+            for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True):
+                slices = SlicedChunk(facts.stage, chunk, iterator, self.boundary.ends, self.histories)
+                hooks.enter_context(slices.hooked())
+                stages[facts.stage] = MegatronStage(self.step, self.results, facts, chunk, slices, self.store, sync)
+            by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
+            return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

@@ -21,6 +21,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.boundary import Boundary
+from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.iteration import Iteration
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from megatron.zero_bubble.adapter.prepared import Prepared, loss_rank
@@ -31,7 +32,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.ir import Plan, Schedule, Slices
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -78,6 +79,7 @@ class Pipeline:
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
+        self.histories = Histories()
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._memory = memory
@@ -92,12 +94,13 @@ class Pipeline:
 
     @property
     def num_pending(self) -> int:
-        """Number of weight gradients not computed, messages not settled and optimizer steps not validated.
+        """Number of weight gradients not computed, keys and values not freed, messages not settled and optimizer steps
+        not validated.
 
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._transport, self._reports, self._optimizer)
-        return len(self.store) + sum(part.num_in_flight for part in under_way if part is not None)
+        return len(self.store) + len(self.histories) + sum(part.num_in_flight for part in under_way if part is not None)
 
     def post_validated(
         self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
@@ -177,7 +180,7 @@ class Pipeline:
             first_val_step,
         )
 
-        def boundary() -> Boundary:
+        def boundary(slices: Slices) -> Boundary:
             return Boundary.of(
                 config,
                 groups,
@@ -187,6 +190,7 @@ class Pipeline:
                 adjust_tensor_shapes_fn,
                 chunks[0],
                 device_of(chunks),
+                slices,
             )
 
         call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
@@ -200,7 +204,7 @@ class Pipeline:
         step, config, chunks = call.step, call.step.config, call.chunks
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
-        boundary = call.boundary()
+        boundary = call.boundary(prepared.schedule.slices)
         losses = [] if self._reports is None else Collected()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
@@ -217,6 +221,7 @@ class Pipeline:
             boundary,
             self._transport,
             self.store,
+            self.histories,
             observer,
         )
         if step.forward_only:
@@ -283,7 +288,7 @@ class Pipeline:
             )
         prepared = self._prepared.get(key)
         if prepared is None or prepared.schedule != schedule:
-            check_options(config)
+            check_options(config, num_slices=schedule.num_slices)
             check_runnable(schedule, group.size(), num_microbatches)
             plan = self._plan(schedule, forward_only)
             _check_queues(group, plan)
@@ -334,7 +339,7 @@ class _Call(NamedTuple):
     groups: Any
     chunks: list[torch.nn.Module]
     iterators: list[Any]
-    boundary: Callable[[], Boundary]
+    boundary: Callable[[Slices], Boundary]
     force_all_reduce: bool | None
 
 

@@ -15,8 +15,11 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
+from megatron.zero_bubble.adapter.slice_data import merged
+from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
+from megatron.zero_bubble.optimizer.log_sums import counted_in_part
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
 
@@ -33,10 +36,14 @@ class StepArguments:
     collect_non_loss_data: bool
     first_val_step: bool | None
 
-    def scale_auxiliary_losses(self, device: torch.device) -> None:
+    def scale_auxiliary_losses(self, device: torch.device, share: float = 1.0) -> None:
         """Set the loss scale of the auxiliary losses of experts and multi-token prediction.
 
         Every forward sets it, but the optimizer step may have changed it since the last forward.
+
+        Args:
+            share: share of a sequence's tokens in the slice whose backward follows. The auxiliary loss of a slice is a
+                mean over its tokens; with a loss per token, Megatron itself multiplies it by their number.
         """
         config = self.config
         scale = torch.ones(1, device=device)
@@ -45,7 +52,8 @@ class StepArguments:
         parts = 1 if config.calculate_per_token_loss else self.num_microbatches
         if getattr(config, "num_moe_experts", None) is not None:
             of_ranks = 1 if config.calculate_per_token_loss else self.cp_size
-            MoEAuxLossAutoScaler.set_loss_scale(scale * of_ranks / parts)
+            of_slice = 1.0 if config.calculate_per_token_loss else share
+            MoEAuxLossAutoScaler.set_loss_scale(scale * of_ranks / parts * of_slice)
         if getattr(config, "mtp_num_layers", None) is not None:
             MTPLossAutoScaler.set_loss_scale(scale / parts)
 
@@ -76,8 +84,8 @@ class StageFacts:
         is_last: whether the stage computes the loss.
         vp_stage: index of the stage among the rank's chunks; None if the rank has one chunk.
         megatron_rank: pipeline rank under which Megatron must see this process; None for its actual rank.
-        last_backward: microbatch of the last backward pass; -1 if there is none.
-        max_in_flight: maximum number of microbatches between their F and their backward pass.
+        last_backward: microbatch and slice of the last backward pass; None if there is none.
+        max_in_flight: maximum number of microbatches between their first F and their last backward pass.
         fused: (microbatch, slice) pairs whose backward is a fused BW.
         tail: W passes of the stage after the rank's last F or backward pass.
     """
@@ -86,7 +94,7 @@ class StageFacts:
     is_last: bool
     vp_stage: int | None
     megatron_rank: int | None
-    last_backward: int
+    last_backward: tuple[int, int] | None
     max_in_flight: int
     fused: frozenset[tuple[int, int]]
     tail: tuple[Pass, ...]
@@ -95,13 +103,14 @@ class StageFacts:
     def of(cls, schedule: Schedule, stage: int) -> StageFacts:
         placement = schedule.placement
         rank = placement.stage_to_rank[stage]
-        last_backward, in_flight, most = -1, 0, 0
+        last_backward, in_flight, most = None, 0, 0
         for p in schedule.order[rank]:
             if p.stage != stage or p.kind is Kind.W:
                 continue
             if p.kind is not Kind.F:
-                last_backward = p.microbatch
-            in_flight += 1 if p.kind is Kind.F else -1
+                last_backward = p.microbatch, p.slice
+            if p.slice == 0:  # first of the forwards of a microbatch, and last of its backwards
+                in_flight += 1 if p.kind is Kind.F else -1
             most = max(most, in_flight)
         vp_stage = placement.chunk_of(stage) if len(placement.stages_of(rank)) > 1 else None
         taken_for = megatron_rank(placement, rank, placement.chunk_of(stage))
@@ -125,7 +134,7 @@ class MegatronStage:
         results: receives losses and token counts.
         facts: properties of the stage that follow from the schedule.
         model: the chunk, as wrapped by Megatron.
-        data_iterator: data iterator of the chunk.
+        slices: the slices in which the chunk runs its sequences; has the data iterator of the chunk.
         store: receives the deferred weight gradients of B passes.
         sync: enabled at the last backward of the stage; None if data parallelism reduces after the passes.
     """
@@ -136,7 +145,7 @@ class MegatronStage:
         results: StepResults,
         facts: StageFacts,
         model: torch.nn.Module,
-        data_iterator: Any,
+        slices: SlicedChunk,
         store: WgradStore,
         sync: GradSync | None,
     ) -> None:
@@ -145,7 +154,8 @@ class MegatronStage:
         self._facts = facts
         self._model = model
         self._model_type = get_model_type(model)
-        self._data_iterator = data_iterator
+        self._slices = slices
+        self._reports: list[Any] = []  # of the slices of the current microbatch
         self._store = store
         self._sync = sync
 
@@ -155,25 +165,29 @@ class MegatronStage:
         return run(work, inputs)
 
     def _forward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Returns the stage's detached output, unless the stage is the last, and the (input, output) for backward."""
+        """Returns the stage's detached output, unless the stage is the last, and the (input, output) for backward.
+
+        ``_slices`` keeps the keys and values for the next slice.
+        """
         step = self._step
         split = (work.microbatch, work.slice) not in self._facts.fused
-        x = inputs[0] if inputs else None
+        x = inputs[0] if self._facts.stage else None
         if x is not None:
             x = x.detach().requires_grad_(not step.forward_only)
-        with self._as_stage_rank(), self._store.defer(work) if split and not step.forward_only else nullcontext():
+        defers = self._store.defer(work) if split and not step.forward_only else nullcontext()
+        with self._as_stage_rank(), defers, self._slices.forward(work, step.forward_only), self._counted(work):
             y, num_tokens = schedules.forward_step(
                 step.forward_step_func,
-                self._data_iterator,
+                self._slices.batches,
                 self._model,
                 step.num_microbatches,
                 x,
-                self._results.forward_data,
+                self._reports,
                 step.config,
                 collect_non_loss_data=step.collect_non_loss_data,
                 checkpoint_activations_microbatch=self._recomputes(work.microbatch),
                 is_first_microbatch=schedules.check_first_val_step(
-                    step.first_val_step, step.forward_only, work.microbatch == 0
+                    step.first_val_step, step.forward_only, work.microbatch == work.slice == 0
                 ),
                 current_microbatch=work.microbatch,
                 vp_stage=self._facts.vp_stage,
@@ -181,27 +195,39 @@ class MegatronStage:
                     schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last
                 ),
             )
-        self._results.num_tokens += num_tokens
+        if work.slice == 0:  # the number of tokens of the whole microbatch
+            self._results.num_tokens += num_tokens
+        if self._reports and self._slices.is_last(work):
+            self._results.forward_data.append(merged(self._reports))
+            self._reports.clear()
         output = () if self._facts.is_last else (y.detach(),)
+        history = () if self._slices.is_last(work) else (None,)
         if step.forward_only:
-            return output
+            return *output, *history
         schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
-        return (*output, (x, y))
+        return *output, (x, y), *history
 
     def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Returns the gradient of the stage's input, except on the first stage. The store keeps the operands of W."""
-        *received, (x, y) = inputs
+        """Returns the gradient of the stage's input, except on the first stage.
+
+        The store keeps the operands of W, and ``_slices`` the gradients of keys and values for the previous slice.
+        """
+        received = () if self._facts.is_last else inputs[:1]
+        x, y = inputs[len(received)]
         split = work.kind is Kind.B
-        if self._sync is not None and work.microbatch == self._facts.last_backward:
+        if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
             self._sync.enable()
         if not split:
             self._store.join()
-        with self._as_stage_rank(), self._store.defer(work, split):
+        if self._slices.is_cut and self._has_experts:
+            self._step.scale_auxiliary_losses(y.device, self._slices.share(work))
+        with self._as_stage_rank(), self._store.defer(work, split), self._slices.at(work), self._counted(work):
             of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
             grad = schedules.backward_step(x, y, received[0] if received else None, config=self._step.config, **of_type)
         output = (grad,) if self._facts.stage else ()
         assert None not in output, f"{work} has a consumer but no output: no gradient reached the stage's input"
-        return (*output, None) if split else output
+        operands, history = ((None,) if split else ()), ((None,) if work.slice else ())
+        return *output, *operands, *history
 
     def _backward_weight(self, work: Pass, _inputs: Sequence[Any]) -> Sequence[Any]:
         if self._sync is None or not self._sync.enabled:
@@ -210,8 +236,16 @@ class MegatronStage:
         if len(self._facts.tail) > 1 and work == self._facts.tail[0]:
             self._store.group(self._facts.tail)
         last = self._facts.last_backward
-        self._store.run(work, lambda origin: origin.microbatch != last, self._sync.paused)
+        self._store.run(work, lambda origin: (origin.microbatch, origin.slice) != last, self._sync.paused)
         return ()
+
+    @property
+    def _has_experts(self) -> bool:
+        return getattr(self._step.config, "num_moe_experts", None) is not None
+
+    def _counted(self, work: Pass) -> AbstractContextManager[None]:
+        """Context in which the auxiliary losses of a slice count for the log by its share of the sequence."""
+        return counted_in_part(self._slices.share(work)) if self._slices.is_cut and self._has_experts else nullcontext()
 
     def _as_stage_rank(self) -> AbstractContextManager[None]:
         taken_for = self._facts.megatron_rank

@@ -189,6 +189,7 @@ class _Option(NamedTuple):
         remedy: the remedy for another value; default: drop the flag with the option's name.
         anywhere: whether the rule applies to every placement; False limits it to placements other than Megatron's.
         post_validation: whether the rule applies only with post-validation.
+        slices: whether the rule applies only with sequence slices.
     """
 
     name: str
@@ -197,10 +198,13 @@ class _Option(NamedTuple):
     remedy: str = ""
     anywhere: bool = True
     post_validation: bool = False
+    slices: bool = False
 
     @property
     def subject(self) -> str:
         """What needs the option to have its allowed value."""
+        if self.slices:
+            return "schedules with sequence slices"
         if self.post_validation:
             return "schedules with post-validation"
         return "zero-bubble schedules" if self.anywhere else "schedules with stages on a V"
@@ -265,23 +269,33 @@ _OPTIONS = (
     _Option("perform_rl_step", False, "rollouts would use weights that may be undone", post_validation=True),
     _Option("vision_pretraining", False, "the teacher follows weights that may be undone", post_validation=True),
     _Option("moe_routing_trace_path", None, "forwards that run again would be traced twice", post_validation=True),
+    _Option("context_parallel_size", 1, "context parallelism distributes every sequence over its ranks", slices=True),
+    _Option("mtp_num_layers", None, "multi-token prediction reads tokens of the next slice", slices=True),
+    _Option("multi_latent_attention", False, "its rotary embeddings begin at the first token", slices=True),
+    _Option("experimental_attention_variant", None, "its layers do not keep keys and values", slices=True),
+    _Option("sft", False, "its samples are packed, and a slice attends to the whole sequence before it", slices=True),
 )
 
 
-def check_options(values: Any, in_place: bool = True, post_validation: bool = False) -> None:
+def check_options(values: Any, in_place: bool = True, post_validation: bool = False, num_slices: int = 1) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
     Args:
         values: a ``TransformerConfig``, or the flags of a Megatron-LM job; missing options count as disabled.
         in_place: whether every stage is on the rank where Megatron itself would put it.
         post_validation: whether optimizer steps are validated in the next iteration.
+        num_slices: number of slices of a sequence.
 
     Raises:
         UserError: the rule, the value and the remedy.
     """
     for option in _OPTIONS:
         value = getattr(values, option.name, option.allowed)
-        applies = (option.anywhere or not in_place) and (post_validation or not option.post_validation)
+        applies = (
+            (option.anywhere or not in_place)
+            and (post_validation or not option.post_validation)
+            and (num_slices > 1 or not option.slices)
+        )
         if applies and value not in (option.allowed, None):
             raise UserError(
                 f"{option.subject} need {option.name}="
@@ -294,6 +308,12 @@ def check_options(values: Any, in_place: bool = True, post_validation: bool = Fa
             "post-validation does not support FP8 with delayed scaling, because forwards that run again would count "
             f"twice in the history of maxima; got --fp8-format {values.fp8} --fp8-recipe delayed; give --fp8-recipe "
             "tensorwise, or drop --zero-bubble-post-validation"
+        )
+    balancing = getattr(values, "moe_router_load_balancing_type", None)
+    if num_slices > 1 and "seq_aux_loss" in (balancing if isinstance(balancing, (list, tuple)) else (balancing,)):
+        raise UserError(
+            "schedules with sequence slices do not support an auxiliary loss per sequence, because no pass sees a whole "
+            f"sequence; got --moe-router-load-balancing-type seq_aux_loss and {num_slices} slices; give aux_loss"
         )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
     # Megatron ignores the group size without virtual stages; its default is the number of pipeline ranks.

@@ -34,8 +34,8 @@ def check_placement(placement: Placement, num_ranks: int) -> None:
 def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) -> None:
     """Reject a schedule that does not have the job's size, or that a Megatron model cannot run.
 
-    A plan can express schedules that training does not support: slices, forwards of a stage out of microbatch order,
-    and W passes in another order than the backwards.
+    A plan can express schedules that training does not support: forwards of a stage out of the order of the data, and W
+    passes in another order than the backwards.
 
     Raises:
         UserError: the rule, the values and the remedy.
@@ -46,27 +46,27 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
             f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
             "(global batch size / micro batch size / data-parallel size); plan the schedule for these numbers"
         )
-    if schedule.num_slices > 1:
-        raise UserError(
-            f"training does not support slices; schedule {schedule.name!r} has {schedule.num_slices} slices per "
-            "sequence; plan it without slices"
-        )
     placement = schedule.placement
     check_placement(placement, schedule.num_ranks)
     for stage, rank in enumerate(placement.stage_to_rank):
         row = [p for p in schedule.order[rank] if p.stage == stage]
-        forward = [p.microbatch for p in row if p.kind is Kind.F]
+        forward = [(p.microbatch, p.slice) for p in row if p.kind is Kind.F]
         if forward != sorted(forward):
             raise UserError(
-                f"each stage must run its forwards in microbatch order, the order of the data; {schedule.name!r} "
-                f"runs the forwards of stage {stage} in the order {forward}; sort them"
+                "each stage must run its forwards in the order of the data, by microbatch and slice; "
+                f"{schedule.name!r} runs the forwards of stage {stage} in the order {_named(forward)}; sort them"
             )
-        backward = [p.microbatch for p in row if p.kind in (Kind.B, Kind.BW)]
-        weight = [p.microbatch for p in row if p.kind in (Kind.W, Kind.BW)]
+        backward = [(p.microbatch, p.slice) for p in row if p.kind in (Kind.B, Kind.BW)]
+        weight = [(p.microbatch, p.slice) for p in row if p.kind in (Kind.W, Kind.BW)]
         if weight != backward:
             early = next(w for w, b in zip(weight, backward, strict=True) if w != b)
             raise UserError(
                 "each stage must run its W passes in the order of its B passes, so that accumulated gradients are "
                 f"exact and can be reduced after the last W; stage {stage} of {schedule.name!r} runs W of microbatch "
-                f"{early} too early; move it behind the W passes of earlier backwards"
+                f"{_named([early])} too early; move it behind the W passes of earlier backwards"
             )
+
+
+def _named(units: list[tuple[int, int]]) -> str:
+    """Microbatches, with their slices in the form of passes."""
+    return ", ".join(f"{microbatch}.{slice_}" if slice_ else str(microbatch) for microbatch, slice_ in units)

@@ -32,6 +32,21 @@ def sums_for_the_log() -> dict[tuple[str, str], torch.Tensor]:
     return sums
 
 
+@contextmanager
+def counted_in_part(share: float) -> Iterator[None]:
+    """Context in which only ``share`` of what is added to the auxiliary losses of experts counts.
+
+    The auxiliary loss of a slice is a mean over its own tokens.
+    """
+    before = {name: values.clone() for name, values in _sums_of_experts().items()}
+    yield
+    for name, values in _sums_of_experts().items():
+        if name in before:
+            values.copy_(torch.lerp(before[name], values, share))
+        else:
+            values.mul_(share)
+
+
 class LogSums:
     """The sums of one iteration, kept while the forwards of the next one add to the same tensors."""
 

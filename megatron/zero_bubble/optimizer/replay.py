@@ -13,11 +13,16 @@ from megatron.zero_bubble.optimizer import random_state, rerun_state
 from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
 
 
-class Rewindable(Iterator[Any]):
-    """A data iterator that, after ``rewind``, returns all items again that it has returned so far.
+def copied(item: Any) -> Any:
+    """A copy of an item that will be used again, with the same tensors.
 
-    Consumers get copies of dicts and lists, because they may replace the entries: Megatron-LM slices batches in place.
+    Consumers may replace the entries of dicts and lists: Megatron-LM slices batches in place.
     """
+    return copy(item) if isinstance(item, (dict, list)) else item
+
+
+class Rewindable(Iterator[Any]):
+    """A data iterator that, after ``rewind``, returns all items again that it has returned so far, as copies."""
 
     def __init__(self, source: Any) -> None:
         self._source = source
@@ -29,7 +34,7 @@ class Rewindable(Iterator[Any]):
         if self._given is None:
             return item
         self._given.append(item)
-        return copy(item) if isinstance(item, (dict, list)) else item
+        return copied(item)
 
     def rewind(self) -> None:
         """Start again from the first item; possible once."""
