@@ -1,7 +1,7 @@
 """Keys and values of earlier slices, to which the tokens of later slices attend.
 
-The F passes of a microbatch fill one buffer per layer, slice by slice, and each attends to the rows filled so far. The B
-passes run from the last slice to the first: each adds gradients to the rows of all earlier slices, and then takes the
+The F passes of a microbatch fill one buffer per layer, slice by slice, and each attends to the rows filled so far. The
+B passes run from the last slice to the first: each adds gradients to the rows of all earlier slices, and then takes the
 complete gradients of its own rows.
 """
 
@@ -59,7 +59,7 @@ class Histories:
         layers = self._kept.setdefault(of, {})
         if layer not in layers:
             layers[layer] = _History(own, ends[-1])
-        keys, values = _Extend.apply(*own, self, of, layer, ends, slice_)  # type: ignore[no-untyped-call]
+        keys, values = _Extend.apply(*own, self, of, layer, ends, slice_)
         return keys, values
 
     def get(self, of: tuple[int, int], layer: int) -> _History:
@@ -80,10 +80,10 @@ class Histories:
         """Free everything, for example after an iteration that failed."""
         self._kept.clear()
 
-    def tensors(self, stage: int | None = None) -> Iterator[torch.Tensor]:
-        """All buffers and gradients, of one stage or of all."""
-        for (at, _), layers in self._kept.items():
-            if stage in (None, at):
+    def tensors(self, stage: int | None = None, microbatch: int | None = None) -> Iterator[torch.Tensor]:
+        """All buffers and gradients, or those of a stage or of a microbatch."""
+        for (of_stage, of_microbatch), layers in self._kept.items():
+            if stage in (None, of_stage) and microbatch in (None, of_microbatch):
                 for history in layers.values():
                     yield from (*history.buffers, *history.gradients)
 

@@ -32,7 +32,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Plan, Schedule, Slices
+from megatron.zero_bubble.ir import WHOLE, Plan, Schedule, Slices
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -64,6 +64,9 @@ class Pipeline:
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
         post_receives, nccl_ctas: see ``ZeroBubbleConfig``.
+
+    Attributes:
+        slices: the cuts of the sequences in the last iteration.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Pipeline:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self.histories = Histories()
+        self.slices = WHOLE
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._memory = memory
@@ -196,7 +200,7 @@ class Pipeline:
         call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
         if forward_only:
             return self._run(call, None)
-        start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors)
+        start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors, self.histories.tensors)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 
@@ -204,7 +208,8 @@ class Pipeline:
         step, config, chunks = call.step, call.step.config, call.chunks
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
-        boundary = call.boundary(prepared.schedule.slices)
+        self.slices = prepared.schedule.slices
+        boundary = call.boundary(self.slices)
         losses = [] if self._reports is None else Collected()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()

@@ -1,7 +1,7 @@
 """Batches and reports of microbatches whose sequences are cut into slices.
 
-The job reads a batch in every forward and returns a report of every loss. Slices of a microbatch get the same batch, and
-their reports are merged into one.
+The job reads a batch in every forward and returns a report of every loss. Slices of a microbatch get the same batch,
+and their reports are merged into one.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ The hooks leave the job's forward step and loss function as they are, which see 
 * Rotary embeddings begin at the position of the slice's first token.
 * Attention gets the keys and values of all tokens up to the end of the slice, and a mask that is aligned with them.
 
-What the slices of a sequence change: dropout draws other random numbers, auxiliary losses and the capacity of experts are
-computed per slice, and sums over tokens are rounded in another order.
+What the slices of a sequence change: dropout draws other random numbers, auxiliary losses and the capacity of experts
+are computed per slice, and sums over tokens are rounded in another order.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ def _attention_of(model: Any) -> Iterator[torch.nn.Module]:
     for layer in model.decoder.layers:
         if isinstance(layer.self_attention, IdentityOp):
             continue
-        attention = getattr(layer.self_attention, "core_attention", None)
+        attention: Any = getattr(layer.self_attention, "core_attention", None)
         if type(attention).__name__ not in ("DotProductAttention", "TEDotProductAttention"):
             other = type(layer.self_attention if attention is None else attention).__name__
             raise UserError(
@@ -249,7 +249,7 @@ def _accumulating(model: torch.nn.Module) -> Iterator[None]:
     microbatch, and so would lose those of the later slices of that microbatch, whose backwards come before it. Without
     the cache of transposed FP8 weights, they ignore the announcement.
     """
-    cached = [
+    cached: list[Any] = [
         module for module in model.modules() if getattr(module, "disable_parameter_transpose_cache", True) is False
     ]
     for module in cached:

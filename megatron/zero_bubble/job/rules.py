@@ -312,8 +312,8 @@ def check_options(values: Any, in_place: bool = True, post_validation: bool = Fa
     balancing = getattr(values, "moe_router_load_balancing_type", None)
     if num_slices > 1 and "seq_aux_loss" in (balancing if isinstance(balancing, (list, tuple)) else (balancing,)):
         raise UserError(
-            "schedules with sequence slices do not support an auxiliary loss per sequence, because no pass sees a whole "
-            f"sequence; got --moe-router-load-balancing-type seq_aux_loss and {num_slices} slices; give aux_loss"
+            "schedules with sequence slices do not support an auxiliary loss per sequence, because no pass sees a "
+            f"whole sequence; got --moe-router-load-balancing-type seq_aux_loss and {num_slices} slices; give aux_loss"
         )
     group = getattr(values, "microbatch_group_size_per_vp_stage", None)
     # Megatron ignores the group size without virtual stages; its default is the number of pipeline ranks.
