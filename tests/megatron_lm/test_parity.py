@@ -156,7 +156,7 @@ IN_PLACE = ("zb-h1", "zb-h2")
 _Job = tuple[Checkout, int, str]
 
 
-def _job(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> _Job:
+def job_of(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> _Job:
     """Return the arguments of the helpers for one row on ``pipeline`` stages."""
     stages = f"--pipeline-model-parallel-size {pipeline} --num-layers {2 * pipeline}"
     stages += f" --global-batch-size {_NUM_MICROBATCHES[pipeline] * row.samples}"
@@ -176,7 +176,7 @@ def _same(own: Log, expected: Log) -> None:
 _NUMBER = re.compile(r"(loss|loss value|grad norm): ([\d.E+-]+)")
 
 
-def _near(own: Log, expected: Log, rounding: float) -> None:
+def near(own: Log, expected: Log, rounding: float) -> None:
     """Compare losses and norms; norms are printed with three decimals."""
     assert own.exit_codes == expected.exit_codes, own.text[-4000:]
     numbers, wanted = (_NUMBER.findall("\n".join(log.figures)) for log in (own, expected))
@@ -201,19 +201,19 @@ def _switched(own: Log) -> None:
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 @pytest.mark.parametrize("schedule", IN_PLACE)
 def test_logs_equal_stock(checkout: Checkout, pipeline: int, schedule: str) -> None:
-    job = _job(checkout, pipeline, PLAIN)
+    job = job_of(checkout, pipeline, PLAIN)
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 def test_logs_equal_stock_interleaved(checkout: Checkout, pipeline: int) -> None:
-    job = _job(checkout, pipeline, PLAIN, "--num-virtual-stages-per-pipeline-rank 2")
+    job = job_of(checkout, pipeline, PLAIN, "--num-virtual-stages-per-pipeline-rank 2")
     _same(pretrain_gpt(*job, "interleaved-1f1b"), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 def test_logs_equal_stock_while_zb_auto_switches(checkout: Checkout, pipeline: int) -> None:
-    job = _job(checkout, pipeline, PLAIN, "--train-iters 60")
+    job = job_of(checkout, pipeline, PLAIN, "--train-iters 60")
     own = pretrain_gpt(*job, "zb-auto")
     _same(own, stock(*job))
     _switched(own)
@@ -224,7 +224,7 @@ def test_logs_equal_stock_while_zb_auto_switches(checkout: Checkout, pipeline: i
 @pytest.mark.parametrize("schedule", [*IN_PLACE, "zb-auto"])
 def test_logs_equal_stock_with_combined_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
     """Ten iterations; ``zb-auto`` may or may not have switched schedules by then."""
-    job = _job(checkout, pipeline, COMBINED[name])
+    job = job_of(checkout, pipeline, COMBINED[name])
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
 
@@ -233,7 +233,7 @@ def test_logs_equal_stock_with_combined_features(checkout: Checkout, pipeline: i
 @pytest.mark.parametrize("schedule", [*IN_PLACE, "zb-auto"])
 @pytest.mark.parametrize("name", FEATURES)
 def test_logs_equal_stock_with_each_feature(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
-    job = _job(checkout, pipeline, FEATURES[name])
+    job = job_of(checkout, pipeline, FEATURES[name])
     _same(pretrain_gpt(*job, schedule), stock(*job))
 
 
@@ -241,9 +241,9 @@ def test_logs_equal_stock_with_each_feature(checkout: Checkout, pipeline: int, n
 @pytest.mark.parametrize("name", ["plain", *COMBINED])
 def test_logs_are_near_stock_by_default(checkout: Checkout, pipeline: int, name: str) -> None:
     row = COMBINED.get(name, PLAIN)
-    job = _job(checkout, pipeline, row)
+    job = job_of(checkout, pipeline, row)
     own = pretrain_gpt(*job, "zb-h1", exact=False)
-    _near(own, stock(*job), row.rounding)
+    near(own, stock(*job), row.rounding)
     if row.rounding > PLAIN.rounding:
         assert own.weights != stock(*job).weights, "weight gradients must not be rounded to the weights' dtype"
 
@@ -279,7 +279,7 @@ def test_checkpoint_continues_in_stock(checkout: Checkout, schedule: str, form: 
 
     Since core_r0.16 a resumed stock run differs slightly from an uninterrupted one, so that both sides are resumed.
     """
-    job = _job(checkout, 2, PLAIN, f"--ckpt-format {form}")
+    job = job_of(checkout, 2, PLAIN, f"--ckpt-format {form}")
     assert _continued(job, schedule, 4, tmp_path) == _continued(job, None, 4, tmp_path)
 
 
@@ -302,7 +302,7 @@ _MOVING = "--clip-grad 1000 --ckpt-format torch_dist"
 
 
 def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
-    job = _job(checkout, pipeline, row, _MOVING)
+    job = job_of(checkout, pipeline, row, _MOVING)
     save, load = [*_until(2, folder)], ["--load", str(folder)]
     if "--use-distributed-optimizer" in row.flags:
         # Megatron-LM cannot load a distributed optimizer with torch's Adam, the only one on CPUs. Before core_r0.16 it
@@ -343,7 +343,7 @@ def test_logs_equal_stock_on_a_v_with_each_feature(
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 def test_checkpoint_of_a_v_continues_in_stock(checkout: Checkout, tmp_path: Path) -> None:
     """The V continues from a stock checkpoint, and stock continues from the V's checkpoint as from its own."""
-    job = _job(checkout, 2, PLAIN, _MOVING)
+    job = job_of(checkout, 2, PLAIN, _MOVING)
     begun = tmp_path / "begun"
     stock(*job, _until(2, begun))
     load = ("--load", str(begun))
