@@ -70,7 +70,7 @@ def no_plan_is_below(seeds: range) -> None:
         pipeline = (case.costs, case.memory, case.placement, case.num_microbatches, peak_memory(schedule, case))
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
             for effort in (0, 120_000):
-                bound = lower_bound(*pipeline, objective, effort=effort)
+                bound = lower_bound(*pipeline, objective, effort=effort, slices=schedule.slices)
                 assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
 
 

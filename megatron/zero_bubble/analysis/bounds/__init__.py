@@ -1,10 +1,11 @@
 """Lower bounds on the span and makespan of any schedule, for given costs, memory limit and placement.
 
 The gap between a schedule and the bound is a certificate: no schedule, known or unknown, is shorter by more than the
-gap. Every bound holds for all schedules of whole microbatches on the placement, with split or fused backwards, and any
-order of microbatches. ``setting`` explains why these schedules can be treated alike; ``windows`` and ``ways`` derive
-the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive one-machine schedule, and
-``trial`` those of small pipelines, by contradiction.
+gap. Every bound holds for all schedules of whole microbatches, or of given slices of them, on the placement, with split
+or fused backwards, and any order of microbatches. ``setting`` explains why these schedules can be treated alike;
+``windows`` and ``ways`` derive the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive
+one-machine schedule, and ``trial`` those of small pipelines, by contradiction. Slices have bounds of their own
+(``sliced``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ from itertools import product
 
 from megatron.zero_bubble.analysis.bounds.paths import Paths
 from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.analysis.bounds.sliced import by_slices
 from megatron.zero_bubble.analysis.bounds.trial import Effort, by_contradiction
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.analysis.bounds.windows import by_area, by_head_chain, by_waits
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 
 __all__ = ["Bound", "least_memory", "lower_bound"]
 
@@ -74,13 +76,15 @@ def lower_bound(
     objective: Metric = "span",
     fused: bool = False,
     effort: int = _EFFORT,
+    slices: Slices = WHOLE,
 ) -> Bound:
     """Compute a lower bound on ``objective`` (ms) over all schedules within ``memory_limit`` on every rank.
 
     ``memory_limit`` is in the unit of ``memory``: one figure, or one figure per rank, or None for no limit. ``fused``
     restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed;
     longest paths are computed from as many ranks as fit into ``effort`` visited passes, so the result does not depend
-    on the speed of the machine. In small pipelines, what is left of ``effort`` makes their heads and tails longer, and
+    on the speed of the machine. With ``slices``, all schedules with these cuts are considered, by a bound of their own.
+    In small pipelines, what is left of ``effort`` makes their heads and tails longer, and
     ends that no order of passes reaches are refuted.
 
     Raises:
@@ -89,6 +93,8 @@ def lower_bound(
     """
     limit = _limits(memory_limit, placement.num_ranks)
     _check(costs, memory, placement, num_microbatches, limit)
+    if len(slices) > 1:
+        return Bound(*by_slices(costs, memory, placement, num_microbatches, limit, slices, objective, fused))
     setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused)
     closed = _closed_forms(setting, objective)
     best = max(closed, key=lambda bound: bound.value_ms)
