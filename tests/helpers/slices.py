@@ -6,6 +6,7 @@ Sums over tokens are rounded in another order, so results are equal up to tolera
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ class Difference(NamedTuple):
     def between(cls, found: Gradients, reference: Gradients) -> Difference:
         assert len(found.losses) == len(reference.losses), "one report per microbatch"
         assert found.of.keys() == reference.of.keys()
-        pairs = zip(sum(found.losses, []), sum(reference.losses, []), strict=True)
+        pairs = zip(chain(*found.losses), chain(*reference.losses), strict=True)
         off = max((abs(own - other) / abs(other) for own, other in pairs), default=0.0)
         worst = max(float((found.of[n] - g).abs().max() / g.abs().max()) for n, g in reference.of.items())
         squares = [(float((found.of[n] - g).square().sum()), float(g.square().sum())) for n, g in reference.of.items()]
@@ -92,7 +93,8 @@ def gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Grad
     trainer._zero_gradients()
     count = args.global_batch_size // args.batch_sizes.granule
     reports = trainer._passes(trainer._microbatches(samples, 0), count)
-    own = {name: weight.main_grad.clone().float() for name, weight in _by_name(chunks).items()}
+    weights: dict[str, Any] = dict(_by_name(chunks))
+    own = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     parts: list[Any] = [None] * pipeline.size()
     torch.distributed.all_gather_object(parts, own, group=pipeline)
