@@ -70,7 +70,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "slices of another length": (
         lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slice-ends", "4,9"],
-        "at --seq-length 8; got --zero-bubble-slice-ends 4,9; give 8 as the last end",
+        "the length of the sequences, --seq-length 8; got --zero-bubble-slice-ends 4,9; give 8 as the last end",
     ),
     "more slices than tokens": (
         lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-num-slices", "9"],

@@ -24,8 +24,8 @@ def check_slices(slices: Slices, ends: Sequence[int] | None, job: Any) -> None:
     length = job.seq_length
     if ends is not None and ends[-1] != length:
         raise UserError(
-            f"the last slice must end where the sequence ends, at --seq-length {length}; got --zero-bubble-slice-ends "
-            f"{','.join(map(str, ends))}; give {length} as the last end"
+            f"the last end of the slices must be the length of the sequences, --seq-length {length}; got "
+            f"--zero-bubble-slice-ends {','.join(map(str, ends))}; give {length} as the last end"
         )
     multiple = job.tensor_model_parallel_size if job.sequence_parallel else 1
     tokens = slices.in_tokens(length, multiple)
