@@ -121,6 +121,26 @@ def test_files_round_trip(memory: PassMemory | None, tmp_path: Path) -> None:
     assert read_costs_file(path).on(LINEAR) == (costs, memory)
 
 
+def test_shares_of_attention_and_the_history_round_trip(tmp_path: Path) -> None:
+    costs = PassCosts((1.5, 2.0), (3.0, 5.0), (0.1, 11.0)).with_attention((0.25, 0.0), (0.5, 1.0))
+    memory = PassMemory((3.0, 4.0), (1.0, 0.0), (0.5, 0.25))
+    path = tmp_path / "costs.json"
+    path.write_text(costs_to_json(costs, memory))
+    assert read_costs_file(path).on(LINEAR) == (costs, memory)
+    assert "attention" not in costs_to_json(PassCosts((1.0,), (1.0,), (1.0,)), PassMemory((1.0,), (1.0,)))
+
+
+def test_shares_of_attention_are_kept_or_averaged_by_time() -> None:
+    times = {"forward_ms": [1, 3, 2, 2], "backward_ms": 8, "wgrad_ms": 4}
+    one = CostsFile.parse(json.dumps(times | {"attention": 0.25})).on(VEE)[0]
+    assert one.forward_attention == (0.25,) * 4
+    assert one.backward_attention == (0.125, 0.375, 0.25, 0.25), "twice the time of attention in F"
+    listed = CostsFile.parse(json.dumps(times | {"attention": [0.2, 0.6, 0, 1], "backward_attention": [0.5, 0.1]}))
+    assert listed.on(VEE)[0].backward_attention == (0.5, 0.5, 0.1, 0.1)
+    assert listed.on(LINEAR)[0].forward_attention == pytest.approx(((0.2 + 1.8) / 4, 0.5))
+    assert listed.on(LINEAR)[0] == listed.on(VEE)[0].fit(LINEAR)
+
+
 def test_single_number_in_a_file_is_a_ranks_whole_share() -> None:
     text = json.dumps({"forward_ms": 8, "backward_ms": 6, "wgrad_ms": [1, 2, 3, 4]})
     costs, memory = CostsFile.parse(text).on(VEE)
@@ -140,6 +160,9 @@ def test_single_number_in_a_file_is_a_ranks_whole_share() -> None:
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "links": [[0, 1]]}', "links must be a list"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "links": 3}', "links must be a list"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "activation": 1}', "must have the key wgrad,"),
+        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "attention": 1.5}', "attention is a share, so it must be"),
+        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "attention": [1, 1, 1]}', "each of the 2 stages; got 3"),
+        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "history": 1}', "must have the key activation,"),
         ('{"forward_ms": NaN, "backward_ms": 1, "wgrad_ms": 1}', "forward_ms must be a finite number"),
     ],
 )

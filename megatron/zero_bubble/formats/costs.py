@@ -3,21 +3,30 @@
 A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms`` and, optionally, ``comm_ms``, ``links``
 (a list of ``[source rank, destination rank, ms]``) and both ``activation`` and ``wgrad`` (memory). Each figure of a
 pass is either one number, for a rank's whole share of the model, or a list with one number per stage. A list for
-another number of chunks per rank is converted, as ``PassCosts.fit`` does.
+another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need ``attention`` and
+``backward_attention`` (the shares of F and B that attention takes) and ``history`` (the memory of keys and values).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from operator import mul
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.costs.memory import MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import TIMES, PassCosts
-from megatron.zero_bubble.costs.units import checked_figure, checked_figures, recut, refuse_huge, spread
+from megatron.zero_bubble.costs.memory import HISTORY, MEMORY, PassMemory
+from megatron.zero_bubble.costs.passes import ATTENTION, TIMES, PassCosts
+from megatron.zero_bubble.costs.units import (
+    checked_figure,
+    checked_figures,
+    checked_share,
+    recut,
+    refuse_huge,
+    spread,
+)
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, naming, read_file
 from megatron.zero_bubble.ir import Placement
@@ -25,17 +34,26 @@ from megatron.zero_bubble.ir import Placement
 Figure = float | tuple[float, ...]
 """A figure as written in the file: one number, for a rank's whole share, or one number per stage."""
 
-_KEYS = frozenset((*TIMES, *MEMORY, "comm_ms", "links"))
+_SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
+"""The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
+_KEYS = frozenset((*TIMES, *MEMORY, HISTORY, *_SHARES, "comm_ms", "links"))
 _WHAT = "costs file"
 
 
 def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
-    """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged."""
+    """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
+
+    Shares of attention and the history are left out where they are all 0.
+    """
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
+    if any(any(getattr(costs, name)) for name in ATTENTION):
+        content |= {key: list(getattr(costs, name)) for key, name in _SHARES.items()}
     content["comm_ms"] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
     if memory is not None:
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
+        if any(memory.history):
+            content[HISTORY] = list(memory.history)
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
 
 
@@ -49,6 +67,7 @@ class CostsFile:
         comm_ms: duration of a transfer between two ranks.
         links: as in ``PassCosts``.
         path: path of the file, for error messages.
+        shares: shares of attention, by key; the same on every stage, or one per stage.
     """
 
     times: Mapping[str, Figure]
@@ -56,6 +75,7 @@ class CostsFile:
     comm_ms: float
     links: Mapping[tuple[int, int], float]
     path: str | Path | None = None
+    shares: Mapping[str, Figure] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> CostsFile:
@@ -74,8 +94,14 @@ class CostsFile:
         times = {name: _figure(content, name) for name in TIMES}
         comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
         links = _links(content.get("links", []))
-        memory = {name: _figure(content, name) for name in MEMORY} if content.keys() & set(MEMORY) else None
-        return cls(times, memory, comm_ms, links)
+        memory = None
+        if content.keys() & {*MEMORY, HISTORY}:
+            memory = {name: _figure(content, name) for name in MEMORY} | _given(content, (HISTORY,))
+        shares = _given(content, _SHARES)
+        for key, share in shares.items():
+            for one in share if isinstance(share, tuple) else (share,):
+                checked_share(key, one)
+        return cls(times, memory, comm_ms, links, shares=shares)
 
     def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
         """Return the costs of the stages of ``placement``, and their memory if the file has any.
@@ -86,10 +112,29 @@ class CostsFile:
         with nullcontext() if self.path is None else naming(_WHAT, self.path):
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
             costs = PassCosts(f, b, w, self.comm_ms, self.links)
+            forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
+            if forward or backward:
+                costs = costs.with_attention(forward or (0.0,) * len(f), backward)
             if self.memory is None:
                 return costs, None
-            activation, wgrad = (_per_stage(name, self.memory[name], placement) for name in MEMORY)
-            return costs, PassMemory(activation, wgrad)
+            kept = {name: _per_stage(name, figure, placement) for name, figure in self.memory.items()}
+            return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()))
+
+    def _shares(self, key: str, times: str, placement: Placement) -> tuple[float, ...]:
+        """Return the shares under ``key`` per stage; those of merged stages are averaged by the times of their passes.
+
+        Empty if the file does not have the key.
+        """
+        given = self.shares.get(key, ())
+        if isinstance(given, float):
+            return (given,) * placement.num_stages
+        if not given:
+            return ()
+        _check_length(key, given, placement)
+        ms, length = self.times[times], len(given)
+        of_pass = recut(ms, length) if isinstance(ms, tuple) else (1.0,) * length
+        parts, whole = (recut(each, placement.num_stages) for each in (tuple(map(mul, of_pass, given)), of_pass))
+        return tuple(min(1.0, part / all_) if all_ else 0.0 for part, all_ in zip(parts, whole, strict=True))
 
 
 def read_costs_file(path: str | Path) -> CostsFile:
@@ -104,17 +149,23 @@ def _figure(content: Mapping[str, Any], name: str) -> Figure:
     return checked_figures(name, value) if isinstance(value, list) else checked_figure(name, value)
 
 
+def _given(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, Figure]:
+    return {name: _figure(content, name) for name in names if name in content}
+
+
 def _per_stage(name: str, figure: Figure, placement: Placement) -> tuple[float, ...]:
     if isinstance(figure, float):
         return spread(placement, figure)
-    if len(figure) == placement.num_stages:
-        return figure
-    if not figure or len(figure) % placement.num_ranks:
+    _check_length(name, figure, placement)
+    return recut(figure, placement.num_stages)
+
+
+def _check_length(name: str, figures: Sequence[float], placement: Placement) -> None:
+    if len(figures) != placement.num_stages and (not figures or len(figures) % placement.num_ranks):
         raise UserError(
-            f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(figure)}; "
+            f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(figures)}; "
             "give as many, or a single number for the whole share of each rank"
         )
-    return recut(figure, placement.num_stages)
 
 
 def _links(rows: object) -> dict[tuple[int, int], float]:
