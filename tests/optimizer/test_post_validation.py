@@ -119,6 +119,13 @@ MORE = {
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --calculate-per-token-loss --log-num-zeros-in-grad", LAST_OF_TWO
     ),
     "sgd": Row(Layout(2), 3, "zb-h2", f"{LOOSE} --optimizer sgd", LAST_OF_TWO),
+    "slices, experts, full recompute": Row(
+        Layout(2),
+        3,
+        "seq-zb-h1",
+        f"{LOOSE} {EXPERTS} {UNTIED} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        LAST_OF_TWO,
+    ),
     "batch size ramp-up": Row(
         Layout(2), 5, "zb-h2", f"{LOOSE} --rampup-batch-size 4 2 100 {UNTIED}", LAST_OF_TWO
     ),

@@ -31,6 +31,7 @@ BASE = BASE_FLAGS.split()
 PAIR = Layout(2).flags(3).split()
 VIRTUAL = [*Layout(2, num_layers=4).flags(4).split(), "--num-virtual-stages-per-pipeline-rank", "2"]
 ZERO_BUBBLE = ["--zero-bubble-schedule", "zb-h1"]
+SLICES = ["--zero-bubble-schedule", "seq-zb-h1"]
 
 
 def data(prefix: Path) -> list[str]:
@@ -62,6 +63,22 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     "no pipeline": (
         lambda _: [*BASE, *Layout(1, data=2).flags(3).split(), *ZERO_BUBBLE],
         "needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size 1; raise it or drop the schedule",
+    ),
+    "slices of a schedule without slices": (
+        lambda _: [*BASE, *PAIR, *ZERO_BUBBLE, "--zero-bubble-num-slices", "2"],
+        "--zero-bubble-num-slices works only with a schedule of slices, got zb-h1; drop the flag",
+    ),
+    "slices of another length": (
+        lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slice-ends", "4,9"],
+        "the length of the sequences, --seq-length 8; got --zero-bubble-slice-ends 4,9; give 8 as the last end",
+    ),
+    "more slices than tokens": (
+        lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-num-slices", "9"],
+        "a sequence of 8 tokens has at most 8 slices of 1 tokens each; got 9 slices; use fewer",
+    ),
+    "slices and a loss per sequence": (
+        lambda _: [*BASE, *PAIR, *SLICES, "--moe-router-load-balancing-type", "seq_aux_loss"],
+        "got --moe-router-load-balancing-type seq_aux_loss and 4 slices; give aux_loss",
     ),
     "virtual pipeline": (
         lambda _: [*BASE, *VIRTUAL, *ZERO_BUBBLE],

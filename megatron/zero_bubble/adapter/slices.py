@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +25,9 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.utils import unwrap_model
 
 from megatron.zero_bubble.adapter.history import Histories
-from megatron.zero_bubble.adapter.slice_data import RepeatedBatches
+from megatron.zero_bubble.adapter.slice_data import RepeatedBatches, merged
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass
 
@@ -60,6 +59,8 @@ class SlicedChunk:
         self._chunk = chunk
         self._microbatch = self._slice = 0
         self._mask: tuple[Any, torch.Tensor] | None = None
+        self._evaluates = False
+        self._logits: list[torch.Tensor] = []  # of the slices of a microbatch so far, in an evaluation without labels
         self._repeated = RepeatedBatches(batches) if len(ends) > 1 and batches is not None else None
         self.batches = batches if self._repeated is None else self._repeated
 
@@ -81,9 +82,16 @@ class SlicedChunk:
         """Whether ``work`` is for the last slice of its microbatch."""
         return work.slice == len(self._ends) - 1
 
+    def report(self, reports: Sequence[Any]) -> Any:
+        """The report of a microbatch, from those of its slices; after logits, that of the last, which has them all."""
+        return reports[-1] if self._logits else merged(reports)
+
     @contextmanager
     def forward(self, work: Pass, frees: bool) -> Iterator[None]:
         """Context around an F pass; ``frees`` is whether no backward follows that would free the histories."""
+        self._evaluates = frees
+        if work.slice == 0:
+            self._logits.clear()
         if self._repeated is not None:
             self._repeated.begin(work.slice)
         with self.at(work):
@@ -112,7 +120,7 @@ class SlicedChunk:
         model = _gpt_of(self._chunk)
         handles = [
             model.register_forward_pre_hook(self._cut_inputs, with_kwargs=True),
-            model.register_forward_hook(self._pad_losses, with_kwargs=True),
+            model.register_forward_hook(self._whole_output, with_kwargs=True),
         ]
         for module in model.modules():
             if isinstance(module, RotaryEmbedding):
@@ -127,6 +135,7 @@ class SlicedChunk:
             for handle in handles:
                 handle.remove()
             self._histories.clear()
+            self._logits.clear()
 
     def _cut_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         start, end = self._bounds
@@ -145,7 +154,7 @@ class SlicedChunk:
             for length in given["attention_mask"].shape[-2:]:
                 self._check_length("attention_mask", length)
             given["attention_mask"] = given["attention_mask"][..., start:end, :end]
-        if model.post_process and given.get("labels") is None:
+        if model.post_process and given.get("labels") is None and not self._evaluates:
             raise UserError(
                 "sequence slices need the model to compute the loss of every token, so that the losses of a slice can "
                 "be told from those of others; got no labels; pass labels to the model, or train without slices"
@@ -159,9 +168,13 @@ class SlicedChunk:
                 "length of the batches as seq_length"
             )
 
-    def _pad_losses(self, model: torch.nn.Module, _args: Any, _kwargs: Any, output: Any) -> Any:
+    def _whole_output(self, model: torch.nn.Module, _args: Any, given: dict[str, Any], output: Any) -> Any:
+        """The losses of the slice, padded; without labels, the logits of all slices so far, (batch, tokens, ...)."""
         if not model.post_process:
             return None
+        if given.get("labels") is None:
+            self._logits.append(output)
+            return torch.cat(self._logits, dim=1)
         start, end = self._bounds
         return torch.nn.functional.pad(output, (start, self._ends[-1] - end))
 
@@ -210,8 +223,10 @@ def bottom_right(mask_type: Any) -> Any:
     return AttnMaskType.causal_bottom_right
 
 
-def _gpt_of(chunk: torch.nn.Module) -> torch.nn.Module:
-    (model,) = unwrap_model([chunk])
+def _gpt_of(chunk: torch.nn.Module) -> Any:
+    model: Any = chunk
+    while hasattr(model, "module"):  # DDP, and the wrapper of 16-bit models
+        model = model.module
     if not isinstance(model, GPTModel):
         raise UserError(
             f"sequence slices need a GPTModel of megatron-core, whose inputs they cut; got a {type(model).__name__}; "

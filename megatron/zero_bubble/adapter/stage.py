@@ -15,7 +15,6 @@ from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
-from megatron.zero_bubble.adapter.slice_data import merged
 from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.ir import Kind, Pass, Schedule
@@ -198,7 +197,7 @@ class MegatronStage:
         if work.slice == 0:  # the number of tokens of the whole microbatch
             self._results.num_tokens += num_tokens
         if self._reports and self._slices.is_last(work):
-            self._results.forward_data.append(merged(self._reports))
+            self._results.forward_data.append(self._slices.report(self._reports))
             self._reports.clear()
         output = () if self._facts.is_last else (y.detach(),)
         history = () if self._slices.is_last(work) else (None,)

@@ -18,6 +18,7 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, has_schedule, records
 from megatron.zero_bubble.job.runnable import check_placement, check_runnable
+from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import sliced
 
@@ -148,11 +149,12 @@ def check_costs_file(options: argparse.Namespace) -> None:
 
 
 def check_schedule(
-    options: argparse.Namespace, source: ScheduleSource, num_ranks: int, num_microbatches: Sequence[int]
+    options: argparse.Namespace, source: ScheduleSource, num_ranks: int, num_microbatches: Sequence[int], job: Any
 ) -> None:
-    """Reject a schedule that does not fit the job's batch sizes or the requested measurements.
+    """Reject a schedule that does not fit the job's batch sizes, its sequences or the requested measurements.
 
     Args:
+        job: the job's flags; those of its sequences are read, and those that slices do not support.
         num_microbatches: microbatches per data-parallel rank, of every training and evaluation batch size of the job.
 
     Raises:
@@ -163,6 +165,10 @@ def check_schedule(
     counts = sorted(set(num_microbatches))
     if options.zero_bubble_schedule_file:
         _check_file(source.make(counts[0]), num_ranks, counts)
+    slices = source.make(counts[0]).slices
+    check_slices(slices, options.zero_bubble_slice_ends, job)
+    if len(slices) > 1:
+        check_options(job, num_slices=len(slices))
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "

@@ -50,7 +50,7 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> Non
     placement = source.placement
     own = is_megatrons_own(placement)
     check_options(args, own, bool(options.zero_bubble_post_validation))
-    check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches(args))
+    check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches(args), args)
     _check_weight_shards(args)
     ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]
     tied = not args.untie_embeddings_and_output_weights

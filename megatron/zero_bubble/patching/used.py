@@ -58,7 +58,7 @@ USED: tuple[Used, ...] = (
         "megatron.core.transformer",
         "barrier_with_L1_time calculate_per_token_loss deallocate_pipeline_outputs finalize_model_grads_func "
         "grad_scale_func grad_sync_func no_sync_func num_microbatches_with_partial_activation_checkpoints "
-        "num_moe_experts pipeline_dtype timers",
+        "num_moe_experts pipeline_dtype sequence_parallel timers",
         "TransformerConfig",
     ),
     # ranks and stages
@@ -77,6 +77,11 @@ USED: tuple[Used, ...] = (
         "get_num_stages_from_str layout pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
         "PipelineParallelLayerLayout",
     ),
+    # slices of sequences
+    *_of("megatron.core.models.common.embeddings.rotary_pos_embedding", "RotaryEmbedding"),
+    *_of("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
+    *_of("megatron.core.transformer.enums", "AttnMaskType"),
+    *_of("megatron.core.transformer.identity_op", "IdentityOp"),
     # gradients
     *_of(
         "megatron.core.tensor_parallel.layers",

@@ -173,7 +173,7 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations use the last size
     if has_schedule(args):
-        check_schedule(args, args.source, ranks, counts)
+        check_schedule(args, args.source, ranks, counts, args)
     elif chunks:
         for count in counts:
             if count % ranks:

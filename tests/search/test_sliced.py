@@ -1,0 +1,75 @@
+"""The search for schedules of sequence slices."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, build, simulate, validate
+from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.plan import lower
+from megatron.zero_bubble.search.sliced import sliced_auto
+from tests.helpers.strategies import costs_for, cuts
+
+
+@given(
+    data=st.data(),
+    p=st.integers(1, 5),
+    m=st.integers(1, 5),
+    slices=cuts,
+    room=st.floats(1.0, 6.0),
+    vee=st.booleans(),
+)
+def test_plans_are_valid_within_the_limit_and_not_below_the_bound(
+    data: st.DataObject, p: int, m: int, slices: Slices, room: float, vee: bool
+) -> None:
+    placement = Placement.vee(p) if vee else Placement.linear(p)
+    costs = data.draw(costs_for(build("zb-v" if vee else "zb-h1", num_ranks=p, num_microbatches=m)))
+    memory = PassMemory.uniform(placement, 1.0, data.draw(st.floats(0.0, 1.0)))
+    limit = room * max(memory.activation) * len(placement.stages_of(0))
+    size = {"num_ranks": p, "num_microbatches": m, "num_slices": slices}
+    known = [] if vee else [build(name, **size) for name in ("seq-1f1b", "seq-zb-h1")]  # type: ignore[arg-type]
+    found = sliced_auto(costs, memory, [placement], m, limit, slices, "makespan", known)
+    validate(found)
+    lower(found)
+    check_runnable(found, p, m)
+    timeline = simulate(found, costs, memory)
+    assert max(most_kept(timeline, memory)) <= limit * (1 + 1e-9)
+    bound = lower_bound(costs, memory, placement, m, limit, "makespan", slices=slices).value_ms
+    assert timeline.makespan_ms >= bound * (1 - 1e-9)
+    for other in known:
+        published = simulate(other, costs, memory)
+        if max(most_kept(published, memory)) <= limit:
+            assert timeline.makespan_ms <= published.makespan_ms * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(("n", "rate"), [(4, 0.036), (8, 0.018)])
+def test_a_v_halves_the_bubble_of_slices(n: int, rate: float) -> None:
+    """Nothing on a V with these slices is shorter: the bound is reached."""
+    vee = Placement.vee(8)
+    costs, memory = PassCosts.uniform(vee, 1.0, 1.0, 1.0), PassMemory.uniform(vee)
+    limit = 1 + 8 / n
+    found = sliced_auto(costs, memory, [vee], 8, limit, Slices.even(n), "makespan")
+    timeline = simulate(found, costs, memory)
+    assert timeline.bubble_rate("makespan") <= rate
+    assert max(timeline.peak_activation) <= limit
+    bound = lower_bound(costs, memory, vee, 8, limit, "makespan", slices=Slices.even(n)).value_ms
+    assert timeline.makespan_ms == pytest.approx(bound)
+
+
+def test_least_memory_is_named() -> None:
+    linear = Placement.linear(2)
+    with pytest.raises(UserError, match=r"needs 1 on the fullest rank; raise the limit"):
+        sliced_auto(
+            PassCosts.uniform(linear, 1.0, 1.0, 1.0),
+            PassMemory.uniform(linear),
+            [linear],
+            2,
+            0.9,
+            Slices.even(4),
+            "span",
+        )
