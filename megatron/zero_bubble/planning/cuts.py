@@ -76,6 +76,9 @@ class Cuts:
         return min(slices.shares) * costs.sequence >= (self.least_tokens or LEAST_TOKENS) - 0.5
 
 
+WHOLE_SEQUENCES = Cuts(1)
+
+
 def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:
     return len(slices), not slices.are_even, slices.shares
 
@@ -90,10 +93,18 @@ def shortest(
     """Return the schedule of the candidate with the smallest ``objective`` within the limit; of equals, the first.
 
     If none is within the limit, return the one with the smallest peak.
+
+    Raises:
+        UserError: when ``make`` raises it for every candidate.
     """
+    refused: UserError | None = None
     best: tuple[tuple[float, float], Schedule] | None = None
     for slices in candidates:
-        schedule = make(slices)
+        try:
+            schedule = make(slices)
+        except UserError as error:
+            refused = refused or error
+            continue
         if len(candidates) == 1:
             return schedule
         timeline = timed(schedule, *costs.on(schedule.placement))
@@ -103,5 +114,7 @@ def shortest(
         ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
         if best is None or (over, ms * (1 + _ROUNDING)) < best[0]:
             best = (over, ms), schedule
-    assert best is not None, "there is at least one candidate"
-    return best[1]
+    if best is not None:
+        return best[1]
+    assert refused is not None, "there is at least one candidate"
+    raise refused

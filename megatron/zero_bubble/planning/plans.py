@@ -10,8 +10,9 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.schedules import SCHEDULES
-from megatron.zero_bubble.search.auto import PlacementChoice, fit, zb_auto
+from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
+from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
+from megatron.zero_bubble.search.sliced import sliced_auto
 
 ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
@@ -25,11 +26,23 @@ class PlannedSchedule:
     certificate: Certificate | None
 
 
-def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Metric) -> Schedule:
-    """Search with ``zb_auto``; for a V, or for the better of both placements, it gets one figure per half rank."""
+def auto(
+    costs: Figures, limit: float, placement: PlacementChoice, objective: Metric, slices: Slices = WHOLE
+) -> Schedule:
+    """Search with ``zb_auto``, or for slices with ``sliced_auto``, starting from the known schedules of these slices.
+
+    For a V, or for the better of both placements, the search gets one figure per half rank.
+    """
     finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
     sizes = costs.num_ranks, costs.num_microbatches
-    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
+    if len(slices) == 1:
+        return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
+    num_ranks, num_microbatches = sizes
+    placements = [make(num_ranks) for name, make in PLACEMENTS.items() if placement in (name, "auto")]
+    known = [
+        build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices) for name in sliced()
+    ]
+    return sliced_auto(*costs.on(finest), placements, num_microbatches, limit, slices, objective, known)
 
 
 def bound(costs: Figures, placement: Placement, limit: float, objective: Metric, slices: Slices = WHOLE) -> Bound:
