@@ -34,9 +34,9 @@ _COMMANDS = {
 
 
 _LETTERS = (
-    "p: ranks; v: stages (chunks) per rank; m: microbatches; F, B, W: times of a microbatch's passes and M: its "
-    "activation memory, on one rank; bubble: idle time (not a rate) of a rank from its first to its last pass, without "
-    "communication"
+    "p: ranks; v: stages (chunks) per rank; m: microbatches; n: slices per sequence; F, B, W: times of a microbatch's "
+    "passes and M: its activation memory, on one rank; bubble: idle time (not a rate) of a rank from its first to its "
+    "last pass, without communication"
 )
 """First line of ``list``."""
 
@@ -91,8 +91,8 @@ def list_schedules(_: argparse.Namespace) -> str:
     """List the schedules, one line per schedule."""
     lines = [_LETTERS]
     for recipe in SCHEDULES.values():
-        lines.append(f"{recipe.name:17}bubble {recipe.bubble:19}memory {recipe.memory:13}{recipe.summary}")
-    lines.append(f"{AUTO:17}the shortest schedule found for the given costs within --memory-limit")
+        lines.append(f"{recipe.name:21}bubble {recipe.bubble:19}memory {recipe.memory:18}{recipe.summary}")
+    lines.append(f"{AUTO:21}the shortest schedule found for the given costs within --memory-limit")
     return "\n".join(lines) + "\n"
 
 

@@ -14,9 +14,11 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
 from megatron.zero_bubble.cli.progress import progress
+from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
 from megatron.zero_bubble.schedules import SCHEDULES, build
@@ -33,13 +35,14 @@ FITTED = "fitted"
 class Row:
     """One schedule in the table. Speed-ups compare the objective's length; None if the baseline is missing.
 
-    ``peak_microbatches`` is in units of a microbatch's activation memory on its rank, ``peak_memory`` in the unit of
-    the costs. ``messages`` is the number of messages between ranks per iteration, ``message_bytes`` their total size;
-    None if the size of a message is unknown.
+    ``num_slices`` is the number of slices per sequence. ``peak_microbatches`` is in units of a microbatch's activation
+    memory on its rank, ``peak_memory`` in the unit of the costs. ``messages`` is the number of messages between ranks
+    per iteration, ``message_bytes`` their total size; None if the size of a message is unknown.
     """
 
     schedule: str
     placement: str
+    num_slices: int
     span_ms: float
     makespan_ms: float
     bubble_rate_span: float
@@ -55,13 +58,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The content of ``--format json``; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules."""
+    """The content of ``--format json``; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules.
+
+    ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
+    """
 
     objective: Metric
     num_ranks: int
     num_microbatches: int
     memory_limit: float
     lower_bound_ms: dict[PlacementChoice, float]
+    sliced_lower_bound_ms: dict[PlacementChoice, float]
     rows: tuple[Row, ...]
     absent: tuple[str, ...]
 
@@ -86,6 +93,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         help="most stages per rank (chunks, in Megatron) to try for interleaved schedules (default: 4, or fewer if "
         "--config has fewer layers per rank)",
     )
+    add_slices(verb, "default: no schedules of slices")
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -106,6 +114,9 @@ def compare(options: argparse.Namespace) -> str:
     chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
     refit = not options.equal_passes
     candidates = [*_candidates(costs, chunks, limit, placements, options.objective, refit)]
+    cuts = cuts_of(options)
+    slices = () if cuts is None else cuts.candidates(costs)
+    candidates += _sliced(costs, slices, chunks, limit, options.objective)
     rows, absent, best = _simulated(candidates, costs, limit, options.objective)
     table = Table(
         objective=options.objective,
@@ -113,6 +124,9 @@ def compare(options: argparse.Namespace) -> str:
         num_microbatches=costs.num_microbatches,
         memory_limit=limit,
         lower_bound_ms=_bounds(costs, placements, limit, options.objective),
+        sliced_lower_bound_ms=_bounds(costs, ("linear",), limit, options.objective, *slices)
+        if len(slices) == 1 and len(slices[0]) > 1
+        else {},
         rows=_with_speedups(rows, options.objective),
         absent=tuple(absent),
     )
@@ -155,9 +169,11 @@ def _candidates(
     objective: Metric,
     refit: bool,
 ) -> Iterator[_Candidate]:
-    """Yield one candidate per row of the table."""
+    """Yield one candidate per row of the table, of whole sequences."""
     p, m = costs.num_ranks, costs.num_microbatches
     for recipe in SCHEDULES.values():
+        if recipe.sliced:
+            continue
         if recipe.shape == "interleaved":
             for chunks in range(2, max_chunks + 1):
                 yield f"{recipe.name} x{chunks}", partial(_looped, recipe.name, p, m, chunks)
@@ -167,6 +183,26 @@ def _candidates(
             yield f"{recipe.name} {FITTED}", partial(_fitted, recipe.name, costs, objective)
     for placement in placements:
         yield f"{AUTO} {placement}", partial(auto, costs, limit, placement, objective)
+
+
+def _sliced(
+    costs: Figures, slices: Sequence[Slices], max_chunks: int, limit: float, objective: Metric
+) -> Iterator[_Candidate]:
+    """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
+    for name, known in SCHEDULES.items() if slices else ():
+        if known.sliced:
+            for chunks in range(2, max_chunks + 1) if known.shape == "interleaved" else (None,):
+                own = name if chunks is None else f"{name} x{chunks}"
+                yield own, partial(_best_sliced, own, name, chunks, costs, slices, limit, objective)
+
+
+def _best_sliced(
+    own: str, name: str, chunks: int | None, costs: Figures, slices: Sequence[Slices], limit: float, objective: Metric
+) -> Schedule:
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    make = partial(build, name, **sizes, num_chunks=chunks)
+    found = shortest(lambda cut: make(num_slices=cut), slices, costs, limit, objective)
+    return replace(found, name=f"{own} n{found.num_slices}")
 
 
 def _looped(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
@@ -180,33 +216,38 @@ def _fitted(name: str, costs: Figures, objective: Metric) -> Schedule:
 
 
 def _bounds(
-    costs: Figures, placements: Sequence[PlacementChoice], limit: float, objective: Metric
+    costs: Figures,
+    placements: Sequence[PlacementChoice],
+    limit: float,
+    objective: Metric,
+    slices: Slices = WHOLE,
 ) -> dict[PlacementChoice, float]:
     """Return the lower bound for each placement on which some schedule fits the limit."""
     bounds: dict[PlacementChoice, float] = {}
     for name in placements:
         placement = PLACEMENTS[name](costs.num_ranks)
         if max(least_memory(costs.on(placement)[1], placement, fused=True)) <= limit * (1 + 1e-9):
-            bounds[name] = bound(costs, placement, limit, objective).value_ms
+            bounds[name] = bound(costs, placement, limit, objective, slices).value_ms
     return bounds
 
 
 def _row(timeline: Timeline, costs: Figures, limit: float) -> Row:
     schedule = timeline.schedule
     ranks = schedule.placement.stage_to_rank
-    messages = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
+    whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)
     return Row(
         schedule=schedule.name,
         placement=_name(schedule.placement),
+        num_slices=schedule.num_slices,
         span_ms=timeline.span_ms,
         makespan_ms=timeline.makespan_ms,
         bubble_rate_span=timeline.bubble_rate("span"),
         bubble_rate_makespan=timeline.bubble_rate("makespan"),
         peak_microbatches=max(timeline.peak_activation),
         peak_memory=kept,
-        messages=messages,
-        message_bytes=None if costs.message_bytes is None else messages * costs.message_bytes,
+        messages=whole * schedule.num_slices,
+        message_bytes=None if costs.message_bytes is None else whole * costs.message_bytes,
         speedup_over_1f1b=None,
         speedup_over_interleaved=None,
         within_limit=kept <= limit * (1 + 1e-9),
@@ -246,7 +287,8 @@ def _name(placement: Placement) -> str:
 
 def _text(table: Table, costs: Figures) -> str:
     """Format the table as text columns, followed by the lower bounds."""
-    head = f"{'':22}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
+    width = max(22, *(len(row.schedule) + 1 for row in table.rows)) if table.rows else 22
+    head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
     head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
     size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
     lines = [
@@ -255,15 +297,15 @@ def _text(table: Table, costs: Figures) -> str:
         head + f"{'vs 1F1B':>9}{'vs best interleaved':>21}",
     ]
     for row in table.rows:
-        line = (
-            f"{row.schedule:22}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f} {row.makespan_ms:12.3f}"
-        )
-        line += f"{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
+        line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}"
+        line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
         lines.append(line if row.within_limit else f"{line}   over the limit")
-    for placement, ms in table.lower_bound_ms.items():
-        lines.append(f"no {placement} schedule within the limit has a {table.objective} below {ms:.3f} ms")
+    whole = " of whole sequences" if any(row.num_slices > 1 for row in table.rows) else ""
+    for of, bounds in ((whole, table.lower_bound_ms), (" of these slices", table.sliced_lower_bound_ms)):
+        for placement, ms in bounds.items():
+            lines.append(f"no {placement} schedule{of} within the limit has a {table.objective} below {ms:.3f} ms")
     lines += (f"not compared: {reason}" for reason in table.absent)
     if not compiled():
         lines.append(f"planned{SLOW}")

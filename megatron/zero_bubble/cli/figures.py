@@ -9,6 +9,7 @@ from functools import partial
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.costs.units import checked_share
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
@@ -31,6 +32,13 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
         "--backward-ms", type=float, metavar="B", help=f"time of a microbatch's input gradient (B) {times}"
     )
     verb.add_argument("--wgrad-ms", type=float, metavar="W", help=f"time of a microbatch's weight gradient (W) {times}")
+    verb.add_argument(
+        "--attention-share",
+        type=float,
+        metavar="A",
+        help="share of F that attention takes, from 0 to 1, which only sequence slices need; it takes twice as long in "
+        "B (default: 0); with --forward-ms, ...",
+    )
     verb.add_argument("--comm-ms", type=float, metavar="C", help="transfer time between two ranks, in ms (default: 0)")
     verb.add_argument(
         "--activation-memory",
@@ -97,22 +105,25 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
         if value is None:
             raise UserError(f"--{name.replace('_', '-')} is required without --costs or --config; it is missing")
 
+    share = checked_share("--attention-share", options.attention_share or 0.0)
+
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        return PassCosts.uniform(placement, *times.values()), _uniform_memory(options, placement)
+        costs = PassCosts.uniform(placement, *times.values())
+        return costs.with_attention((share,) * placement.num_stages), _uniform_memory(options, placement)
 
     return Figures(num_ranks, num_microbatches, on, _gives_memory(options))
 
 
 def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
     """Read times from the file, and memory from the flags, else from the file, else use the defaults."""
-    _refuse(options, _TIMES, "--costs gives the times of all passes")
+    _refuse(options, (*_TIMES, "attention_share"), "--costs gives the times of all passes")
     memory = partial(_uniform_memory, options) if _gives_memory(options) else None
     return measured(read_costs_file(options.costs), num_ranks, num_microbatches, memory)
 
 
 def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
     """Estimate figures from a model's shapes, with the configuration's sizes unless others are given."""
-    _refuse(options, (*_TIMES, *_MEMORY, "costs"), "--config estimates times and memory")
+    _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
     model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention)
     attention = "uses flash kernels" if model.flash else "stores its scores"
@@ -133,6 +144,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         most_layers=max(model.layers),
         weight_bytes=lambda placement: tuple(_BYTES_PER_PARAMETER * count for count in model.weights(placement)),
         notes=(*notes, *assumed),
+        sequence=model.sequence,
     )
 
 

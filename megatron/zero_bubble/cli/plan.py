@@ -6,16 +6,19 @@ import argparse
 import math
 import shutil
 import time
+from functools import partial
 
 from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
+from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import (
     ADAPTING,
@@ -29,7 +32,8 @@ from megatron.zero_bubble.planning.plans import (
 from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.render.text import headline
-from megatron.zero_bubble.schedules import SCHEDULES, build
+from megatron.zero_bubble.schedules import SCHEDULES, build, recipe
+from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.timed import timed
 
@@ -65,6 +69,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stages per rank for interleaved schedules, called chunks of the model in Megatron (default: 2)",
     )
+    add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -134,10 +139,13 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
             f"--step-ms must be a finite time, 0 or above; got {options.step_ms}; give the time of the optimizer step"
         )
     refuse_huge(**{"--step-ms": options.step_ms})
+    cuts = cuts_of(options)
+    if cuts is not None and options.schedule_file is not None:
+        raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     started = time.perf_counter()
-    schedule = file or _build(options, costs)
+    schedule = file or _build(options, costs, cuts)
     seconds = time.perf_counter() - started
     timeline = timed(schedule, *costs.on(schedule.placement))
     certificate = None
@@ -163,18 +171,27 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
     return figures(options, file.num_ranks, file.num_microbatches)
 
 
-def _build(options: argparse.Namespace, costs: Figures) -> Schedule:
+def _build(options: argparse.Namespace, costs: Figures, cuts: Cuts | None) -> Schedule:
     if options.schedule == AUTO:
+        if cuts is not None:
+            raise UserError(f"{AUTO} does not cut sequences into slices; use a schedule whose name begins with seq-")
         limit = costs.limit(options.memory_limit or "1p")
         return auto(costs, limit, options.placement or "auto", options.objective)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    if recipe(options.schedule).sliced:
+        candidates = (cuts or Cuts(len(DEFAULT_SLICES))).candidates(costs)
+        make = partial(build, options.schedule, **sizes, num_chunks=options.num_chunks)
+        most = None if options.memory_limit is None else costs.limit(options.memory_limit)
+        return shortest(lambda slices: make(num_slices=slices), candidates, costs, most, options.objective)
+    if cuts is not None:
+        recipe(options.schedule).slices(max(cuts.candidates(costs), key=len))
     schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks)
     return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
 
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
     limit = costs.limit(options.memory_limit or "1p")
-    best = bound(costs, schedule.placement, limit, options.objective)
+    best = bound(costs, schedule.placement, limit, options.objective, schedule.slices)
     return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
 
 
@@ -229,9 +246,10 @@ def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) ->
     kept, verdict = limit_verdict(timeline, costs, certificate)
     lines = [verdict]
     where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
-    lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this placement and limit ({where})")
+    these = "placement and limit" if timeline.schedule.num_slices == 1 else "placement, limit and cuts"
+    lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this {these} ({where})")
     if kept:
         gap = f"{certificate.gap(timeline):.2%}"
-        lines.append(f"gap {gap}: no schedule with this placement and limit can be more than {gap} shorter")
+        lines.append(f"gap {gap}: no schedule with this {these} can be more than {gap} shorter")
     lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else SLOW}")
     return "\n".join(lines) + "\n"

@@ -25,6 +25,7 @@ class Figures:
         most_layers: the largest number of layers on one rank; None if unknown.
         weight_bytes: bytes of weights, gradients and optimizer state per rank on a placement; None if unknown.
         notes: the assumptions made, as sentences.
+        sequence: tokens of a sequence; None if unknown.
     """
 
     num_ranks: int
@@ -35,6 +36,7 @@ class Figures:
     most_layers: int | None = None
     weight_bytes: Callable[[Placement], tuple[float, ...]] | None = None
     notes: tuple[str, ...] = ()
+    sequence: int | None = None
 
     @property
     def microbatch(self) -> float:

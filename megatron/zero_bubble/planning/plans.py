@@ -8,7 +8,7 @@ from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.search.auto import PlacementChoice, fit, zb_auto
@@ -32,9 +32,9 @@ def auto(costs: Figures, limit: float, placement: PlacementChoice, objective: Me
     return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
 
 
-def bound(costs: Figures, placement: Placement, limit: float, objective: Metric) -> Bound:
-    """Return the lower bound for one placement."""
-    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective)
+def bound(costs: Figures, placement: Placement, limit: float, objective: Metric, slices: Slices = WHOLE) -> Bound:
+    """Return the lower bound for one placement, and for these slices."""
+    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective, slices=slices)
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:

@@ -1,0 +1,92 @@
+"""Flags for the cuts of sequences into slices."""
+
+from __future__ import annotations
+
+import argparse
+from itertools import pairwise
+from typing import Literal
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
+
+AUTOMATIC = "auto"
+
+
+def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
+    """Add the flags; ``default`` says what the verb does without a number of slices."""
+    verb.add_argument(
+        "--num-slices",
+        metavar="N",
+        help=f"cut every sequence into N slices, or {AUTOMATIC}: 1, 2, 4, ... slices, whichever is shortest within the "
+        f"memory limit ({default})",
+    )
+    verb.add_argument(
+        "--slice-cuts",
+        metavar="CUTS",
+        help="even: equally long slices; balanced: slices that take equal time, which differ in length because a token "
+        "attends to all earlier ones; or the ends of all slices as shares of the sequence, such as 0.3,0.6,1 (default: "
+        "balanced if attention takes more than a tenth of F and B, else even)",
+    )
+    verb.add_argument(
+        "--min-slice-tokens",
+        type=int,
+        metavar="TOKENS",
+        help=f"fewest tokens per slice for --num-slices {AUTOMATIC}, with --config (default: {LEAST_TOKENS}; without "
+        "--config, up to 16 slices are tried)",
+    )
+
+
+def cuts_of(options: argparse.Namespace) -> Cuts | None:
+    """Return the cuts that the flags request; None without them.
+
+    Raises:
+        UserError: for flags of another form, or that contradict each other.
+    """
+    number, least = _number(options.num_slices), options.min_slice_tokens
+    if least is not None and options.num_slices != AUTOMATIC:
+        raise UserError(f"--min-slice-tokens applies only to --num-slices {AUTOMATIC}; leave it out")
+    if least is not None and least < 1:
+        raise UserError(f"--min-slice-tokens must be 1 or more; got {least}")
+    if options.slice_cuts is None:
+        return None if options.num_slices is None else Cuts(number, None, least)
+    places = _places(options.slice_cuts)
+    if isinstance(places, Slices):
+        if options.num_slices is not None and number != len(places):
+            raise UserError(
+                f"--slice-cuts {options.slice_cuts} gives {len(places)} slices; got --num-slices {options.num_slices}; "
+                "leave out --num-slices"
+            )
+        return Cuts(len(places), places)
+    if options.num_slices is None:
+        raise UserError(f"--slice-cuts {places} needs a number of slices; add --num-slices")
+    return Cuts(number, places, least)
+
+
+def _number(text: str | None) -> int | None:
+    if text in (None, AUTOMATIC):
+        return None
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise UserError(f"--num-slices must be a whole number above 0, or {AUTOMATIC}; got {text}")
+    return number
+
+
+def _places(text: str) -> Literal["even", "balanced"] | Slices:
+    if text == "even":
+        return "even"
+    if text == "balanced":
+        return "balanced"
+    try:
+        ends = [float(end) for end in text.split(",")]
+    except ValueError:
+        ends = []
+    if not ends or ends[-1] != 1 or any(not start < end for start, end in pairwise((0.0, *ends))):
+        raise UserError(
+            "--slice-cuts must be even, balanced, or the ends of the slices as increasing shares of the sequence, of "
+            f"which the last is 1, such as 0.3,0.6,1; got {text}"
+        )
+    return Slices(tuple(end - start for start, end in pairwise((0.0, *ends))))

@@ -1,0 +1,107 @@
+"""Choose how to cut sequences: a given number of slices and given cuts, or those with the shortest schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs.cuts import balanced, default_cuts
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import peak_memory
+from megatron.zero_bubble.search.timed import timed
+
+LEAST_TOKENS = 1024
+"""Default for the fewest tokens of a slice that is chosen automatically."""
+_MOST_SLICES = 16
+"""The most slices that are tried if the length of a sequence is unknown."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How to cut sequences.
+
+    Attributes:
+        number: the number of slices; None to choose it.
+        places: ``even`` or ``balanced`` cuts, or the slices themselves; None for the default: the better of both if the
+            number is to be chosen, else balanced cuts if attention takes much of the time (``default_cuts``).
+        least_tokens: the fewest tokens of a slice if the number is to be chosen; it needs a known sequence length.
+    """
+
+    number: int | None
+    places: Literal["even", "balanced"] | Slices | None = None
+    least_tokens: int | None = None
+
+    def candidates(self, costs: Figures) -> tuple[Slices, ...]:
+        """Return the slices to choose from, the fewest first; only one if neither number nor places are open.
+
+        Raises:
+            UserError: for more slices than tokens, or a minimum of tokens without a known sequence length.
+        """
+        on = costs.on(Placement.linear(costs.num_ranks))[0]
+        if isinstance(self.places, Slices):
+            found = [self.places]
+        elif self.number is not None:
+            make = {"even": lambda _, number: Slices.even(number), "balanced": balanced, None: default_cuts}[
+                self.places
+            ]
+            found = [make(on, self.number)]
+        else:
+            found = [*self._powers_of_two(costs)]
+            cuts = [] if self.places == "even" else [balanced(on, len(slices)) for slices in found]
+            found = sorted({*(found if self.places != "balanced" else ()), *cuts}, key=_order)
+            found = [slices for slices in found if self._is_long_enough(slices, costs)]
+        if costs.sequence is not None:
+            for slices in found:
+                slices.in_tokens(costs.sequence)
+        return tuple(found)
+
+    def _powers_of_two(self, costs: Figures) -> Sequence[Slices]:
+        least = self.least_tokens or LEAST_TOKENS
+        if costs.sequence is None and self.least_tokens is not None:
+            raise UserError(
+                f"a minimum of {least} tokens per slice needs the length of a sequence, which only --config gives; "
+                "leave out --min-slice-tokens, or give the number of slices"
+            )
+        most = _MOST_SLICES if costs.sequence is None else max(1, costs.sequence // least)
+        return [Slices.even(2**power) for power in range(most.bit_length())]
+
+    def _is_long_enough(self, slices: Slices, costs: Figures) -> bool:
+        if costs.sequence is None or len(slices) == 1:
+            return True
+        return min(slices.shares) * costs.sequence >= (self.least_tokens or LEAST_TOKENS) - 0.5
+
+
+def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:
+    return len(slices), not slices.are_even, slices.shares
+
+
+def shortest(
+    make: Callable[[Slices], Schedule],
+    candidates: Sequence[Slices],
+    costs: Figures,
+    limit: float | None,
+    objective: Metric,
+) -> Schedule:
+    """Return the schedule of the candidate with the smallest ``objective`` within the limit; of equals, the first.
+
+    If none is within the limit, return the one with the smallest peak.
+    """
+    best: tuple[tuple[float, float], Schedule] | None = None
+    for slices in candidates:
+        schedule = make(slices)
+        if len(candidates) == 1:
+            return schedule
+        timeline = timed(schedule, *costs.on(schedule.placement))
+        over = 0.0
+        if limit is not None and (peak := peak_memory(timeline, costs)) > limit * (1 + _ROUNDING):
+            over = peak
+        ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
+        if best is None or (over, ms * (1 + _ROUNDING)) < best[0]:
+            best = (over, ms), schedule
+    assert best is not None, "there is at least one candidate"
+    return best[1]

@@ -1,0 +1,117 @@
+"""Slices of sequences in ``plan`` and ``compare``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+from tests.cli.test_plan_and_compare import Capture, run, run_json
+
+SIZES = "--num-ranks 4 --num-microbatches 4".split()
+TIMES = "--forward-ms 1 --backward-ms 1.4 --wgrad-ms 0.6 --attention-share 0.4".split()
+PLAN = ["plan", "--schedule", "seq-zb-h1", *SIZES]
+CONFIG = str(Path(__file__).parents[2] / "configs/gpt_6.2b.yaml")
+
+
+def test_plan_cuts_into_four_slices_by_default_and_balances_them_for_attention(capsys: Capture) -> None:
+    plain = run_json(capsys, *PLAN, *"--forward-ms 1 --backward-ms 1 --wgrad-ms 1".split())
+    assert plain["num_slices"] == 4
+    assert "slice_shares" not in plain
+    shares = run_json(capsys, *PLAN, *TIMES)["slice_shares"]
+    assert len(shares) == 4
+    assert shares == sorted(shares, reverse=True)
+    even = run_json(capsys, *PLAN, *TIMES, "--slice-cuts", "even", "--num-slices", "4")
+    assert "slice_shares" not in even
+    assert run_json(capsys, *PLAN, *TIMES)["makespan_ms"] < even["makespan_ms"]
+
+
+def test_plan_uses_given_ends(capsys: Capture) -> None:
+    plan = run_json(capsys, *PLAN, *TIMES, "--slice-cuts", "0.5,0.75,1")
+    assert plan["slice_shares"] == [0.5, 0.25, 0.25]
+
+
+def test_text_states_the_slices_and_bounds_them(capsys: Capture) -> None:
+    out = run(capsys, *PLAN, *TIMES, "--num-slices", "2", "--memory-limit", "1p")
+    assert "seq-zb-h1: 4 ranks, 4 microbatches of 2 slices, " in out
+    assert "for this placement, limit and cuts (" in out
+    assert "no schedule with this placement, limit and cuts can be more than" in out
+
+
+def test_auto_takes_the_shortest_within_the_limit(capsys: Capture) -> None:
+    auto = [*PLAN, *TIMES, "--num-slices", "auto"]
+    free = run_json(capsys, *auto)
+    others = {
+        (number, cuts): run_json(capsys, *PLAN, *TIMES, "--num-slices", number, "--slice-cuts", cuts)
+        for number in ("1", "2", "4", "8", "16")
+        for cuts in ("even", "balanced")
+    }
+    assert free["makespan_ms"] == min(plan["makespan_ms"] for plan in others.values())
+    assert free["num_slices"] == 16
+    # Balanced slices are the shortest, but the first of them are long, so that only even ones fit.
+    limit = max(others["16", "even"]["peak_activation"]) / 4
+    tight = run_json(capsys, *auto, "--memory-limit", f"{limit}p")
+    assert "slice_shares" not in tight
+    assert tight["num_slices"] == 16
+
+
+def test_auto_leaves_slices_a_number_of_tokens(capsys: Capture) -> None:
+    """The sequences of the configuration have 1024 tokens."""
+    auto = ["plan", "--schedule", "seq-zb-h1", "--config", CONFIG, "--num-slices", "auto"]
+    assert "num_slices" not in run_json(capsys, *auto)
+    assert run_json(capsys, *auto, "--min-slice-tokens", "200", "--slice-cuts", "even")["num_slices"] == 4
+
+
+def test_compare_shows_slices_only_if_asked(capsys: Capture) -> None:
+    table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes")
+    assert not any(row["schedule"].startswith("seq-") for row in table["rows"])
+    assert table["sliced_lower_bound_ms"] == {}
+    command = ["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes", "--num-slices", "8"]
+    sliced = run_json(capsys, *command)
+    rows = {row["schedule"]: row for row in sliced["rows"] if row["num_slices"] > 1}
+    assert rows.keys() >= {"seq-1f1b n8", "seq-zb-h1 n8", "seq-interleaved-1f1b x2 n8"}
+    assert [row for row in sliced["rows"] if row["num_slices"] == 1] == table["rows"]
+    assert rows["seq-1f1b n8"]["messages"] == 8 * next(r for r in table["rows"] if r["schedule"] == "1f1b")["messages"]
+    linear = [row["span_ms"] for row in rows.values() if row["placement"] == "linear"]
+    assert sliced["sliced_lower_bound_ms"]["linear"] <= min(linear)
+    text = run(capsys, *command)
+    assert "no linear schedule of whole sequences within the limit has a span below" in text
+    assert "no linear schedule of these slices within the limit has a span below" in text
+    header, *lines = text.splitlines()[1 : 2 + len(sliced["rows"])]
+    assert {line.rindex("%") for line in lines if not line.endswith("limit")} == {len(header) - 1}
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--num-slices 0", "--num-slices must be a whole number above 0, or auto; got 0"),
+        ("--num-slices x", "--num-slices must be a whole number above 0, or auto; got x"),
+        ("--slice-cuts even", "--slice-cuts even needs a number of slices; add --num-slices"),
+        ("--slice-cuts 0.5,0.2,1", "increasing shares of the sequence, of which the last is 1, such as 0.3,0.6,1; got"),
+        ("--slice-cuts 0.5,0.9", "of which the last is 1"),
+        ("--slice-cuts nan,1", "of which the last is 1"),
+        ("--slice-cuts 0.5,1 --num-slices 3", "--slice-cuts 0.5,1 gives 2 slices; got --num-slices 3; leave out"),
+        ("--num-slices 2 --min-slice-tokens 9", "--min-slice-tokens applies only to --num-slices auto"),
+        ("--num-slices auto --min-slice-tokens 9", "needs the length of a sequence, which only --config gives"),
+        ("--num-slices auto --min-slice-tokens 0", "--min-slice-tokens must be 1 or more; got 0"),
+        ("--schedule zb-v --num-slices 2", "schedule 'zb-v' does not cut sequences into slices; got 2 slices"),
+        ("--schedule zb-v --num-slices auto", "schedule 'zb-v' does not cut sequences into slices; got 16 slices"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused(flags: str, message: str, capsys: Capture) -> None:
+    assert main([*PLAN, *TIMES, *flags.split()]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_more_slices_than_tokens_are_refused(capsys: Capture) -> None:
+    command = ["plan", "--schedule", "seq-1f1b", "--config", CONFIG, "--num-slices", "2049"]
+    assert main(command) == 2
+    assert "a sequence of 1024 tokens has at most 1024 slices of 1 tokens each; got 2049" in capsys.readouterr().err
+
+
+def test_attention_share_is_a_share_and_goes_with_times(capsys: Capture) -> None:
+    assert main([*PLAN, *TIMES, "--attention-share", "1.5"]) == 2
+    assert "--attention-share is a share, so it must be between 0 and 1; got 1.5" in capsys.readouterr().err
+    assert main(["plan", "--schedule", "seq-1f1b", "--config", CONFIG, "--attention-share", "0.5"]) == 2
+    assert "leave out --attention-share" in capsys.readouterr().err
