@@ -116,7 +116,7 @@ def compare(options: argparse.Namespace) -> str:
     candidates = [*_candidates(costs, chunks, limit, placements, options.objective, refit)]
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
-    candidates += _sliced(costs, slices, chunks, limit, options.objective)
+    candidates += _sliced(costs, slices, chunks, limit, placements, options.objective)
     rows, absent, best = _simulated(candidates, costs, limit, options.objective)
     table = Table(
         objective=options.objective,
@@ -124,7 +124,7 @@ def compare(options: argparse.Namespace) -> str:
         num_microbatches=costs.num_microbatches,
         memory_limit=limit,
         lower_bound_ms=_bounds(costs, placements, limit, options.objective),
-        sliced_lower_bound_ms=_bounds(costs, ("linear",), limit, options.objective, *slices)
+        sliced_lower_bound_ms=_bounds(costs, placements, limit, options.objective, *slices)
         if len(slices) == 1 and len(slices[0]) > 1
         else {},
         rows=_with_speedups(rows, options.objective),
@@ -186,23 +186,41 @@ def _candidates(
 
 
 def _sliced(
-    costs: Figures, slices: Sequence[Slices], max_chunks: int, limit: float, objective: Metric
+    costs: Figures,
+    slices: Sequence[Slices],
+    max_chunks: int,
+    limit: float,
+    placements: Sequence[PlacementChoice],
+    objective: Metric,
 ) -> Iterator[_Candidate]:
     """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
-    for name, known in SCHEDULES.items() if slices else ():
+    if not slices:
+        return
+    makers: dict[str, Callable[[Slices], Schedule]] = {}
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    for name, known in SCHEDULES.items():
         if known.sliced:
             for chunks in range(2, max_chunks + 1) if known.shape == "interleaved" else (None,):
+                make = partial(build, name, **sizes, num_chunks=chunks)
                 own = name if chunks is None else f"{name} x{chunks}"
-                yield own, partial(_best_sliced, own, name, chunks, costs, slices, limit, objective)
+                makers[own] = lambda cut, make=make: make(num_slices=cut)  # type: ignore[misc]
+    for placement in placements:
+        makers[f"{AUTO} {placement}"] = partial(auto, costs, limit, placement, objective)
+    for own, make_with in makers.items():
+        yield own, partial(_best_sliced, own, make_with, slices, costs, limit, objective)
 
 
 def _best_sliced(
-    own: str, name: str, chunks: int | None, costs: Figures, slices: Sequence[Slices], limit: float, objective: Metric
+    own: str,
+    make: Callable[[Slices], Schedule],
+    slices: Sequence[Slices],
+    costs: Figures,
+    limit: float,
+    objective: Metric,
 ) -> Schedule:
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-    make = partial(build, name, **sizes, num_chunks=chunks)
-    found = shortest(lambda cut: make(num_slices=cut), slices, costs, limit, objective)
-    return replace(found, name=f"{own} n{found.num_slices}")
+    found = shortest(make, slices, costs, limit, objective)
+    name = AUTO if own.startswith(AUTO) else own
+    return replace(found, name=f"{name} n{found.num_slices}")
 
 
 def _looped(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:

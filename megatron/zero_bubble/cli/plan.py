@@ -173,10 +173,9 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
 
 def _build(options: argparse.Namespace, costs: Figures, cuts: Cuts | None) -> Schedule:
     if options.schedule == AUTO:
-        if cuts is not None:
-            raise UserError(f"{AUTO} does not cut sequences into slices; use a schedule whose name begins with seq-")
         limit = costs.limit(options.memory_limit or "1p")
-        return auto(costs, limit, options.placement or "auto", options.objective)
+        search = partial(auto, costs, limit, options.placement or "auto", options.objective)
+        return search() if cuts is None else shortest(search, cuts.candidates(costs), costs, limit, options.objective)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     if recipe(options.schedule).sliced:
         candidates = (cuts or Cuts(len(DEFAULT_SLICES))).candidates(costs)

@@ -90,10 +90,18 @@ def shortest(
     """Return the schedule of the candidate with the smallest ``objective`` within the limit; of equals, the first.
 
     If none is within the limit, return the one with the smallest peak.
+
+    Raises:
+        UserError: when no candidate has a schedule; the reason is that of the last one.
     """
     best: tuple[tuple[float, float], Schedule] | None = None
+    missing: UserError | None = None
     for slices in candidates:
-        schedule = make(slices)
+        try:
+            schedule = make(slices)
+        except UserError as error:
+            missing = error
+            continue
         if len(candidates) == 1:
             return schedule
         timeline = timed(schedule, *costs.on(schedule.placement))
@@ -103,5 +111,7 @@ def shortest(
         ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
         if best is None or (over, ms * (1 + _ROUNDING)) < best[0]:
             best = (over, ms), schedule
-    assert best is not None, "there is at least one candidate"
+    if best is None:
+        assert missing is not None, "there is at least one candidate"
+        raise missing
     return best[1]
