@@ -18,7 +18,7 @@ from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_sc
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.job.source import AUTO
-from megatron.zero_bubble.planning.cuts import WHOLE_SEQUENCES, Cuts, shortest
+from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import (
     ADAPTING,
@@ -175,7 +175,7 @@ def _build(options: argparse.Namespace, costs: Figures, cuts: Cuts | None) -> Sc
     if options.schedule == AUTO:
         limit = costs.limit(options.memory_limit or "1p")
         search = partial(auto, costs, limit, options.placement or "auto", options.objective)
-        return shortest(search, (cuts or WHOLE_SEQUENCES).candidates(costs), costs, limit, options.objective)
+        return search() if cuts is None else shortest(search, cuts.candidates(costs), costs, limit, options.objective)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     if recipe(options.schedule).sliced:
         candidates = (cuts or Cuts(len(DEFAULT_SLICES))).candidates(costs)

@@ -76,9 +76,6 @@ class Cuts:
         return min(slices.shares) * costs.sequence >= (self.least_tokens or LEAST_TOKENS) - 0.5
 
 
-WHOLE_SEQUENCES = Cuts(1)
-
-
 def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:
     return len(slices), not slices.are_even, slices.shares
 
@@ -95,15 +92,15 @@ def shortest(
     If none is within the limit, return the one with the smallest peak.
 
     Raises:
-        UserError: when ``make`` raises it for every candidate.
+        UserError: when no candidate has a schedule; the reason is that of the last one.
     """
-    refused: UserError | None = None
     best: tuple[tuple[float, float], Schedule] | None = None
+    missing: UserError | None = None
     for slices in candidates:
         try:
             schedule = make(slices)
         except UserError as error:
-            refused = refused or error
+            missing = error
             continue
         if len(candidates) == 1:
             return schedule
@@ -114,7 +111,7 @@ def shortest(
         ms = timeline.makespan_ms if objective == "makespan" else timeline.span_ms
         if best is None or (over, ms * (1 + _ROUNDING)) < best[0]:
             best = (over, ms), schedule
-    if best is not None:
-        return best[1]
-    assert refused is not None, "there is at least one candidate"
-    raise refused
+    if best is None:
+        assert missing is not None, "there is at least one candidate"
+        raise missing
+    return best[1]

@@ -10,7 +10,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
+from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.sliced import sliced_auto
 
@@ -29,20 +29,29 @@ class PlannedSchedule:
 def auto(
     costs: Figures, limit: float, placement: PlacementChoice, objective: Metric, slices: Slices = WHOLE
 ) -> Schedule:
-    """Search with ``zb_auto``, or for slices with ``sliced_auto``, starting from the known schedules of these slices.
+    """Search with ``zb_auto``; for a V, or for the better of both placements, it gets one figure per half rank.
 
-    For a V, or for the better of both placements, the search gets one figure per half rank.
+    Schedules of several slices have a search of their own.
     """
     finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
+    if len(slices) > 1:
+        return _sliced_auto(costs, limit, placement, objective, finest, slices)
     sizes = costs.num_ranks, costs.num_microbatches
-    if len(slices) == 1:
-        return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
-    num_ranks, num_microbatches = sizes
-    placements = [make(num_ranks) for name, make in PLACEMENTS.items() if placement in (name, "auto")]
+    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
+
+
+def _sliced_auto(
+    costs: Figures, limit: float, placement: PlacementChoice, objective: Metric, finest: Placement, slices: Slices
+) -> Schedule:
+    names = tuple(PLACEMENTS) if placement == "auto" else (placement,)
+    size = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     known = [
-        build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices) for name in sliced()
+        build(name, **size, num_slices=slices)
+        for name, recipe in SCHEDULES.items()
+        if recipe.sliced and recipe.shape == "linear"
     ]
-    return sliced_auto(*costs.on(finest), placements, num_microbatches, limit, slices, objective, known)
+    placements = [PLACEMENTS[name](costs.num_ranks) for name in names]
+    return sliced_auto(*costs.on(finest), placements, costs.num_microbatches, limit, slices, objective, known)
 
 
 def bound(costs: Figures, placement: Placement, limit: float, objective: Metric, slices: Slices = WHOLE) -> Bound:
