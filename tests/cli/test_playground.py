@@ -135,6 +135,23 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
         ({"num-microbatches": "257"}, "the playground allows at most 256 num-microbatches; got 257"),
         ({"forward-ms": "1e7"}, "at most 1e+06 forward-ms; got 1e+07"),
         ({"activation-memory": "1e308"}, "activation must be at most 1e+15; got 1e+308; give a smaller one"),
+        (
+            {"schedule": "seq-1f1b", "num-slices": "17"},
+            "the playground allows at most 16 slices; got 17; use zero-bubble",
+        ),
+        ({"schedule": "seq-1f1b", "slice-cuts": ",".join("1" * 17)}, "the playground allows at most 16 slices; got 17"),
+        (
+            {"schedule": "seq-1f1b", "num-slices": "1e9"},
+            "--num-slices must be a whole number above 0, or auto; got 1e9",
+        ),
+        (
+            {"schedule": "zb-auto", "num-slices": "auto", "num-ranks": "33"},
+            "at most 4096 for ranks x microbatches x slices of this schedule; got 4224; choose fewer slices, or use",
+        ),
+        (
+            {"schedule": "seq-interleaved-1f1b", "num-chunks": "4", "num-ranks": "64", "num-microbatches": "256"},
+            "at most 16384 for ranks x microbatches x slices of this schedule; got 65536",
+        ),
         ({"forward-ms": "nan"}, "forward_ms of stage 0 must be a finite number, 0 or above; got nan"),
     ],
 )

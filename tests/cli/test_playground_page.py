@@ -25,7 +25,8 @@ WebDriverWait = pytest.importorskip("selenium.webdriver.support.ui").WebDriverWa
 Capture = pytest.CaptureFixture[str]
 KEYS = {"p": "num-ranks", "m": "num-microbatches", "F": "forward-ms", "B": "backward-ms", "W": "wgrad-ms"}
 KEYS |= {"comm": "comm-ms"}
-SMALL = {"p": "3", "m": "4", "F": "10", "B": "11", "W": "8", "comm": "0.5", "limit": "1", "v": "2"}
+SMALL = {"p": "3", "m": "4", "F": "10", "B": "11", "W": "8", "comm": "0.5", "limit": "1", "v": "2", "a": "0"}
+SMALL |= {"slices": "1"}
 ASK = """
 const [setting, id, done] = arguments;
 const row = rowsOf(setting).find((row) => row.id === id);
@@ -95,6 +96,7 @@ def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str],
     """Return the controls' setting for ``flags``, the flags that the page derives from it, and the row's name."""
     name, objective = flags["schedule"], flags.get("objective", "span")
     setting = {key: flags[flag] for key, flag in KEYS.items()} | {"v": flags.get("num-chunks", "2")}
+    setting |= {"slices": flags.get("num-slices", "1"), "a": flags.get("attention-share", "0")}
     setting |= {"limit": flags.get("memory-limit", "").removesuffix("p"), "objective": objective}
     setting["placement"] = flags.get("placement", "any").replace("auto", "any")
     made = {"memory-limit": f"{flags['num-microbatches']}p", **flags, "objective": objective}
@@ -103,6 +105,8 @@ def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str],
     row = f"{name} x{flags['num-chunks']}" if "num-chunks" in flags else name
     if name in SCHEDULES and SCHEDULES[name].adapts and "equal-passes" not in flags:
         row = f"{name} fitted"
+    if "num-slices" in flags:
+        row += f" n{flags['num-slices']}".replace("nauto", "n auto")
     return setting, made, row
 
 
@@ -124,13 +128,18 @@ def test_table_equals_plan_for_200_settings(page: WebDriver, capsys: Capture) ->
 
 def test_every_schedule_has_a_table_row_and_a_chart(page: WebDriver) -> None:
     names = {name_of(line) for line in lines(page)}
-    expected = {f"{name} x2" if recipe.shape == "interleaved" else name for name, recipe in SCHEDULES.items()}
+    expected = {
+        f"{name} x2" if recipe.shape == "interleaved" else name
+        for name, recipe in SCHEDULES.items()
+        if not recipe.sliced
+    }
     expected |= {"zb-auto", *(f"{name} fitted" for name, recipe in SCHEDULES.items() if recipe.adapts)}
     assert names == expected
     assert {title.text for title in page.find_elements("css selector", "figure h2")} == expected
     rates = [shown(line)[1] for line in page.find_elements("css selector", "tbody tr:not(.over)")]
     assert rates == sorted(rates)
     reasons = page.find_element("id", "absent").text
+    assert "seq-1f1b, seq-interleaved-1f1b x2, seq-zb-h1: cuts sequences; select 2 or more slices" in reasons
     assert "zb-h2: memory limit 3 microbatches: EXCEEDED by zb-h2, peak 4 microbatches per rank" in reasons
     scales = {canvas.get_attribute("data-scale") for canvas in page.find_elements("css selector", "canvas.layer")}
     assert len(scales) == 1
@@ -167,6 +176,49 @@ def test_url_restores_the_setting(page: WebDriver, address: str) -> None:
     reasons = page.find_element("id", "absent").text
     assert "has two stages per rank in a V, but the selected placement is linear" in reasons
     assert "zb-v fitted" in reasons and "zb-v fitted" not in table
+
+
+def test_slices_add_rows_with_plans_figures(page: WebDriver, capsys: Capture) -> None:
+    before = {name_of(line): shown(line) for line in lines(page)}
+    page.find_element("css selector", "input[name=slices][value='4']").click()
+    settle(page)
+    rows = {name_of(line): line for line in lines(page)}
+    added = {"seq-1f1b n4", "seq-interleaved-1f1b x2 n4", "seq-zb-h1 n4", "zb-auto n4"}
+    assert rows.keys() == before.keys() | added
+    assert {name: shown(rows[name]) for name in before} == before
+    assert "slices=4" in page.current_url
+    words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8 --comm-ms 0.5".split()
+    for name, schedule in (("seq-zb-h1 n4", "seq-zb-h1"), ("zb-auto n4", "zb-auto")):
+        expected = plan(capsys, "--schedule", schedule, *words, "--num-slices", "4", "--memory-limit", "1p")
+        assert isinstance(expected, dict)
+        assert shown(rows[name]) == figures(expected)
+        assert "4 slices" in rows[name].find_element("css selector", "th").text
+    canvas = show(page, "seq-zb-h1 n4")
+    page.execute_script("arguments[0].focus()", canvas)
+    canvas.send_keys("\ue014")  # right arrow
+    assert page.find_element("id", "tip").text.startswith(
+        "0F0.1 forward of slice 1 of microbatch 0, stage 0 on rank 0:"
+    )
+
+
+def test_automatic_slices_show_how_many_were_chosen(page: WebDriver, capsys: Capture) -> None:
+    page.find_element("css selector", "input[name=slices][value=auto]").click()
+    number = page.find_element("id", "number-a")
+    number.clear()
+    number.send_keys("0.4")
+    settle(page)
+    words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8 --comm-ms 0.5".split()
+    words += ["--memory-limit", "1p", "--num-slices", "auto", "--attention-share", "0.4"]
+    expected = plan(capsys, "--schedule", "seq-zb-h1", *words)
+    assert isinstance(expected, dict)
+    line = line_of(page, "seq-zb-h1 n auto")
+    assert shown(line) == figures(expected)
+    assert f"{expected['num_slices']} slices" in line.find_element("css selector", "th").text
+    command = str(line.find_element("css selector", "button").get_attribute("title"))
+    assert "--num-slices auto" in command and "--attention-share 0.4" in command
+    assert "--attention-share" not in str(
+        line_of(page, "1f1b").find_element("css selector", "button").get_attribute("title")
+    )
 
 
 def test_hovering_over_a_pass_shows_its_dependencies(page: WebDriver) -> None:

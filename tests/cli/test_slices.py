@@ -61,6 +61,9 @@ def test_auto_leaves_slices_a_number_of_tokens(capsys: Capture) -> None:
     auto = ["plan", "--schedule", "seq-zb-h1", "--config", CONFIG, "--num-slices", "auto"]
     assert "num_slices" not in run_json(capsys, *auto)
     assert run_json(capsys, *auto, "--min-slice-tokens", "200", "--slice-cuts", "even")["num_slices"] == 4
+    # Balanced slices differ in length, and the shortest of four has less than a quarter of the tokens.
+    assert run_json(capsys, *auto, "--min-slice-tokens", "256", "--slice-cuts", "even")["num_slices"] == 4
+    assert run_json(capsys, *auto, "--min-slice-tokens", "256", "--slice-cuts", "balanced")["num_slices"] == 2
 
 
 def test_zb_auto_is_never_longer_than_the_known_schedules_of_its_slices(capsys: Capture) -> None:

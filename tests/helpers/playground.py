@@ -66,6 +66,11 @@ def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:
         flags["num-chunks"] = str(draw.randint(2, 4))
     if name == "zb-auto":
         flags["placement"] = draw.choice(["linear", "vee", "auto"])
+    is_sliced = name in SCHEDULES and SCHEDULES[name].sliced
+    if is_sliced or (name == "zb-auto" and draw.random() < 0.5):
+        flags["num-slices"] = draw.choice(["2", "4", "8", "16", "auto"])
+        if draw.random() < 0.5:
+            flags["attention-share"] = f"{draw.uniform(0.01, 1):.3f}"
     if draw.random() < 0.8:
         flags["memory-limit"] = f"{draw.choice([0.3, 0.5, 0.75, 1, 1.5, 2, draw.uniform(0.2, 3)]):.4g}p"
     if draw.random() < 0.5:

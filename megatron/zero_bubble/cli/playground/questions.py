@@ -14,6 +14,7 @@ from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.plan import add_plan, make_plan, searches
+from megatron.zero_bubble.cli.slices import AUTOMATIC
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
@@ -22,16 +23,23 @@ from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
-from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.schedules import SCHEDULES, sliced
+from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 _FLAGS = (
     *("schedule", "equal-passes", "num-chunks", "num-ranks", "num-microbatches", "placement", "objective"),
     *("forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "activation-memory", "wgrad-memory", "memory-limit"),
+    *("num-slices", "slice-cuts", "attention-share"),
 )
 _WITHOUT_VALUE = ("equal-passes",)
 _MOST_MS = dict.fromkeys(("forward-ms", "backward-ms", "wgrad-ms", "comm-ms"), 1e6)
 MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **_MOST_MS}
 """Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""
+MOST_SLICES = 16
+_MOST_FORWARDS = 64 * 256 * 4
+"""The most forwards of a plan, which slices multiply."""
+_MOST_SEARCHED = 4096
+"""The most forwards for which a schedule of slices is searched: about five seconds."""
 
 
 class Question(NamedTuple):
@@ -115,11 +123,13 @@ def catalogue() -> dict[str, Any]:
     """Return the available schedules, the colours of passes, and the size limits."""
     return {
         "schedules": [
-            {"name": r.name, "summary": r.summary, "shape": r.shape, "adapts": r.adapts} for r in SCHEDULES.values()
+            {"name": r.name, "summary": r.summary, "shape": r.shape, "adapts": r.adapts, "sliced": r.sliced}
+            for r in SCHEDULES.values()
         ],
         "auto": AUTO,
         "kinds": [{"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind]} for kind in COLOURS],
         "most": MOST,
+        "slices": [*(str(2**power) for power in range(MOST_SLICES.bit_length())), AUTOMATIC],
     }
 
 
@@ -130,6 +140,30 @@ def _check_size(options: argparse.Namespace) -> None:
             raise UserError(
                 f"the playground allows at most {most:g} {flag}; got {size:g}; use zero-bubble plan for larger values"
             )
+    slices = _most_slices(options)
+    if slices > MOST_SLICES:
+        raise UserError(
+            f"the playground allows at most {MOST_SLICES} slices; got {slices}; use zero-bubble plan for larger values"
+        )
+    forwards = (options.num_ranks or 1) * (options.num_microbatches or 1) * slices
+    chunks = options.num_chunks or 1
+    most = _MOST_SEARCHED if options.schedule == AUTO else _MOST_FORWARDS // chunks
+    if slices > 1 and forwards > most:
+        raise UserError(
+            f"the playground allows at most {most} for ranks x microbatches x slices of this schedule; got {forwards}; "
+            "choose fewer slices, or use zero-bubble plan"
+        )
+
+
+def _most_slices(options: argparse.Namespace) -> int:
+    """Return the largest number of slices that is tried; 1 for text that ``plan`` will reject."""
+    if options.num_slices == AUTOMATIC:
+        return MOST_SLICES
+    if options.num_slices is not None:
+        return int(options.num_slices) if options.num_slices.isascii() and options.num_slices.isdigit() else 1
+    if options.slice_cuts is not None:
+        return len(options.slice_cuts.split(","))
+    return len(DEFAULT_SLICES) if options.schedule in sliced() else 1
 
 
 def _waited_for(schedule: Schedule, p: Pass) -> list[Pass]:

@@ -135,7 +135,8 @@ function paintPictures(known, answers) {
     pictures.set(row.id, picture);
     if (picture.answer !== answer) picture.set(answer, row);
     const {plan, limit} = answer;
-    const rates = `bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
+    const slices = plan.num_slices ? `${plan.num_slices} slices, ` : "";
+    const rates = `${slices}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
     picture.element.classList.toggle("over", !limit.kept);
     return picture;

@@ -81,10 +81,10 @@ class Picture {
     this.query = query;
     this.title.title = summary;
     this.command.textContent = answer.command;
-    const {num_ranks: p, num_microbatches: m} = answer.plan;
+    const {num_ranks: p, num_microbatches: m, num_slices: n} = answer.plan;
     const way = "Arrow keys move between passes; Enter moves to the pass that the selected pass waits for; "
       + "plus and minus zoom, and 0 shows everything.";
-    this.layer.setAttribute("aria-label", `${this.id}: ${p} ranks, ${m} microbatches. ${way}`);
+    this.layer.setAttribute("aria-label", `${this.id}: ${p} ranks, ${m} microbatches${n ? ` of ${n} slices` : ""}. ${way}`);
     this.select(null);
   }
 

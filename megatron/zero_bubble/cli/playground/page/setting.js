@@ -13,8 +13,10 @@ const CONTROLS = [
     unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
   {key: "v", flag: "num-chunks", label: "stages per rank v", hint: "for the interleaved schedules", start: "2", min: 2,
     max: most["num-chunks"]},
+  {key: "a", flag: "attention-share", label: "attention in F", hint: "share of F, only for slices: later ones have more",
+    start: "0", min: 0, max: 1, step: 0.05},
 ];
-const CHOICES = {placement: "any", objective: "span"};
+const CHOICES = {placement: "any", objective: "span", slices: "1"};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -51,6 +53,10 @@ function buildControls(changed) {
     row.append(text, number, element("span", {className: "unit", textContent: unit ?? ""}), slider);
     document.getElementById("sliders").append(row);
   }
+  for (const value of CATALOGUE.slices) {
+    const radio = element("input", {type: "radio", name: "slices", value});
+    document.getElementById("slices").append(element("label", {}, radio, ` ${value}`));
+  }
   form.addEventListener("change", changed);
   form.addEventListener("submit", (event) => event.preventDefault());
 }
@@ -74,13 +80,17 @@ function moveSliders(setting) {
 /** One row per schedule: its query and whether that needs a search, or the reason why it is not asked for. */
 function rowsOf(setting) {
   const rows = [];
-  for (const {name, shape, adapts, summary} of CATALOGUE.schedules) {
-    const own = {schedule: name};
+  const cut = (id) => `${id} n${setting.slices === "auto" ? " auto" : setting.slices}`;
+  for (const {name, shape, adapts, sliced, summary} of CATALOGUE.schedules) {
+    const own = sliced ? {schedule: name, "num-slices": setting.slices} : {schedule: name};
     if (adapts) own["equal-passes"] = "";
     if (shape === "interleaved") own["num-chunks"] = setting.v;
     const elsewhere = setting.placement !== "any" && setting.placement !== shape;
-    const why = elsewhere ? `has ${WHERE[shape]}, but the selected placement is ${setting.placement}` : "";
-    const id = shape === "interleaved" ? `${name} x${setting.v}` : name;
+    const whole = sliced && setting.slices === "1";
+    const why = whole ? "cuts sequences; select 2 or more slices per sequence"
+      : elsewhere ? `has ${WHERE[shape]}, but the selected placement is ${setting.placement}` : "";
+    const plain = shape === "interleaved" ? `${name} x${setting.v}` : name;
+    const id = sliced && !whole ? cut(plain) : plain;
     rows.push({id, summary, why, query: queryOf(own, setting)});
     if (adapts) {
       const query = queryOf({schedule: name}, setting);
@@ -90,6 +100,10 @@ function rowsOf(setting) {
   const own = {schedule: CATALOGUE.auto, placement: setting.placement === "any" ? "auto" : setting.placement};
   const summary = "the shortest schedule found for these costs within the memory limit";
   rows.push({id: CATALOGUE.auto, summary, why: "", query: queryOf(own, setting), searched: true});
+  if (setting.slices !== "1") {
+    const query = queryOf({...own, "num-slices": setting.slices}, setting);
+    rows.push({id: cut(CATALOGUE.auto), summary: `${summary}, of slices`, why: "", query, searched: true});
+  }
   return rows;
 }
 
@@ -99,7 +113,7 @@ const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", 
 function queryOf(own, setting) {
   const query = new URLSearchParams(own);
   for (const {key, flag} of CONTROLS) {
-    if (key === "v") continue;
+    if (key === "v" || (key === "a" && (!own["num-slices"] || setting.a === "0"))) continue;
     if (key === "limit") query.set(flag, `${setting.limit || setting.m}p`);
     else if (setting[key] !== "") query.set(flag, setting[key]);
   }

@@ -43,6 +43,7 @@ function answerLine({id, summary}, {plan, limit, command}, worst) {
       .scrollIntoView({behavior: "smooth", block: "start"});
   });
   const name = element("th", {scope: "row"}, link);
+  if (plan.num_slices) name.append(element("small", {className: "slices", textContent: `${plan.num_slices} slices`}));
   if (!limit.kept) name.append(element("small", {textContent: "over limit"}));
   line.append(name,
     cell("span", ms(plan.span_ms), plan.span_ms), bubbleCell("span", plan.bubble_rate_span, worst.span),

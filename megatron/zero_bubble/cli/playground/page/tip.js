@@ -10,7 +10,10 @@ const named = ({text, rank}) => `${text} on rank ${rank}`;
 /** Describe a pass in sentences: what it is, what it waits for, why it starts when it does, and what needs it. */
 function describe(pass, before) {
   const {kind, microbatch, stage, rank, start, end, needs, feeds} = pass;
-  const what = `${MEANING[kind]} of microbatch ${microbatch}, stage ${stage} on rank ${rank}`;
+  const [whole, slice] = microbatch.split(".");
+  // The text of a pass names no slice if it is the first, or the only one.
+  const part = slice ? `slice ${slice} of microbatch ${whole}` : `microbatch ${whole}`;
+  const what = `${MEANING[kind]} of ${part}, stage ${stage} on rank ${rank}`;
   const sentences = [`${what}: ${shortMs(start)} to ${shortMs(end)}.`];
   const there = needs.map(({pass: need, arrives}) => `${named(need)}, whose result arrives at ${shortMs(arrives)}`);
   sentences.push(there.length ? `Waits for ${there.join(", and for ")}.` : "Waits for no other pass.");
