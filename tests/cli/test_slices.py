@@ -63,18 +63,43 @@ def test_auto_leaves_slices_a_number_of_tokens(capsys: Capture) -> None:
     assert run_json(capsys, *auto, "--min-slice-tokens", "200", "--slice-cuts", "even")["num_slices"] == 4
 
 
+def test_zb_auto_is_never_longer_than_the_known_schedules_of_its_slices(capsys: Capture) -> None:
+    for placement in ("linear", "vee", "auto"):
+        auto = ["plan", "--schedule", "zb-auto", *SIZES, *TIMES, "--placement", placement, "--num-slices", "4"]
+        found = run_json(capsys, *auto, "--objective", "makespan", "--memory-limit", "0.6p")
+        assert found["num_slices"] == 4
+        assert max(found["peak_activation"]) <= 2.4
+        assert found["lower_bound_ms"] <= found["makespan_ms"] <= run_json(capsys, *PLAN, *TIMES)["makespan_ms"]
+        assert found["gap"] < {"linear": 0.1}.get(placement, 0.05)
+
+
+def test_zb_auto_chooses_a_number_of_slices(capsys: Capture) -> None:
+    """Without attention, slices on a V reach the bound; of equal schedules, the one with fewest slices is taken."""
+    times = "--forward-ms 1 --backward-ms 1 --wgrad-ms 1 --memory-limit 1p".split()
+    auto = ["plan", "--schedule", "zb-auto", *SIZES, *times]
+    assert "num_slices" not in run_json(capsys, *auto)
+    chosen = run_json(capsys, *auto, "--num-slices", "auto")
+    assert chosen["bubble_rate_span"] == pytest.approx(0, abs=1e-9)
+    fewer = run_json(capsys, *auto, "--num-slices", str(chosen["num_slices"] // 2))
+    assert fewer["bubble_rate_span"] > 1e-6
+    assert main([*auto, "--num-slices", "auto", "--memory-limit", "0.1p"]) == 2
+    assert "the memory limit admits no schedule" in capsys.readouterr().err
+
+
 def test_compare_shows_slices_only_if_asked(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes")
     assert not any(row["schedule"].startswith("seq-") for row in table["rows"])
     assert table["sliced_lower_bound_ms"] == {}
     command = ["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes", "--num-slices", "8"]
     sliced = run_json(capsys, *command)
-    rows = {row["schedule"]: row for row in sliced["rows"] if row["num_slices"] > 1}
-    assert rows.keys() >= {"seq-1f1b n8", "seq-zb-h1 n8", "seq-interleaved-1f1b x2 n8"}
+    cut = [row for row in sliced["rows"] if row["num_slices"] > 1]
+    rows = {row["schedule"]: row for row in cut}
+    assert rows.keys() >= {"seq-1f1b n8", "seq-zb-h1 n8", "seq-interleaved-1f1b x2 n8", "zb-auto n8"}
     assert [row for row in sliced["rows"] if row["num_slices"] == 1] == table["rows"]
     assert rows["seq-1f1b n8"]["messages"] == 8 * next(r for r in table["rows"] if r["schedule"] == "1f1b")["messages"]
-    linear = [row["span_ms"] for row in rows.values() if row["placement"] == "linear"]
-    assert sliced["sliced_lower_bound_ms"]["linear"] <= min(linear)
+    for placement, bound in sliced["sliced_lower_bound_ms"].items():
+        assert bound <= min(row["span_ms"] for row in cut if row["placement"] == placement) * (1 + 1e-9)
+    assert sliced["sliced_lower_bound_ms"].keys() == {"linear", "vee"}
     text = run(capsys, *command)
     assert "no linear schedule of whole sequences within the limit has a span below" in text
     assert "no linear schedule of these slices within the limit has a span below" in text

@@ -21,7 +21,7 @@ from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
-from megatron.zero_bubble.schedules import SCHEDULES, build
+from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.timed import timed
@@ -196,21 +196,23 @@ def _sliced(
     """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
     if not slices:
         return
-    makers: dict[str, Callable[[Slices], Schedule]] = {}
-    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
-    for name, known in SCHEDULES.items():
-        if known.sliced:
-            for chunks in range(2, max_chunks + 1) if known.shape == "interleaved" else (None,):
-                make = partial(build, name, **sizes, num_chunks=chunks)
-                own = name if chunks is None else f"{name} x{chunks}"
-                makers[own] = lambda cut, make=make: make(num_slices=cut)  # type: ignore[misc]
+    makers: list[tuple[str, str, Callable[[Slices], Schedule]]] = []
+    for name in sliced():
+        for chunks in range(2, max_chunks + 1) if SCHEDULES[name].shape == "interleaved" else (None,):
+            own = name if chunks is None else f"{name} x{chunks}"
+            makers.append((own, own, partial(_cut, name, costs.num_ranks, costs.num_microbatches, chunks)))
     for placement in placements:
-        makers[f"{AUTO} {placement}"] = partial(auto, costs, limit, placement, objective)
-    for own, make_with in makers.items():
-        yield own, partial(_best_sliced, own, make_with, slices, costs, limit, objective)
+        makers.append((f"{AUTO} {placement}", AUTO, partial(auto, costs, limit, placement, objective)))
+    for message, name, make in makers:
+        yield f"{message} of slices", partial(_best_cut, name, make, slices, costs, limit, objective)
 
 
-def _best_sliced(
+def _cut(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, slices: Slices) -> Schedule:
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    return build(name, **sizes, num_chunks=num_chunks, num_slices=slices)
+
+
+def _best_cut(
     own: str,
     make: Callable[[Slices], Schedule],
     slices: Sequence[Slices],
@@ -219,8 +221,7 @@ def _best_sliced(
     objective: Metric,
 ) -> Schedule:
     found = shortest(make, slices, costs, limit, objective)
-    name = AUTO if own.startswith(AUTO) else own
-    return replace(found, name=f"{name} n{found.num_slices}")
+    return replace(found, name=f"{own} n{found.num_slices}")
 
 
 def _looped(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
