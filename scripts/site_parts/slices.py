@@ -31,8 +31,8 @@ def by_number() -> str:
         rows.append((str(number), *cells, f"{peak / _SIZE['num_ranks']:.2f}"))
     words = (
         f"{_SIZE['num_ranks']} ranks, {_SIZE['num_microbatches']} microbatches, F = B = W, free transfers and no "
-        "attention. The bubble is that of the makespan; memory is the peak over that of 1F1B. The search on a V gets an "
-        "eighth of a microbatch more than that."
+        "attention. The bubble is that of the makespan; memory is the peak over that of 1F1B. The search on a V gets "
+        "an eighth of a microbatch more than that."
     )
     return f"{words}\n\n{table(('slices', code(_FUSED), code(_SPLIT), code(AUTO) + ' on a V', 'memory'), rows)}"
 
@@ -84,7 +84,7 @@ def _searched(slices: Slices, limit: float) -> Timeline:
     def given(_: Placement) -> tuple[PassCosts, PassMemory]:
         return costs, memory
 
-    figures = Figures(**_SIZE, on=given)
+    figures = Figures(_SIZE["num_ranks"], _SIZE["num_microbatches"], given)
     return simulate(auto(figures, limit, "vee", "makespan", slices), costs, memory)
 
 

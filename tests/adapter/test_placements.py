@@ -12,7 +12,7 @@ import dataclasses
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, build, simulate
+from megatron.zero_bubble import PassCosts, simulate
 from megatron.zero_bubble.schedules import SCHEDULES
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, collect, run_once, train
@@ -131,7 +131,7 @@ def peaks(_rank: int, flags: str) -> tuple[float, float]:
     finally:
         revert()
     placement, rank = args.placement, group.rank()
-    schedule = build(args.zero_bubble_schedule, num_ranks=2, num_microbatches=6)
+    schedule = args.zero_bubble.sources()(2).make(6)
     timeline = simulate(schedule, PassCosts.uniform(placement, 1.0, 1.0, 1.0), memory)
     whole = sum(memory.activation[stage] for stage in placement.stages_of(rank))
     return float(measured), timeline.peak_activation[rank] * whole
@@ -143,3 +143,20 @@ def test_measured_peak_memory_is_near_the_plan(ranks: RankPool, schedule: str) -
     flags = Layout(2, num_layers=4).flags(6, f"--zero-bubble-schedule {schedule} --train-iters 1 --eval-iters 0")
     for measured, planned in ranks.run(2, peaks, flags, timeout=60):
         assert measured == pytest.approx(planned, rel=0.05)
+
+
+SLICES = {
+    "even": "--zero-bubble-num-slices 8",
+    "uneven, groups of heads": "--zero-bubble-slice-ends 28,44,56,64 --group-query-attention --num-query-groups 2",
+    "full recompute": "--zero-bubble-num-slices 4 --recompute-granularity full --recompute-method uniform "
+    "--recompute-num-layers 1",
+}
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_measured_peak_memory_of_slices_is_near_the_plan(ranks: RankPool, name: str) -> None:
+    """Keys and values have buffers for whole sequences, and their gradients as well."""
+    length = "--seq-length 64 --max-position-embeddings 64 --hidden-size 32"
+    flags = f"--zero-bubble-schedule seq-zb-h1 --train-iters 1 --eval-iters 0 {length} {SLICES[name]}"
+    for measured, planned in ranks.run(2, peaks, Layout(2, num_layers=4).flags(6, flags), timeout=60):
+        assert 0.85 * planned <= measured <= 1.05 * planned

@@ -69,11 +69,11 @@ def test_buffers_of_keys_and_values_live_as_long_as_a_slice_of_the_sequence(reco
     for p in steps:
         start, end = memory.changes(p, slices)
         at.append((now + start, now := now + start + end))
-    beside = 4.0 if recomputed else 0.0
+    extra = 4.0 if recomputed else 0.0
     # The buffers are whole from the first forward on, and the last backward needs as much for their gradients.
     assert at[0][0] == pytest.approx(5 + (4 if recomputed else 2))
-    assert at[2][0] == pytest.approx(10 + beside)
-    assert at[3][0] == pytest.approx(14 + beside)
+    assert at[2][0] == pytest.approx(10 + extra)
+    assert at[3][0] == pytest.approx(14 + extra)
     assert at[5][1] == pytest.approx(6)
     assert at[-1][1] == pytest.approx(0)
     assert memory.changes(steps[0]) == (10.0, 0.0), "a whole sequence has no history"

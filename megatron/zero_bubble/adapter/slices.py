@@ -157,7 +157,7 @@ class SlicedChunk:
         if model.post_process and given.get("labels") is None and not self._evaluates:
             raise UserError(
                 "sequence slices need the model to compute the loss of every token, so that the losses of a slice can "
-                "be told from those of others; got no labels; pass labels to the model, or train without slices"
+                "be separated from those of others; got no labels; pass labels to the model, or train without slices"
             )
         return (), given
 

@@ -94,8 +94,8 @@ class MemoryMeter(IterationObserver):
         elif work.kind is Kind.W:
             self._deferred.pop(work, None)
         histories = _storages(self._histories())
-        beside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
-        self.peak = max(self.peak, self._alive.num_bytes + beside)
+        outside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
+        self.peak = max(self.peak, self._alive.num_bytes + outside)
 
     def _count_activation(self, work: Pass) -> None:
         """Add what a slice of microbatch 0 has saved, and what no earlier slice has."""

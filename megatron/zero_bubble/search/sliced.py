@@ -27,7 +27,7 @@ from megatron.zero_bubble.ir.passes import B, F, W
 
 _EAGERNESS = (0.0, 0.5, 1.0)
 _PARTS_OF_LIMIT = (1.0, 0.75, 0.5)
-_MANY = 50_000
+_MANY = 12_000
 """From this number of passes on, each costs too much time to try several parts of the limit."""
 
 
