@@ -113,13 +113,13 @@ def test_compare_shows_slices_only_if_asked(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--num-slices 0", "--num-slices must be a whole number above 0, or auto; got 0"),
-        ("--num-slices x", "--num-slices must be a whole number above 0, or auto; got x"),
+        ("--num-slices 0", "--num-slices must be a number from 1 to 4096, or auto; got 0"),
+        ("--num-slices x", "--num-slices must be a number from 1 to 4096, or auto; got x"),
         ("--slice-cuts even", "--slice-cuts even needs a number of slices; add --num-slices"),
         ("--slice-cuts 0.5,0.2,1", "increasing shares of the sequence, of which the last is 1, such as 0.3,0.6,1; got"),
         ("--slice-cuts 0.5,0.9", "of which the last is 1"),
         ("--slice-cuts nan,1", "of which the last is 1"),
-        ("--slice-cuts 0.5,1 --num-slices 3", "--slice-cuts 0.5,1 gives 2 slices; got --num-slices 3; leave out"),
+        ("--slice-cuts 0.5,1 --num-slices 3", "--slice-cuts 0.5,1 has 2 ends; got --num-slices 3; leave out"),
         ("--num-slices 2 --min-slice-tokens 9", "--min-slice-tokens applies only to --num-slices auto"),
         ("--num-slices auto --min-slice-tokens 9", "needs the length of a sequence, which only --config gives"),
         ("--num-slices auto --min-slice-tokens 0", "--min-slice-tokens must be 1 or more; got 0"),

@@ -101,3 +101,20 @@ def test_missing_and_binary_files_are_rejected_in_one_sentence(tmp_path: Path) -
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ValueError, match=r"schedule file .*: it must be JSON in UTF-8"):
         read_schedule_file(tmp_path / "binary")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_slices": 3}, "num_slices must agree with the order, which has 2; got 3"),
+        ({"num_slices": 10**30}, "num_slices must be a number from 1 to 4096"),
+        ({"slice_shares": [10**400, 1]}, "slice_shares must be a list of numbers from 0 to 1"),
+        ({"slice_shares": [0.5, 0.25]}, "add up to 1"),
+        ({"slice_shares": [0.5, 0.25, 0.25]}, "slice_shares must have one number per slice; got 3 for 2 slices"),
+    ],
+)
+def test_contradictory_slices_are_refused(changes: dict[str, object], message: str) -> None:
+    schedule = build("seq-zb-h1", num_ranks=2, num_microbatches=1, num_slices=2)
+    content = json.loads(plan(schedule)) | changes
+    with pytest.raises(ValueError, match=message):
+        schedule_from_json(json.dumps(content))

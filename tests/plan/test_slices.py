@@ -37,8 +37,8 @@ def test_every_slice_has_a_block(parts: list[int], blocks: int, multiple: int) -
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Slices.even(0), "the number of slices must be 1 or more; got 0"),
-        (lambda: Slices((0.5, 0.4)), "above 0 and add up to 1"),
+        (lambda: Slices.even(0), "the number of slices must be from 1 to 4096; got 0"),
+        (lambda: Slices((0.5, 0.4)), "must be 1e-06 or more and add up to 1"),
         (lambda: Slices.of_tokens((8, 8)), "the ends of slices must increase from above 0"),
         (lambda: Slices.even(4).in_tokens(30, 4), "must be a multiple of 4 tokens; got 30; pad it"),
         (lambda: Slices.even(4).in_tokens(24, 8), "has at most 3 slices of 8 tokens each; got 4 slices"),

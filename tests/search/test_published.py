@@ -59,7 +59,7 @@ def test_published_schedules_take_part_whatever_the_effort(
     num_microbatches=st.integers(1, 80),
     costs=st.tuples(times, times, times, st.sampled_from([0.0, 0.5, 3.0])),
     wgrad_memory=st.sampled_from([0.3, 0.43, 0.7, 1.0]),
-    name=st.sampled_from(sorted(SCHEDULES)),
+    name=st.sampled_from(sorted(name for name, known in SCHEDULES.items() if not known.sliced)),
     metric=st.sampled_from(["span", "makespan"]),
 )
 @settings(max_examples=12)

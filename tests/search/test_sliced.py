@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +32,11 @@ def test_plans_are_valid_within_the_limit_and_not_below_the_bound(
     placement = Placement.vee(p) if vee else Placement.linear(p)
     costs = data.draw(costs_for(build("zb-v" if vee else "zb-h1", num_ranks=p, num_microbatches=m)))
     memory = PassMemory.uniform(placement, 1.0, data.draw(st.floats(0.0, 1.0)))
-    limit = room * max(memory.activation) * len(placement.stages_of(0))
+    memory = replace(
+        memory, history=tuple(data.draw(st.sampled_from([0.0, 0.1, 0.4])) * one for one in memory.activation)
+    )
+    least = max(sum(memory.activation[s] + 2 * memory.history[s] for s in placement.stages_of(r)) for r in range(p))
+    limit = room * least
     size = {"num_ranks": p, "num_microbatches": m, "num_slices": slices}
     known = [] if vee else [build(name, **size) for name in ("seq-1f1b", "seq-zb-h1")]  # type: ignore[arg-type]
     found = sliced_auto(costs, memory, [placement], m, limit, slices, "makespan", known)
@@ -63,7 +69,7 @@ def test_a_v_halves_the_bubble_of_slices(n: int, rate: float) -> None:
 
 def test_least_memory_is_named() -> None:
     linear = Placement.linear(2)
-    with pytest.raises(UserError, match=r"needs 1 on the fullest rank; raise the limit"):
+    with pytest.raises(UserError, match=r"needs up to 1 on the fullest rank; raise the limit to that"):
         sliced_auto(
             PassCosts.uniform(linear, 1.0, 1.0, 1.0),
             PassMemory.uniform(linear),

@@ -9,10 +9,11 @@ from megatron.zero_bubble.training.config_file import RIVALS
 
 # New flags are deliberate: add them here, and explain in the commit message why no flag of Megatron suffices.
 OURS = """
---config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad --zero-bubble-device
---zero-bubble-exact --zero-bubble-fuse-wgrad --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas
+--config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad
+--zero-bubble-attention-share --zero-bubble-device --zero-bubble-exact --zero-bubble-fuse-wgrad
+--zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas --zero-bubble-num-slices
 --zero-bubble-placement --zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-record-costs
---zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file --zero-bubble-trace
+--zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file --zero-bubble-slice-ends --zero-bubble-trace
 --zero-bubble-trace-iterations --zero-bubble-wgrad-stream
 """
 MEGATRONS = """

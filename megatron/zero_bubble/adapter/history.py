@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-MOST_SUMMED_AS_THEY_ARE = 8
-"""Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
+from megatron.zero_bubble.costs.memory import MOST_SUMMED_AS_THEY_ARE
 
 
 class _History:

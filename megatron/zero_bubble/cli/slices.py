@@ -8,6 +8,7 @@ from typing import Literal
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir.slices import MOST_SLICES
 from megatron.zero_bubble.planning.cuts import LEAST_TOKENS, Cuts
 
 AUTOMATIC = "auto"
@@ -54,7 +55,7 @@ def cuts_of(options: argparse.Namespace) -> Cuts | None:
     if isinstance(places, Slices):
         if options.num_slices is not None and number != len(places):
             raise UserError(
-                f"--slice-cuts {options.slice_cuts} gives {len(places)} slices; got --num-slices {options.num_slices}; "
+                f"--slice-cuts {options.slice_cuts} has {len(places)} ends; got --num-slices {options.num_slices}; "
                 "leave out --num-slices"
             )
         return Cuts(len(places), places)
@@ -70,8 +71,8 @@ def _number(text: str | None) -> int | None:
         number = int(text)
     except ValueError:
         number = 0
-    if number < 1:
-        raise UserError(f"--num-slices must be a whole number above 0, or {AUTOMATIC}; got {text}")
+    if not 1 <= number <= MOST_SLICES:
+        raise UserError(f"--num-slices must be a number from 1 to {MOST_SLICES}, or {AUTOMATIC}; got {text}")
     return number
 
 

@@ -19,12 +19,13 @@ def balanced(costs: PassCosts, num_slices: int) -> Slices:
     The slices up to x take ``linear * x + attention * x^2``, which is solved for equal parts.
 
     Raises:
-        UserError: for fewer than one slice.
+        UserError: as ``Slices.even``.
     """
+    even = Slices.even(num_slices)
     attention = _attention_ms(costs)
     linear = _whole_ms(costs) - attention
-    if attention <= 1e-9 * linear or num_slices < 2:
-        return Slices.even(num_slices)
+    if attention <= 1e-9 * linear or num_slices == 1:
+        return even
     parts = ((linear + attention) * k / num_slices for k in range(num_slices + 1))
     ends = [(sqrt(linear * linear + 4 * attention * part) - linear) / (2 * attention) for part in parts]
     return Slices(tuple(end - start for start, end in pairwise(ends)))

@@ -12,6 +12,8 @@ from megatron.zero_bubble.ir.passes import B, F, W
 
 MEMORY = ("activation", "wgrad")
 HISTORY = "history"
+MOST_SUMMED_AS_THEY_ARE = 8
+"""Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class PassMemory:
         wgrad: what B keeps for W, M_W.
         history: the keys and values of a microbatch (default: 0), which count only with slices. They are in buffers
             for the whole sequence, which the F of the first slice allocates and the B of the first slice frees; the B
-            of the last slice allocates as much for their gradients.
+            of the last slice allocates as much for their gradients, or twice as much where 16-bit gradients are summed
+            in float32 (``MOST_SUMMED_AS_THEY_ARE``).
         recomputed: whether ``activation`` lacks the keys and values, because B repeats the whole forward.
 
     Raises:
@@ -87,5 +90,10 @@ class PassMemory:
         rows = 0.0 if self.recomputed else history * share
         if p.kind is F:
             return activation - rows + (0.0 if p.slice else history), 0.0
-        gradients = history if p.slice == len(slices) - 1 else 0.0
-        return gradients, left - activation + rows - (0.0 if p.slice else 2 * history)
+        gradients = self.history_gradients(p.stage, slices)
+        freed = 0.0 if p.slice else history + gradients
+        return gradients if p.slice == len(slices) - 1 else 0.0, left - activation + rows - freed
+
+    def history_gradients(self, stage: int, slices: Slices) -> float:
+        """The gradients of the keys and values of a microbatch."""
+        return 0.0 if len(slices) == 1 else self.history[stage] * (2 if len(slices) > MOST_SUMMED_AS_THEY_ARE else 1)

@@ -7,6 +7,7 @@ from typing import Any
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import read_key
 from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir.slices import MOST_SLICES
 
 
 def slices_content(slices: Slices) -> dict[str, Any]:
@@ -24,14 +25,18 @@ def slices_from(content: dict[str, Any]) -> Slices | None:
     """
     shares = None
     if "slice_shares" in content:
-        shares = tuple(map(float, read_key(content, "slice_shares", "a list of numbers", _is_numbers)))
+        shares = tuple(map(float, read_key(content, "slice_shares", "a list of numbers from 0 to 1", _is_shares)))
     if "num_slices" not in content:
         return None if shares is None else Slices(shares)
-    number = read_key(content, "num_slices", "a whole number above 0", lambda value: type(value) is int and value > 0)
+    number = read_key(content, "num_slices", f"a number from 1 to {MOST_SLICES}", _is_number)
     if shares is not None and len(shares) != number:
         raise UserError(f"slice_shares must have one number per slice; got {len(shares)} for {number} slices")
     return Slices.even(number) if shares is None else Slices(shares)
 
 
-def _is_numbers(value: object) -> bool:
-    return isinstance(value, list) and all(type(number) in (int, float) for number in value)
+def _is_number(value: object) -> bool:
+    return type(value) is int and 1 <= value <= MOST_SLICES
+
+
+def _is_shares(value: object) -> bool:
+    return isinstance(value, list) and all(type(share) in (int, float) and 0 <= share <= 1 for share in value)

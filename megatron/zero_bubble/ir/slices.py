@@ -9,21 +9,27 @@ from itertools import accumulate, pairwise
 
 from megatron.zero_bubble.errors import UserError
 
+MOST_SLICES = 4096
+"""More slices than any sequence needs; a larger number is a mistake, which would take minutes to notice."""
+_SHORTEST = 1e-6
+
 
 @dataclass(frozen=True)
 class Slices:
     """The cuts of a sequence; ``shares[i]`` is the share of the tokens in slice i.
 
     Raises:
-        UserError: when a share is not above 0, or the shares do not add up to 1.
+        UserError: when a share is below a millionth, or the shares do not add up to 1.
     """
 
     shares: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        if not self.shares or not all(share > 0 for share in self.shares) or abs(sum(self.shares) - 1) > 1e-6:
+        fit = self.shares and all(share >= _SHORTEST for share in self.shares) and abs(sum(self.shares) - 1) <= 1e-6
+        if not fit:
             raise UserError(
-                f"the shares of the slices of a sequence must be above 0 and add up to 1; got {list(self.shares)}"
+                f"the shares of the slices of a sequence must be {_SHORTEST:g} or more and add up to 1; got "
+                f"{list(self.shares)}"
             )
 
     def __len__(self) -> int:
@@ -34,10 +40,10 @@ class Slices:
         """Cut the sequence into ``num_slices`` equal slices.
 
         Raises:
-            UserError: for fewer than one slice.
+            UserError: for fewer than one slice, or more than ``MOST_SLICES``.
         """
-        if num_slices < 1:
-            raise UserError(f"the number of slices must be 1 or more; got {num_slices}")
+        if not 1 <= num_slices <= MOST_SLICES:
+            raise UserError(f"the number of slices must be from 1 to {MOST_SLICES}; got {num_slices}")
         return cls((1 / num_slices,) * num_slices)
 
     @classmethod

@@ -132,7 +132,8 @@ class ZeroBubbleConfig:
             return Slices.of_tokens(self.slice_ends)
         if self.attention_share is None:
             return None if self.num_slices is None else Slices.even(self.num_slices)
-        share, number = checked_share("attention_share", self.attention_share), self.num_slices or len(DEFAULT_SLICES)
+        share = checked_share("attention_share", self.attention_share)
+        number = len(DEFAULT_SLICES) if self.num_slices is None else self.num_slices
         # A product of matrices takes equally long in F, B and W, and attention twice as long in B as in F.
         costs = PassCosts.uniform(Placement.linear(1), 1.0, 1.0 + share, 1.0 - share, attention=share)
         return balanced(costs, number)

@@ -46,6 +46,7 @@ class MemoryMeter(IterationObserver):
         self.history: dict[int, int] = {}
         self.peak = 0
         self._counted: set[int] = set()
+        self._split: dict[int, int] = {}  # by stage, the first microbatch whose backward is split
         self._alive = _Alive()
         self._saved: set[int] = set()
         self._deferred: dict[Pass, list[_Kept]] = {}
@@ -88,7 +89,7 @@ class MemoryMeter(IterationObserver):
         elif work.kind is Kind.B:
             w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
             tensors = list(self._operands(w))
-            if not work.microbatch:
+            if work.microbatch == self._split.setdefault(work.stage, work.microbatch):
                 self.wgrad[work.stage] = self.wgrad.get(work.stage, 0) + storage_bytes(tensors)
             self._deferred[w] = [_Kept(self._alive, tensor) for tensor in tensors]
         elif work.kind is Kind.W:

@@ -64,10 +64,10 @@ def sliced_auto(
             if fits and (best is None or ms < best[0] * (1 - 1e-9)):
                 best = ms, schedule
     if best is None:
-        least = min(max(least_memory(memory.fit(placement), placement)) for placement in placements)
+        least = min(_enough(memory.fit(placement), placement, slices) for placement in placements)
         raise UserError(
             f"the memory limit admits no schedule of {len(slices)} slices: it is {memory_limit:g} per rank, and one "
-            f"whole microbatch needs {least:.10g} on the fullest rank; raise the limit"
+            f"whole microbatch at a time needs up to {least:.10g} on the fullest rank; raise the limit to that"
         )
     return replace(best[1], name="zb-auto")
 
@@ -80,6 +80,14 @@ def _candidates(
         found = _Search(costs, memory, placement, m, part * limit, slices, eagerness).run()
         if found is not None:
             yield found
+
+
+def _enough(memory: PassMemory, placement: Placement, slices: Slices) -> float:
+    """A limit that admits one microbatch at a time on every rank, with the gradients of its keys and values."""
+    least = least_memory(memory, placement)
+    ranks = (placement.stages_of(rank) for rank in range(placement.num_ranks))
+    gradients = (sum(memory.history_gradients(stage, slices) for stage in stages) for stages in ranks)
+    return max(map(sum, zip(least, gradients, strict=True)))
 
 
 class _Search:
@@ -97,9 +105,14 @@ class _Search:
     ) -> None:
         self._costs, self._memory, self._slices = costs, memory, slices
         self._placement, self._num_microbatches = placement, num_microbatches
-        self._limit, self._eagerness = limit * (1 + 1e-9), eagerness
+        self._eagerness = eagerness
         self._flow = Chain(placement.num_stages, len(slices))
         ranks = range(placement.num_ranks)
+        # A B must always be able to run, so the gradients of keys and values have their room reserved.
+        self._limits = [
+            limit * (1 + 1e-9) - sum(memory.history_gradients(stage, slices) for stage in placement.stages_of(rank))
+            for rank in ranks
+        ]
         self._rows: list[list[Pass]] = [[] for _ in ranks]
         self._kept = [0.0] * len(ranks)
         self._free = [0.0] * len(ranks)
@@ -158,7 +171,7 @@ class _Search:
         needed = self._kept[rank] + sum(self._memory.changes(p, self._slices)[:1])
         if p.microbatch != self._oldest[rank]:
             needed += self._to_forward[rank][self._oldest[rank]]
-        return needed <= self._limit
+        return needed <= self._limits[rank]
 
     def _place(self, rank: int, now: float, p: Pass) -> list[tuple[float, int]]:
         end = now + self._costs.duration(p, self._slices)
@@ -171,7 +184,7 @@ class _Search:
         if p.kind is F:
             left = self._to_forward[rank]
             left[p.microbatch] -= self._memory.activation[p.stage] * self._slices.shares[p.slice]
-            while self._oldest[rank] < self._num_microbatches - 1 and left[self._oldest[rank]] < 1e-9 * self._limit:
+            while self._oldest[rank] < self._num_microbatches - 1 and left[self._oldest[rank]] < 1e-9:
                 self._oldest[rank] += 1
         else:
             self._pending[rank].append(p._replace(kind=W))
