@@ -142,7 +142,7 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
         ({"schedule": "seq-1f1b", "slice-cuts": ",".join("1" * 17)}, "the playground allows at most 16 slices; got 17"),
         (
             {"schedule": "seq-1f1b", "num-slices": "1e9"},
-            "--num-slices must be a whole number above 0, or auto; got 1e9",
+            "--num-slices must be a number from 1 to 4096, or auto; got 1e9",
         ),
         (
             {"schedule": "zb-auto", "num-slices": "auto", "num-ranks": "33"},
