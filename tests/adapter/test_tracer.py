@@ -34,6 +34,10 @@ def test_chosen_iterations_are_recorded(ranks: RankPool, tmp_path: Path, schedul
     assert min(recording.memory.activation) > 1000
     written, memory = read_costs_file(tmp_path / "costs.json").on(placement)
     assert (written, memory) == (recording.costs, recording.memory)
+    tokens = read_costs_file(tmp_path / "costs.json").tokens
+    assert tokens is not None
+    assert tokens.sequence == 32
+    assert tokens.least in (1, 2, 4, 8, 16, 32)
     assert (tmp_path / "timeline.svg").read_text().startswith("<svg")
 
 

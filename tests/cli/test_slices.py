@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,21 @@ def test_auto_leaves_slices_a_number_of_tokens(capsys: Capture) -> None:
     assert run_json(capsys, *auto, "--min-slice-tokens", "256", "--slice-cuts", "balanced")["num_slices"] == 2
 
 
+def test_auto_leaves_slices_the_tokens_that_a_run_has_measured(capsys: Capture, tmp_path: Path) -> None:
+    def auto(*flags: str, **tokens: int) -> int:
+        file = tmp_path / "costs.json"
+        file.write_text(json.dumps({"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1} | tokens))
+        command = ["plan", "--schedule", "seq-zb-h1", *SIZES, "--costs", str(file), "--num-slices", "auto", *flags]
+        return int(run_json(capsys, *command).get("num_slices", 1))
+
+    assert auto() == 16
+    assert auto(sequence_length=4096) == 4, "1024 tokens by default"
+    assert auto(sequence_length=4096, least_slice_tokens=512) == 8
+    assert auto(sequence_length=4096, least_slice_tokens=4096) == 1
+    assert auto("--min-slice-tokens", "2048", sequence_length=4096, least_slice_tokens=512) == 2
+    assert auto("--min-slice-tokens", "256", sequence_length=4096, least_slice_tokens=512) == 16
+
+
 def test_zb_auto_is_never_longer_than_the_known_schedules_of_its_slices(capsys: Capture) -> None:
     for placement in ("linear", "vee", "auto"):
         auto = ["plan", "--schedule", "zb-auto", *SIZES, *TIMES, "--placement", placement, "--num-slices", "4"]
@@ -121,7 +137,7 @@ def test_compare_shows_slices_only_if_asked(capsys: Capture) -> None:
         ("--slice-cuts nan,1", "of which the last is 1"),
         ("--slice-cuts 0.5,1 --num-slices 3", "--slice-cuts 0.5,1 has 2 ends; got --num-slices 3; leave out"),
         ("--num-slices 2 --min-slice-tokens 9", "--min-slice-tokens applies only to --num-slices auto"),
-        ("--num-slices auto --min-slice-tokens 9", "needs the length of a sequence, which only --config gives"),
+        ("--num-slices auto --min-slice-tokens 9", "the length of a sequence, which only --config or a costs file"),
         ("--num-slices auto --min-slice-tokens 0", "--min-slice-tokens must be 1 or more; got 0"),
         ("--schedule zb-v --num-slices 2", "schedule 'zb-v' does not cut sequences into slices; got 2 slices"),
         ("--schedule zb-v --num-slices auto", "schedule 'zb-v' does not cut sequences into slices; got 16 slices"),

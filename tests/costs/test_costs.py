@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, Slices
+from megatron.zero_bubble.costs import SliceTokens
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json, read_costs_file
 
@@ -130,6 +131,13 @@ def test_shares_of_attention_and_the_history_round_trip(tmp_path: Path) -> None:
     assert "attention" not in costs_to_json(PassCosts((1.0,), (1.0,), (1.0,)), PassMemory((1.0,), (1.0,)))
 
 
+@pytest.mark.parametrize("tokens", [None, SliceTokens(64), SliceTokens(64, 16)])
+def test_tokens_of_sequences_and_slices_round_trip(tokens: SliceTokens | None) -> None:
+    text = costs_to_json(PassCosts((1.0,), (1.0,), (1.0,)), tokens=tokens)
+    assert CostsFile.parse(text).tokens == tokens
+    assert ("least_slice_tokens" in text) == (tokens == SliceTokens(64, 16))
+
+
 def test_shares_of_attention_are_kept_or_averaged_by_time() -> None:
     times = {"forward_ms": [1, 3, 2, 2], "backward_ms": 8, "wgrad_ms": 4}
     one = CostsFile.parse(json.dumps(times | {"attention": 0.25})).on(VEE)[0]
@@ -163,6 +171,12 @@ def test_single_number_in_a_file_is_a_ranks_whole_share() -> None:
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "attention": 1.5}', "attention is a share, so it must be"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "attention": [1, 1, 1]}', "each of the 2 stages; got 3"),
         ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "history": 1}', "must have the key activation,"),
+        (
+            '{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "sequence_length": 0}',
+            "sequence_length must be a number of",
+        ),
+        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "sequence_length": 1.5}', "tokens, 1 or more; got 1.5"),
+        ('{"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1, "least_slice_tokens": 4}', "the key sequence_length, a"),
         ('{"forward_ms": NaN, "backward_ms": 1, "wgrad_ms": 1}', "forward_ms must be a finite number"),
     ],
 )

@@ -50,4 +50,6 @@ def test_recording_does_not_change_the_job(checkout: Checkout, tmp_path: Path) -
     for trace in recording.traces.values():
         assert trace.timeline.schedule.num_microbatches == 6
         assert all(row.receives for row in trace.ranks)
-    assert read_costs_file(tmp_path / "costs.json").on(Placement.linear(2)) == (recording.costs, recording.memory)
+    costs = read_costs_file(tmp_path / "costs.json")
+    assert costs.on(Placement.linear(2)) == (recording.costs, recording.memory)
+    assert costs.tokens is not None, "how short slices may be"

@@ -67,6 +67,7 @@ class Pipeline:
 
     Attributes:
         slices: the cuts of the sequences in the last iteration.
+        microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Pipeline:
         self.store = WgradStore(self.accumulate)
         self.histories = Histories()
         self.slices = WHOLE
+        self.microbatch = 0, 0
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
         self._memory = memory
@@ -200,6 +202,7 @@ class Pipeline:
         call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
         if forward_only:
             return self._run(call, None)
+        self.microbatch = decoder_seq_length or seq_length, micro_batch_size
         start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors, self.histories.tensors)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)

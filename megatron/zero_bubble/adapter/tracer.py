@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.costs import SliceTokens
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
 from megatron.zero_bubble.ir import WHOLE
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.recorder import Marks, Recorder
+from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens
 from megatron.zero_bubble.render.html import render_html
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import draw_comparison
@@ -60,6 +63,7 @@ class Tracer(IterationObserver):
         self._end: int | None = None
         self._recording = False
         self._recorded: dict[int, Marks] = {}
+        self._chunks: Sequence[torch.nn.Module] = ()
         self.iteration = 0
 
     @property
@@ -74,7 +78,7 @@ class Tracer(IterationObserver):
         return (range(end - LAST_ITERATIONS + 1, end + 1),) if self._chosen is None else self._chosen
 
     def begin_iteration(self, start: IterationStart) -> None:
-        self.iteration = self._number()
+        self.iteration, self._chunks = self._number(), start.chunks
         if self._end is None:
             self._end = self._end_after(self.iteration)
         self._recording = any(self.iteration in some for some in self._ranges(self._end))
@@ -93,7 +97,8 @@ class Tracer(IterationObserver):
         A collective call. Files that cannot be written do not raise, so that a finished run does not fail.
 
         Args:
-            pipeline: our pipeline, which has measured the memory of microbatches; None if megatron-core's own ran.
+            pipeline: our pipeline, which has measured the memory of microbatches; None if megatron-core's own ran. For
+                costs, the ranks now also measure how short slices may be.
 
         Returns:
             on the rank that writes, one message per file or folder, including errors; an empty list elsewhere.
@@ -105,6 +110,10 @@ class Tracer(IterationObserver):
         slices = WHOLE if pipeline is None else pipeline.slices
         traces = {iteration: gather_trace(self._name, marks, group, slices) for iteration, marks in recorded}
         memory = pipeline.memory.gather(group) if pipeline is not None and traces else None
+        tokens = None
+        if pipeline is not None and traces and costs_file:
+            least = gather_least_tokens(self._recorder.platform, self._chunks, *pipeline.microbatch, group)
+            tokens = SliceTokens(pipeline.microbatch[0], least)
         if not _first_of_all():
             return []
         targets = [target for target in (directory, costs_file) if target]
@@ -118,7 +127,7 @@ class Tracer(IterationObserver):
                     _write(Recording(costs, traces, memory), target)
                 else:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_text(costs_to_json(costs, memory), encoding="utf-8")
+                    target.write_text(costs_to_json(costs, memory, tokens), encoding="utf-8")
             except OSError as error:
                 said.append(f"cannot write the recorded iterations to {target}: {error.strerror}; they are lost")
             else:

@@ -33,8 +33,9 @@ def add_slices(verb: argparse.ArgumentParser, default: str) -> None:
         "--min-slice-tokens",
         type=int,
         metavar="TOKENS",
-        help=f"fewest tokens per slice for --num-slices {AUTOMATIC}, with --config (default: {LEAST_TOKENS}; without "
-        "--config, up to 16 slices are tried)",
+        help=f"fewest tokens per slice for --num-slices {AUTOMATIC}, with --config or a costs file that has the length "
+        f"of sequences (default: what a run has measured for the costs file, else {LEAST_TOKENS}; if the length is "
+        "unknown, up to 16 slices are tried)",
     )
 
 

@@ -6,5 +6,6 @@ rank's chunks. Internally, figures are per stage. Only this package defines ``BW
 
 from megatron.zero_bubble.costs.memory import PassMemory
 from megatron.zero_bubble.costs.passes import PassCosts
+from megatron.zero_bubble.costs.slice_tokens import SliceTokens
 
-__all__ = ["PassCosts", "PassMemory"]
+__all__ = ["PassCosts", "PassMemory", "SliceTokens"]

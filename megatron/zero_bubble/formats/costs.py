@@ -4,7 +4,8 @@ A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms``
 (a list of ``[source rank, destination rank, ms]``) and both ``activation`` and ``wgrad`` (memory). Each figure of a
 pass is either one number, for a rank's whole share of the model, or a list with one number per stage. A list for
 another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need ``attention`` and
-``backward_attention`` (the shares of F and B that attention takes) and ``history`` (the memory of keys and values).
+``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys and values),
+``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 from megatron.zero_bubble.costs.memory import HISTORY, MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import ATTENTION, TIMES, PassCosts
+from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
 from megatron.zero_bubble.costs.units import (
     checked_figure,
     checked_figures,
@@ -28,7 +30,7 @@ from megatron.zero_bubble.costs.units import (
     spread,
 )
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.files import json_object, naming, read_file
+from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
 from megatron.zero_bubble.ir import Placement
 
 Figure = float | tuple[float, ...]
@@ -36,11 +38,11 @@ Figure = float | tuple[float, ...]
 
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_KEYS = frozenset((*TIMES, *MEMORY, HISTORY, *_SHARES, "comm_ms", "links"))
+_KEYS = frozenset((*TIMES, *MEMORY, HISTORY, *_SHARES, *TOKENS, "comm_ms", "links"))
 _WHAT = "costs file"
 
 
-def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
+def costs_to_json(costs: PassCosts, memory: PassMemory | None = None, tokens: SliceTokens | None = None) -> str:
     """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
 
     Shares of attention and the history are left out where they are all 0.
@@ -54,6 +56,8 @@ def costs_to_json(costs: PassCosts, memory: PassMemory | None = None) -> str:
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
         if any(memory.history):
             content[HISTORY] = list(memory.history)
+    if tokens is not None:
+        content |= {key: number for key, number in zip(TOKENS, tokens, strict=True) if number is not None}
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
 
 
@@ -68,6 +72,7 @@ class CostsFile:
         links: as in ``PassCosts``.
         path: path of the file, for error messages.
         shares: shares of attention, by key; the same on every stage, or one per stage.
+        tokens: tokens of a sequence, and the fewest of a slice; None if the file does not have them.
     """
 
     times: Mapping[str, Figure]
@@ -76,6 +81,7 @@ class CostsFile:
     links: Mapping[tuple[int, int], float]
     path: str | Path | None = None
     shares: Mapping[str, Figure] = field(default_factory=dict)
+    tokens: SliceTokens | None = None
 
     @classmethod
     def parse(cls, text: str) -> CostsFile:
@@ -101,7 +107,7 @@ class CostsFile:
         for key, share in shares.items():
             for one in share if isinstance(share, tuple) else (share,):
                 checked_share(key, one)
-        return cls(times, memory, comm_ms, links, shares=shares)
+        return cls(times, memory, comm_ms, links, shares=shares, tokens=_tokens(content))
 
     def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
         """Return the costs of the stages of ``placement``, and their memory if the file has any.
@@ -151,6 +157,19 @@ def _figure(content: Mapping[str, Any], name: str) -> Figure:
 
 def _given(content: Mapping[str, Any], names: Iterable[str]) -> dict[str, Figure]:
     return {name: _figure(content, name) for name in names if name in content}
+
+
+def _tokens(content: dict[str, Any]) -> SliceTokens | None:
+    if not content.keys() & {*TOKENS}:
+        return None
+    sequence = _count(content, SEQUENCE_LENGTH)
+    return SliceTokens(sequence, _count(content, LEAST_SLICE_TOKENS) if LEAST_SLICE_TOKENS in content else None)
+
+
+def _count(content: dict[str, Any], key: str) -> int:
+    return int(
+        read_key(content, key, "a number of tokens, 1 or more", lambda number: type(number) is int and number > 0)
+    )
 
 
 def _per_stage(name: str, figure: Figure, placement: Placement) -> tuple[float, ...]:

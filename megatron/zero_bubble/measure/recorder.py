@@ -35,12 +35,12 @@ class _Origin(NamedTuple):
 class Recorder(IterationObserver):
     """Records this rank's part of an iteration, from ``start`` to ``stop``.
 
-    Args:
+    Attributes:
         platform: takes and reads the marks.
     """
 
     def __init__(self, platform: Platform) -> None:
-        self._platform = platform
+        self.platform = platform
         self._mark = platform.mark
         self._origin: _Origin | None = None
         self._clock: GroupClock | None = None
@@ -55,13 +55,13 @@ class Recorder(IterationObserver):
         self._clear()
         if self._clock is None or self._clock.group is not group:
             self._clock = GroupClock(group)
-        self._platform.synchronize()
+        self.platform.synchronize()
         self._origin = self._new_origin(self._clock.measure())
 
     def _new_origin(self, offset: Offset) -> _Origin:
         before = time.perf_counter()
         mark = self._mark()
-        self._platform.synchronize()
+        self.platform.synchronize()
         after = time.perf_counter()
         at_s, error_s = (before + after) / 2 - offset.seconds, (after - before) / 2 + offset.error_s
         return _Origin(mark, at_s * 1e3, error_s * 1e3)
@@ -70,7 +70,7 @@ class Recorder(IterationObserver):
         """End the recording and return its marks; only ``Marks.times`` waits for them and reads them."""
         origin, self._origin = self._origin, None
         assert origin is not None, "stop() was called without start()"
-        taken = self._events(origin, self._platform.elapsed_ms)
+        taken = self._events(origin, self.platform.elapsed_ms)
         self._clear()
         return taken
 

@@ -15,7 +15,7 @@ from megatron.zero_bubble.planning.plans import peak_memory
 from megatron.zero_bubble.search.timed import timed
 
 LEAST_TOKENS = 1024
-"""Default for the fewest tokens of a slice that is chosen automatically."""
+"""The fewest tokens of a slice that is chosen automatically, if neither the user nor a run gives a number."""
 _MOST_SLICES = 16
 """The most slices that are tried if the length of a sequence is unknown."""
 _ROUNDING = 1e-9
@@ -29,7 +29,8 @@ class Cuts:
         number: the number of slices; None to choose it.
         places: ``even`` or ``balanced`` cuts, or the slices themselves; None for the default: the better of both if the
             number is to be chosen, else balanced cuts if attention takes much of the time (``default_cuts``).
-        least_tokens: the fewest tokens of a slice if the number is to be chosen; it needs a known sequence length.
+        least_tokens: the fewest tokens of a slice if the number is to be chosen; it needs a known sequence length. The
+            default is what a run has measured, else ``LEAST_TOKENS``.
     """
 
     number: int | None
@@ -61,19 +62,22 @@ class Cuts:
         return tuple(found)
 
     def _powers_of_two(self, costs: Figures) -> Sequence[Slices]:
-        least = self.least_tokens or LEAST_TOKENS
         if costs.sequence is None and self.least_tokens is not None:
             raise UserError(
-                f"a minimum of {least} tokens per slice needs the length of a sequence, which only --config gives; "
-                "leave out --min-slice-tokens, or give the number of slices"
+                f"a minimum of {self.least_tokens} tokens per slice needs the length of a sequence, which only "
+                "--config or a costs file with sequence_length gives; leave out --min-slice-tokens, or give the number "
+                "of slices"
             )
-        most = _MOST_SLICES if costs.sequence is None else max(1, costs.sequence // least)
+        most = _MOST_SLICES if costs.sequence is None else max(1, costs.sequence // self._least(costs))
         return [Slices.even(2**power) for power in range(most.bit_length())]
 
     def _is_long_enough(self, slices: Slices, costs: Figures) -> bool:
         if costs.sequence is None or len(slices) == 1:
             return True
-        return min(slices.shares) * costs.sequence >= (self.least_tokens or LEAST_TOKENS) - 0.5
+        return min(slices.shares) * costs.sequence >= self._least(costs) - 0.5
+
+    def _least(self, costs: Figures) -> int:
+        return self.least_tokens or costs.least_slice_tokens or LEAST_TOKENS
 
 
 def _order(slices: Slices) -> tuple[int, bool, tuple[float, ...]]:

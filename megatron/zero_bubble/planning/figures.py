@@ -26,6 +26,7 @@ class Figures:
         weight_bytes: bytes of weights, gradients and optimizer state per rank on a placement; None if unknown.
         notes: the assumptions made, as sentences.
         sequence: tokens of a sequence; None if unknown.
+        least_slice_tokens: fewest tokens of a slice, as a run has measured; None if unknown.
     """
 
     num_ranks: int
@@ -37,6 +38,7 @@ class Figures:
     weight_bytes: Callable[[Placement], tuple[float, ...]] | None = None
     notes: tuple[str, ...] = ()
     sequence: int | None = None
+    least_slice_tokens: int | None = None
 
     @property
     def microbatch(self) -> float:
@@ -96,7 +98,8 @@ def measured(
         return (costs, kept) if read_as == placement else (costs.fit(placement), kept.fit(placement))
 
     given = memory is not None or file.on(Placement.linear(num_ranks))[1] is not None
-    return Figures(num_ranks, num_microbatches, on, given)
+    sequence, least = file.tokens or (None, None)
+    return Figures(num_ranks, num_microbatches, on, given, sequence=sequence, least_slice_tokens=least)
 
 
 def beyond_floats(error: OverflowError) -> str:

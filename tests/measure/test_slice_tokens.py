@@ -1,0 +1,85 @@
+"""Tests of the fewest tokens of a slice, with products whose times are set by the test."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens, largest_linear, least_tokens
+from megatron.zero_bubble.platforms.cpu import CpuPlatform
+from tests.helpers.ranks import RankPool
+
+
+class Clock(CpuPlatform):
+    """A clock on which a product takes ``start_ms`` and 1 ms per token, and the first of each length much longer."""
+
+    def __init__(self, start_ms: float, patch: pytest.MonkeyPatch) -> None:
+        self.now_ms, self._start_ms, self.lengths = 0.0, start_ms, list[int]()
+        self._product = torch.mm
+        patch.setattr(torch, "mm", self._timed)
+
+    def mark(self) -> float:
+        return self.now_ms / 1e3
+
+    def _timed(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        self._product(x, weight, out=out)
+        is_first = len(x) not in self.lengths
+        self.lengths.append(len(x))
+        self.now_ms += self._start_ms + len(x) + 1e6 * is_first
+
+
+def test_time_per_token_may_exceed_that_of_the_sequence_by_a_tenth() -> None:
+    def least(start: float) -> int:
+        return least_tokens(lambda tokens: start + tokens, 64)
+
+    # 32 tokens with a start of s take (32 + s) / 32 each; 1.1 times (64 + s) / 64 is more if s is below 7.1.
+    assert [least(0), least(7), least(7.2)] == [1, 32, 64]
+    assert least_tokens(float, 1000) == 1
+    assert least_tokens(float, 1) == 1
+
+
+def test_lengths_are_tried_until_the_first_that_takes_too_long() -> None:
+    """A short product that happens to be fast does not make those between it and the sequence fast."""
+    times = {800: 800.0, 400: 401.0, 200: 300.0, 100: 1.0}
+    assert least_tokens(times.__getitem__, 800) == 400
+
+
+def of_rank(rank: int) -> tuple[int, list[int], bool]:
+    """Measure sequences of 64 tokens in microbatches of 2; products of rank 1 take longer to start."""
+    group = dist.group.WORLD
+    assert group is not None
+    chunks = [torch.nn.Linear(3, 5)] if rank else [torch.nn.Linear(4, 2), torch.nn.LayerNorm(9)]
+    before = torch.get_rng_state()
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock((1.0, 10.0)[rank], patch)
+        least = gather_least_tokens(clock, chunks, 64, 2, group)
+    return least, clock.lengths, torch.equal(before, torch.get_rng_state())
+
+
+def test_the_largest_of_the_ranks_counts(ranks: RankPool) -> None:
+    (first, of_first, kept), (second, of_second, _) = ranks.run(2, of_rank)
+    assert first == second == 32
+    # 8 tokens of rank 0 take (16 + 1) / 8 each, at most 1.1 times (128 + 1) / 64; 4 tokens take more.
+    assert sorted(set(of_first)) == [4 * 2, 8 * 2, 16 * 2, 32 * 2, 64 * 2]
+    assert sorted(set(of_second)) == [16 * 2, 32 * 2, 64 * 2]
+    assert kept, "the random state of the job is unchanged"
+
+
+def without_linears(rank: int) -> int:
+    assert dist.group.WORLD is not None
+    return gather_least_tokens(CpuPlatform(), [torch.nn.LayerNorm(4)], 64, 2, dist.group.WORLD)
+
+
+def test_a_rank_without_linears_needs_no_minimum(ranks: RankPool) -> None:
+    assert ranks.run(1, without_linears) == [1]
+
+
+def test_largest_linear_is_not_an_embedding() -> None:
+    small, large = torch.nn.Linear(3, 4), torch.nn.Linear(5, 6)
+    chunks = [
+        torch.nn.Sequential(torch.nn.Embedding(100, 8), small),
+        torch.nn.Sequential(large, torch.nn.LayerNorm(99)),
+    ]
+    assert largest_linear(chunks) is large.weight
+    assert largest_linear([torch.nn.Embedding(100, 8)]) is None
