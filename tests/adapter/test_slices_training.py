@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,10 @@ from tests.adapter.test_foreign_loop import MICROBATCHES, SEQUENCE, build_model,
 from tests.adapter.test_parity import BUCKETS, LLAMA, ROPE, UNTIED
 from tests.adapter.test_slices import EVEN, FULL_RECOMPUTE, UNEVEN
 from tests.helpers.faults import Fault, train_with_faults
-from tests.helpers.parity import Layout, assert_same_bits
+from tests.helpers.parity import Layout, _under_each, assert_same_bits
 from tests.helpers.parity import train as train_each
 from tests.helpers.ranks import RankPool
-from tests.helpers.slices import LONG
+from tests.helpers.slices import LONG, gradients_of
 from tests.helpers.training import losses, train
 
 GATHER = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {BUCKETS}"
@@ -67,6 +68,36 @@ def test_rejected_steps_are_repeated_on_the_same_slices(ranks: RankPool) -> None
     results = ranks.run(2, train_with_faults, Layout(2).flags(3, flags), modes, faults, True, timeout=120)
     assert_same_bits(results, ["synchronous", "ahead"], 14)
     assert results[0][1].counts["repeated"] == 2, results[0][1].counts
+
+
+def times_ready(rank: int, flags: str, schedule: str) -> list[int]:
+    """How often every weight of the rank becomes ready for its reduction in an iteration."""
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as Bucket
+
+    counts: Counter[torch.nn.Parameter] = Counter()
+    register = Bucket.register_grad_ready
+
+    def counted(bucket: Any, weight: torch.nn.Parameter, *args: Any, **named: Any) -> None:
+        counts[weight] += bucket.is_last_microbatch
+        register(bucket, weight, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Bucket, "register_grad_ready", counted)
+        for args, _ in _under_each(f"{LONG} {flags}", [schedule]):
+            gradients_of(args, None)
+    return list(counts.values())
+
+
+def test_only_the_last_backward_makes_weights_ready(ranks: RankPool) -> None:
+    """On the last rank, the W of an earlier backward runs after the last one, when gradients may be reduced.
+
+    It is the backward of another slice of the last microbatch or, with one slice, of another microbatch.
+    """
+    flags = Layout(2).flags(2, f"--overlap-grad-reduce --no-align-grad-reduce {BUCKETS}")
+    for schedule in (f"seq-zb-h1 {EVEN.format(4)}", f"seq-zb-h1 {EVEN.format(1)}"):
+        for counts in ranks.run(2, times_ready, flags, schedule, timeout=120):
+            assert len(counts) > 10
+            assert set(counts) == {1}
 
 
 class Failure(NamedTuple):
