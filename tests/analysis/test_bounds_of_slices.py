@@ -47,6 +47,23 @@ def test_seq_zb_h1_is_optimal_at_equal_passes(p: int, m: int, n: int) -> None:
     assert found.value_ms == pytest.approx(timeline.makespan_ms)
 
 
+@pytest.mark.parametrize(
+    ("costs", "ms"),
+    [
+        # The work of the slow second rank, between an F on the first rank and a B and a W there.
+        (PassCosts((1.0, 10.0), (1.0, 10.0), (1.0, 0.0)), 0.5 + 20.0 + 0.5 + 0.5),
+        # The transfers there and back delay the first backward of the first rank.
+        (PassCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0), 3.0), 0.5 + 3.0 + 1.0 + 0.5 + 3.0 + 2.0),
+    ],
+)
+def test_unequal_passes_and_transfers_reach_the_bound(costs: PassCosts, ms: float) -> None:
+    schedule = build("seq-zb-h1", num_ranks=2, num_microbatches=1, num_slices=2)
+    memory = PassMemory.uniform(schedule.placement)
+    assert simulate(schedule, costs, memory).makespan_ms == pytest.approx(ms)
+    found = lower_bound(costs, memory, schedule.placement, 1, None, "makespan", slices=schedule.slices)
+    assert found.value_ms == pytest.approx(ms)
+
+
 def test_a_limit_raises_the_bound() -> None:
     schedule = build("seq-zb-h1", num_ranks=4, num_microbatches=4, num_slices=4)
     costs, memory = PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0), PassMemory.uniform(schedule.placement)

@@ -80,6 +80,12 @@ def test_buffers_of_keys_and_values_live_as_long_as_a_slice_of_the_sequence(reco
     assert memory.changes(steps[0]) == (10.0, 0.0), "a whole sequence has no history"
 
 
+def test_gradients_of_keys_and_values_double_above_eight_slices() -> None:
+    """Those of more slices are summed in float32."""
+    memory = PassMemory((10.0,), (6.0,), (4.0,))
+    assert [memory.changes(Pass(0, Kind.B, 0, n - 1), Slices.even(n))[0] for n in (2, 8, 9, 16)] == [4, 4, 8, 8]
+
+
 @pytest.mark.parametrize("wrong", [-1.0, math.nan, math.inf, True, "1"])
 def test_invalid_figure_is_named(wrong: object) -> None:
     with pytest.raises(ValueError, match="backward_ms of stage 1 must be a finite number, 0 or above"):

@@ -63,4 +63,7 @@ def test_balanced_slices_take_equal_time(share: float, number: int, wgrad_ms: fl
 def test_default_cuts_are_balanced_for_much_attention() -> None:
     assert default_cuts(PassCosts.uniform(LINEAR, 1.0, 1.0, 1.0, attention=0.05), 4).are_even
     assert not default_cuts(PassCosts.uniform(LINEAR, 1.0, 1.0, 1.0, attention=0.3), 4).are_even
+    # Of 2 ms of F and B together, attention takes 1 + 2 times its share of F.
+    assert default_cuts(PassCosts.uniform(LINEAR, 1.0, 1.0, 1.0, attention=0.066), 4).are_even
+    assert not default_cuts(PassCosts.uniform(LINEAR, 1.0, 1.0, 1.0, attention=0.067), 4).are_even
     assert balanced(PassCosts.uniform(LINEAR, 1.0, 1.0, 1.0), 4) == Slices.even(4)

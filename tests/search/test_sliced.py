@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, build, simulate, validate
@@ -65,6 +66,55 @@ def test_a_v_halves_the_bubble_of_slices(n: int, rate: float) -> None:
     assert max(timeline.peak_activation) <= limit
     bound = lower_bound(costs, memory, vee, 8, limit, "makespan", slices=Slices.even(n)).value_ms
     assert timeline.makespan_ms == pytest.approx(bound)
+
+
+@pytest.mark.parametrize(
+    ("placement", "m", "times", "limit", "ms"),
+    [
+        # W at once whenever no B or F is ready: 45 ms. To wait for them instead reaches the bound.
+        (Placement.linear(3), 3, (5.0, 4.0, 4.0), 2.0, 127 / 3),
+        # As many forwards ahead as the limit admits: 46.5 ms.
+        (Placement.vee(4), 4, (4.0, 5.0, 1.0), 3.0, 133 / 3),
+    ],
+)
+def test_several_ways_to_search_are_tried(
+    placement: Placement, m: int, times: tuple[float, float, float], limit: float, ms: float
+) -> None:
+    costs, memory = PassCosts.uniform(placement, *times), PassMemory.uniform(placement)
+    found = sliced_auto(costs, memory, [placement], m, limit, Slices.even(3), "makespan")
+    assert simulate(found, costs, memory).makespan_ms <= ms * (1 + 1e-9)
+
+
+@given(
+    p=st.integers(1, 4),
+    m=st.integers(1, 4),
+    slices=cuts,
+    vee=st.booleans(),
+    wgrad=st.floats(0.0, 1.0),
+    history=st.sampled_from([0.0, 0.1, 0.4]),
+    recomputed=st.booleans(),
+    unit=st.sampled_from([1.0, 1e10 / 3]),
+)
+@example(p=2, m=2, slices=Slices.even(2), vee=True, wgrad=1.0, history=0.0, recomputed=False, unit=1e10 / 3)
+@example(p=2, m=3, slices=Slices.even(3), vee=True, wgrad=1.0, history=0.4, recomputed=True, unit=1e10 / 3)
+@example(p=2, m=4, slices=Slices.even(9), vee=False, wgrad=1.0, history=0.4, recomputed=False, unit=1.0)
+def test_the_least_limit_is_enough(
+    p: int, m: int, slices: Slices, vee: bool, wgrad: float, history: float, recomputed: bool, unit: float
+) -> None:
+    """Also in bytes, whose sums are rounded by more than any fixed tolerance."""
+    placement = Placement.vee(p) if vee else Placement.linear(p)
+    costs, memory = PassCosts.uniform(placement, 1.0, 1.0, 1.0), PassMemory.uniform(placement, unit, wgrad * unit)
+    memory = replace(memory, history=tuple(history * one for one in memory.activation), recomputed=recomputed)
+
+    def search(limit: float) -> None:
+        found = sliced_auto(costs, memory, [placement], m, limit, slices, "span")
+        assert max(most_kept(simulate(found, costs, memory), memory)) <= limit * (1 + 1e-9)
+
+    with pytest.raises(UserError, match="raise the limit to that") as refused:
+        search(0.5 * unit)
+    named = re.search(r"needs up to ([\d.e+]+) on the fullest rank", str(refused.value))
+    assert named is not None
+    search(float(named[1]) * (1 + 1e-9))
 
 
 def test_least_memory_is_named() -> None:

@@ -16,7 +16,6 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from itertools import chain, product
 
-from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -83,11 +82,30 @@ def _candidates(
 
 
 def _enough(memory: PassMemory, placement: Placement, slices: Slices) -> float:
-    """A limit that admits one microbatch at a time on every rank, with the gradients of its keys and values."""
-    least = least_memory(memory, placement)
+    """A limit that admits one microbatch at a time on every rank."""
     ranks = (placement.stages_of(rank) for rank in range(placement.num_ranks))
-    gradients = (sum(memory.history_gradients(stage, slices) for stage in stages) for stages in ranks)
-    return max(map(sum, zip(least, gradients, strict=True)))
+    return max(_of_forwards(memory, stages, slices) + _of_backwards(memory, stages, slices) for stages in ranks)
+
+
+def _of_forwards(memory: PassMemory, stages: Sequence[int], slices: Slices) -> float:
+    """What all forwards of a microbatch add to the memory of a rank with ``stages``."""
+    passes = (Pass(stage, F, 0, slice_) for stage in stages for slice_ in range(len(slices)))
+    return sum(sum(memory.changes(p, slices)) for p in passes)
+
+
+def _of_backwards(memory: PassMemory, stages: Sequence[int], slices: Slices) -> float:
+    """What the backwards of a microbatch need in addition, if each B is followed by its W.
+
+    The gradients of keys and values, and the operands of W where they are larger than what B frees.
+    """
+    gradients = {stage: memory.history_gradients(stage, slices) for stage in stages}
+    last = len(slices) - 1
+    growth = (
+        sum(memory.changes(Pass(stage, B, 0, slice_), slices)) - (gradients[stage] if slice_ == last else 0.0)
+        for stage in stages
+        for slice_ in range(len(slices))
+    )
+    return sum(gradients.values()) + max(0.0, *growth)
 
 
 class _Search:
@@ -108,20 +126,17 @@ class _Search:
         self._eagerness = eagerness
         self._flow = Chain(placement.num_stages, len(slices))
         ranks = range(placement.num_ranks)
-        # A B must always be able to run, so the gradients of keys and values have their room reserved.
-        self._limits = [
-            limit * (1 + 1e-9) - sum(memory.history_gradients(stage, slices) for stage in placement.stages_of(rank))
-            for rank in ranks
-        ]
+        # A B must always be able to run, so forwards leave room for it.
+        self._limit = limit * (1 + 1e-9)
+        self._left_free = [_of_backwards(memory, placement.stages_of(rank), slices) for rank in ranks]
         self._rows: list[list[Pass]] = [[] for _ in ranks]
         self._kept = [0.0] * len(ranks)
         self._free = [0.0] * len(ranks)
         self._pending: list[deque[Pass]] = [deque() for _ in ranks]
         self._left = {p: len(self._flow.inputs(p)) for p in self._passes()}
         self._ready: list[list[tuple[float, Pass]]] = [[] for _ in ranks]
-        self._to_forward = [
-            [sum(memory.activation[stage] for stage in placement.stages_of(rank))] * num_microbatches for rank in ranks
-        ]
+        self._microbatch = [_of_forwards(memory, placement.stages_of(rank), slices) for rank in ranks]
+        self._to_forward = [[whole] * num_microbatches for whole in self._microbatch]
         self._oldest = [0] * len(ranks)
         self._arrival: dict[Pass, float] = {}
 
@@ -154,7 +169,7 @@ class _Search:
 
     def _step(self, rank: int, now: float) -> list[tuple[float, int]]:
         """Run the most urgent pass of a free rank; returns when which rank may run its next one."""
-        ready = [(at, p) for at, p in self._ready[rank] if p.kind is B or self._fits(rank, p)]
+        ready = [(at, p) for at, p in self._ready[rank] if self._fits(rank, p)]
         present = [p for at, p in ready if at <= now]
         if present:
             return self._place(rank, now, min(present, key=_urgency))
@@ -167,11 +182,17 @@ class _Search:
         return [(coming, rank)] if math.isfinite(coming) else []
 
     def _fits(self, rank: int, p: Pass) -> bool:
-        """Whether F ``p`` leaves room for the rest of the oldest microbatch whose forwards are not complete."""
-        needed = self._kept[rank] + sum(self._memory.changes(p, self._slices)[:1])
-        if p.microbatch != self._oldest[rank]:
-            needed += self._to_forward[rank][self._oldest[rank]]
-        return needed <= self._limits[rank]
+        """Whether there is room for ``p``; an F must leave what the rest of the oldest microbatch needs.
+
+        The oldest microbatch is the first whose forwards are not complete.
+        """
+        start, end = self._memory.changes(p, self._slices)
+        needed = self._kept[rank] + max(start, start + end)
+        if p.kind is F:
+            needed += self._left_free[rank]
+            if p.microbatch != self._oldest[rank]:
+                needed += self._to_forward[rank][self._oldest[rank]]
+        return needed <= self._limit
 
     def _place(self, rank: int, now: float, p: Pass) -> list[tuple[float, int]]:
         end = now + self._costs.duration(p, self._slices)
@@ -183,8 +204,9 @@ class _Search:
         self._ready[rank] = [(at, other) for at, other in self._ready[rank] if other != p]
         if p.kind is F:
             left = self._to_forward[rank]
-            left[p.microbatch] -= self._memory.activation[p.stage] * self._slices.shares[p.slice]
-            while self._oldest[rank] < self._num_microbatches - 1 and left[self._oldest[rank]] < 1e-9:
+            left[p.microbatch] -= sum(self._memory.changes(p, self._slices))
+            rounding = 1e-9 * self._microbatch[rank]
+            while self._oldest[rank] < self._num_microbatches - 1 and left[self._oldest[rank]] < rounding:
                 self._oldest[rank] += 1
         else:
             self._pending[rank].append(p._replace(kind=W))

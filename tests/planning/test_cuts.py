@@ -1,0 +1,53 @@
+"""The choice among cuts of sequences."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, Slices, build
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs.cuts import balanced
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.planning.cuts import shortest
+from megatron.zero_bubble.planning.figures import Figures
+
+
+def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+    return PassCosts.uniform(placement, 1.0, 1.0, 1.0, attention=0.5), PassMemory.uniform(placement)
+
+
+COSTS = Figures(4, 8, on)
+
+
+@pytest.mark.parametrize(("objective", "name"), [("span", "zb-h2"), ("makespan", "v-half")])
+def test_shortest_by_the_objective(objective: Metric, name: str) -> None:
+    """ZB-H2 has a span of 24 and a makespan of 27, V-Half 26.5 for both."""
+    one, two = Slices.even(1), Slices.even(2)
+
+    def make(slices: Slices) -> Schedule:
+        return build("v-half" if slices == one else "zb-h2", num_ranks=4, num_microbatches=8)
+
+    assert shortest(make, [one, two], COSTS, None, objective).name == name
+    assert shortest(make, [two, one], COSTS, None, objective).name == name
+
+
+def test_the_smallest_peak_if_none_is_within_the_limit() -> None:
+    cuts = [balanced(on(Placement.linear(4))[0], 4), Slices.even(4)]
+
+    def make(slices: Slices) -> Schedule:
+        return build("seq-zb-h1", num_ranks=4, num_microbatches=8, num_slices=slices)
+
+    assert shortest(make, cuts, COSTS, None, "span").slices == cuts[0]
+    assert shortest(make, cuts, COSTS, 0.5, "span").slices == cuts[1]
+
+
+def test_candidates_without_a_schedule_are_skipped() -> None:
+    def make(slices: Slices) -> Schedule:
+        if len(slices) < 4:
+            raise UserError(f"{len(slices)} slices are too few")
+        return build("seq-zb-h1", num_ranks=4, num_microbatches=8, num_slices=slices)
+
+    few, enough = [Slices.even(2), Slices.even(3)], Slices.even(4)
+    assert shortest(make, [*few, enough], COSTS, None, "span").slices == enough
+    with pytest.raises(UserError, match="3 slices are too few"):
+        shortest(make, few, COSTS, None, "span")
