@@ -16,8 +16,9 @@ from megatron.zero_bubble.analysis.steps import steps
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Compute, Kind, Pass, Plan, Schedule, Validate
+from megatron.zero_bubble.ir import Compute, Pass, Plan, Schedule, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
+from megatron.zero_bubble.ir.passes import FORWARDS
 
 _SETTLED = 6
 """Iterations after which the period is constant; the first iteration differs, because it waits for no other."""
@@ -96,7 +97,7 @@ def repeatable(schedule: Schedule) -> list[set[Pass]]:
 
 
 def _leading_forwards(row: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    first = next((position for position, p in enumerate(row) if p.kind is not Kind.F), len(row))
+    first = next((position for position, p in enumerate(row) if p.kind not in FORWARDS), len(row))
     return row[:first]
 
 

@@ -15,6 +15,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Pass, Schedule, Value
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
+from megatron.zero_bubble.ir.passes import FORWARDS
 from megatron.zero_bubble.ir.repeats import find_repeats
 
 __all__ = ["ScheduleError", "validate"]
@@ -60,6 +61,7 @@ def _check(schedule: Schedule, forward_only: bool) -> None:
         split_or_fused,
         every_forward,
         backwards,
+        every_neighbour,
         wgrad_after_backward,
     ):
         for sentence, (rank, column, bad) in rule(schedule):
@@ -128,8 +130,18 @@ def every_backward(schedule: Schedule) -> Faults:
 def no_backward(schedule: Schedule) -> Faults:
     """An evaluation runs forwards only."""
     for rank, column, p in _cells(schedule):
-        if p.kind is not Kind.F:
+        if p.kind not in FORWARDS:
             yield f"a forward-only order must have only F passes; rank {rank} has {p}", (rank, column, p)
+
+
+def every_neighbour(schedule: Schedule) -> Faults:
+    """Every pass that makes an input of a pass of the order, or that uses one of its outputs, is in the order."""
+    present, flow = set(schedule.passes()), schedule.flow
+    for p in schedule.passes():
+        consumers = (consumer for value in flow.outputs(p) for consumer in flow.consumers(value))
+        for neighbour in (*schedule.dependencies(p), *consumers):
+            if neighbour not in present:
+                yield _missing(schedule, neighbour)
 
 
 def wgrad_after_backward(schedule: Schedule) -> Faults:

@@ -8,7 +8,7 @@ from megatron.zero_bubble.costs.units import check_same_length, checked_figures,
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices, Value
 from megatron.zero_bubble.ir.flow import OPERANDS, SAVED
-from megatron.zero_bubble.ir.passes import B, F, W
+from megatron.zero_bubble.ir.passes import VOCABULARY, B, F, S, T, W
 
 MEMORY = ("activation", "wgrad")
 HISTORY = "history"
@@ -31,6 +31,7 @@ class PassMemory:
             for the whole sequence, which the F of the first slice allocates and the B of the first slice frees; the B
             of the last slice allocates as much for their gradients, or twice as much where 16-bit gradients are summed
             in float32 (``MOST_SUMMED_AS_THEY_ARE``).
+        logits: what S of vocabulary parallelism saves for its T, per rank; empty without vocabulary parallelism.
         recomputed: whether ``activation`` lacks the keys and values, because B repeats the whole forward.
 
     Raises:
@@ -41,6 +42,7 @@ class PassMemory:
     wgrad: tuple[float, ...]
     history: tuple[float, ...] = ()
     recomputed: bool = False
+    logits: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.history:
@@ -48,6 +50,7 @@ class PassMemory:
         for name in (*MEMORY, HISTORY):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
         check_same_length(self, (*MEMORY, HISTORY))
+        object.__setattr__(self, "logits", checked_figures("logits", self.logits))
         if 0.0 in self.activation:
             raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
 
@@ -69,16 +72,21 @@ class PassMemory:
     def fit(self, placement: Placement) -> PassMemory:
         """Convert to the stages of ``placement`` for the same model, as ``PassCosts.fit`` does."""
         activation, wgrad, history = (recut(getattr(self, name), placement.num_stages) for name in (*MEMORY, HISTORY))
-        return PassMemory(activation, wgrad, history, self.recomputed)
+        return PassMemory(activation, wgrad, history, self.recomputed, self.logits)
 
     def size(self, value: Value, slices: Slices = WHOLE) -> float:
         """Memory of ``value`` on the rank that has it; activations and gradients in transit are not counted."""
-        figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
         producer = value.producer
+        if producer.kind in VOCABULARY:
+            return self.logits[producer.stage] if self.logits and (value.name, producer.kind) == (SAVED, S) else 0.0
+        figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
         return 0.0 if figures is None else figures[producer.stage] * slices.shares[producer.slice]
 
     def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]:
         """The changes of memory by ``p`` at its start and at its end."""
+        if p.kind in VOCABULARY:
+            saved = self.logits[p.stage] if self.logits and p.kind in (S, T) else 0.0
+            return (saved, 0.0) if p.kind is S else (0.0, -saved)
         share = slices.shares[p.slice]
         activation, wgrad = self.activation[p.stage] * share, self.wgrad[p.stage] * share
         if p.kind is W:

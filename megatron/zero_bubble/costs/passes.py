@@ -15,8 +15,9 @@ from megatron.zero_bubble.costs.units import (
     refuse_huge,
     spread,
 )
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, known
 from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices
-from megatron.zero_bubble.ir.passes import BW, B, F, W
+from megatron.zero_bubble.ir.passes import BW, VOCABULARY, B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 ATTENTION = ("forward_attention", "backward_attention")
@@ -29,6 +30,8 @@ class PassCosts:
     ``forward_attention`` and ``backward_attention`` are the shares, per stage, of F and of B that attention takes
     (default: 0). In the slice from x to y of a sequence, attention takes y^2 - x^2 of its time, because a token attends
     to all tokens before it, and everything else takes y - x.
+
+    ``vocabulary`` has the figures of vocabulary parallelism, which only schedules with its passes need.
 
     ``links`` overrides ``comm_ms`` for (source rank, destination rank). A transfer is pure latency: it delays the
     receiver and does not occupy any rank.
@@ -44,6 +47,7 @@ class PassCosts:
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
     forward_attention: tuple[float, ...] = ()
     backward_attention: tuple[float, ...] = ()
+    vocabulary: VocabularyCosts | None = None
 
     def __post_init__(self) -> None:
         for name in ATTENTION:
@@ -94,10 +98,10 @@ class PassCosts:
             UserError: when neither number of stages is a multiple of the other.
         """
         f, b, w = (recut(getattr(self, name), placement.num_stages) for name in TIMES)
-        attention = (
+        forward, backward = (
             self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
         )
-        return PassCosts(f, b, w, self.comm_ms, self.links, *attention)
+        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary)
 
     def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
         """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
@@ -108,6 +112,8 @@ class PassCosts:
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
         """Milliseconds of ``p``, for the slice of the sequence that it computes."""
+        if p.kind in VOCABULARY:
+            return known(self.vocabulary).duration(p)
         if p.kind is F:
             whole, attention = self.forward_ms[p.stage], self.forward_attention[p.stage]
         elif p.kind is W:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 
 import torch
@@ -11,22 +12,27 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.emulate.links import VirtualLinks
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.plan import communicate, lower, with_validation
 from megatron.zero_bubble.runtime.executor import Executor, Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
+from megatron.zero_bubble.search.vocabulary import with_vocabulary
 
 # Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.
 _COST_RATIOS = ((10.0, 10.0, 10.0, 0.0), (18.522, 18.086, 9.337, 0.601), (5.0, 9.0, 3.0, 4.0))
 _CUTS = (Slices.even(4), Slices((0.4, 0.3, 0.2, 0.1)))
 _ATTENTION = 0.3
+_OF_VOCABULARY = (4.0, 3.0, 0.5, 0.7)
+"""S, T, I and J in ms."""
 
 
 def execute(
@@ -71,13 +77,19 @@ def virtual_iterations(
 def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
     """Yield every registered schedule with 1, P and 3P microbatches, each with three ratios of costs.
 
-    A schedule of slices comes with even and with uneven cuts.
+    A schedule of slices comes with even and with uneven cuts; the others come, with P microbatches, also with both
+    algorithms of vocabulary parallelism.
     """
     for name, recipe in SCHEDULES.items():
         for num_microbatches, slices in product((1, num_ranks, 3 * num_ranks), _CUTS if recipe.sliced else (WHOLE,)):
             schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices)
             for ratio in _COST_RATIOS:
                 yield schedule, PassCosts.uniform(schedule.placement, *ratio, attention=_ATTENTION)
+            if not recipe.sliced and num_microbatches == num_ranks:
+                costs = PassCosts.uniform(schedule.placement, *_COST_RATIOS[1])
+                costs = replace(costs, vocabulary=VocabularyCosts.uniform(num_ranks, *_OF_VOCABULARY))
+                for algorithm in FLOWS:
+                    yield with_vocabulary(schedule, costs, algorithm, lag=0.5, delay=True), costs
 
 
 def virtual_deviation_ms(

@@ -19,6 +19,9 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import FLOWS, algorithm_of
+
+VOCABULARY = "vocabulary"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
         "num_microbatches": schedule.num_microbatches,
         "stage_to_rank": schedule.placement.stage_to_rank,
         **slices_content(schedule.slices),
+        **({} if (algorithm := algorithm_of(schedule)) is None else {VOCABULARY: algorithm}),
         "order": schedule.to_text(),
         "makespan_ms": timeline.makespan_ms,
         "span_ms": timeline.span_ms,
@@ -100,6 +104,9 @@ def schedule_from_json(text: str) -> Schedule:
     num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
     slices = slices_from(content) or Slices.even(num_slices)
     schedule = replace(flat, slices=slices)
+    if VOCABULARY in content:
+        algorithm = read_key(content, VOCABULARY, "the algorithm of its vocabulary passes, 1 or 2", FLOWS.__contains__)
+        schedule = replace(schedule, make_flow=FLOWS[algorithm])
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
             raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")

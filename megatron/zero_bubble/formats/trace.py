@@ -124,8 +124,8 @@ def trace_from_json(text: str) -> Recording:
     if len(num_stages) > 1:
         raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
     f, b, w = (_per_stage(content, key) for key in TIMES)
-    shares = [_per_stage(content, key) if key in content else () for key in ATTENTION]
-    costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number), {}, *shares)
+    forward, backward = (_per_stage(content, key) if key in content else () for key in ATTENTION)
+    costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number), {}, forward, backward)
     memory = None
     if content.keys() & set(MEMORY):
         activation, wgrad = (_per_stage(content, key) for key in MEMORY)

@@ -12,12 +12,21 @@ _Resource = TypeVar("_Resource")
 
 
 class Kind(Enum):
-    """What a pass computes."""
+    """What a pass computes.
+
+    With vocabulary parallelism (``ir.vocabulary``), every rank also runs passes of its shards of the output layer (S
+    and T) and of the embedding (I and J), and the rank of the last stage computes the loss in a pass of its own (L).
+    """
 
     F = "F"
     B = "B"
     W = "W"
     BW = "BW"
+    S = "S"
+    T = "T"
+    L = "L"
+    I = "I"  # noqa: E741
+    J = "J"
 
     # Members are singletons, so identity hashing is correct; Enum's default hashes the name in Python at every look-up.
     __hash__ = object.__hash__
@@ -27,9 +36,14 @@ class Kind(Enum):
 
 
 # Enum finds a member in Python at every look-up of ``Kind.F``; code that runs for every pass imports these names.
-F, B, W, BW = Kind
+F, B, W, BW, S, T, L, I, J = Kind  # noqa: E741
 
-_PASS = re.compile(r"(\d+)(F|BW|B|W)(\d+)(?:\.(\d+))?")
+FORWARDS = (F, I, S, L)
+"""The kinds that an evaluation runs, and that an iteration can repeat after a rejected optimizer step."""
+VOCABULARY = (S, T, L, I, J)
+"""The kinds of vocabulary parallelism. The stage of S, T, I and J is the first stage of their rank."""
+
+_PASS = re.compile(r"(\d+)(F|BW|B|W|S|T|L|I|J)(\d+)(?:\.(\d+))?")
 
 
 class Pass(NamedTuple):
@@ -60,7 +74,9 @@ class Pass(NamedTuple):
         """
         match = _PASS.fullmatch(text)
         if match is None:
-            raise UserError(f"a pass is written <stage><F|B|W|BW><microbatch>[.<slice>], for example 2F0; got {text!r}")
+            raise UserError(
+                f"a pass is written <stage><F|B|W|BW|S|T|L|I|J><microbatch>[.<slice>], for example 2F0; got {text!r}"
+            )
         stage, kind, microbatch, slice_ = match.groups()
         return cls(int(stage), Kind(kind), int(microbatch), int(slice_ or 0))
 

@@ -1,6 +1,6 @@
 """The repeated part of a schedule: in the steady state, every rank runs the same passes again, some microbatches later.
 
-The flow of a chain treats all microbatches alike, so what is true of a schedule with a few repetitions is true of one
+Flows treat all microbatches alike, so what is true of a schedule with a few repetitions is true of one
 with many: its ``stem``, the schedule with only a few of them, is validated, lowered and proved in its place.
 """
 
@@ -13,9 +13,12 @@ from itertools import islice
 
 from megatron.zero_bubble.ir.passes import Kind, Pass, later
 from megatron.zero_bubble.ir.schedule import Schedule, chain_of
+from megatron.zero_bubble.ir.vocabulary import algorithm_1, algorithm_2
 
 _Code = tuple[int, Kind, int]
 """Stage, kind and slice of a pass."""
+_WITHIN_MICROBATCHES = (chain_of, algorithm_1, algorithm_2)
+"""The flows that treat all microbatches alike and connect only passes of the same microbatch."""
 _MOST_TRIED = 8
 """Numbers of microbatches after which the middle of all rows repeats, and of which the extent is examined."""
 
@@ -55,10 +58,10 @@ class Repeats:
 def find_repeats(schedule: Schedule) -> Repeats | None:
     """Find the repeated part; None if there is none, or if it is less than half of the schedule.
 
-    Takes time linear in the number of passes. Only finds repetitions in schedules of a chain that run the microbatches
-    of every stage in order.
+    Takes time linear in the number of passes. Only finds repetitions in schedules that run the microbatches of every
+    stage in order.
     """
-    if schedule.make_flow is not chain_of or not all(schedule.order):
+    if schedule.make_flow not in _WITHIN_MICROBATCHES or not all(schedule.order):
         return None
     rows = [_Row(row, schedule.num_microbatches) for row in schedule.order]
     if not all(row.in_order for row in rows):

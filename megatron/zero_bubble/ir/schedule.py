@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from megatron.zero_bubble.ir.flow import Chain, Flow
-from megatron.zero_bubble.ir.passes import BW, F, Pass
+from megatron.zero_bubble.ir.passes import BW, FORWARDS, Pass
 from megatron.zero_bubble.ir.placement import Placement
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
@@ -73,7 +73,7 @@ class Schedule:
 
     def forward_only(self) -> Schedule:
         """The schedule of an evaluation: the same placement and order of forwards, without backwards."""
-        order = tuple(tuple(p for p in row if p.kind is F) for row in self.order)
+        order = tuple(tuple(p for p in row if p.kind in FORWARDS) for row in self.order)
         return replace(self, name=f"{self.name} (forward only)", order=order, evaluates=True)
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:

@@ -21,15 +21,27 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.text import headline, in_bytes
 
-COLOURS = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
-MEANING = {Kind.F: "F forward", Kind.B: "B input gradient", Kind.W: "W weight gradient", Kind.BW: "BW fused backward"}
+_OF_STAGES = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
+_OF_VOCABULARY = {Kind.S: "#2b3f8c", Kind.T: "#1f6f54", Kind.L: "#7a3fa8", Kind.I: "#7fb0d8", Kind.J: "#8fcf9f"}
+COLOURS = _OF_STAGES | _OF_VOCABULARY
+MEANING = {
+    Kind.F: "F forward",
+    Kind.B: "B input gradient",
+    Kind.W: "W weight gradient",
+    Kind.BW: "BW fused backward",
+    Kind.S: "S output layer",
+    Kind.T: "T its gradient",
+    Kind.L: "L loss",
+    Kind.I: "I embedding",
+    Kind.J: "J its gradient",
+}
 _STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
     ".title{font-size:15px;font-weight:600;fill:#111827}.mb{font-size:10px;fill:#fff;text-anchor:middle}"
     ".lane{fill:#8b6fc4}.of{font-size:8px;text-anchor:end}"
     ".kept{fill:#a7bff5}.due{fill:none;stroke:#111827;stroke-dasharray:3 3}"
     ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
-    + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in COLOURS.items())
+    + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_STAGES.items())
 )
 _LEFT, _RIGHT, _HEADER, _FOOTER = 64, 16, 44, 56
 _CURVE = 34
@@ -69,12 +81,13 @@ def render_svg(
         top += height
     height = round(top + _FOOTER)
     kinds = {span.pass_.kind for timeline in timelines for row in timeline.spans for span in row}
+    more = "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_VOCABULARY.items() if kind in kinds)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
-        f'<style>{_STYLE}</style><rect width="{width}" height="{height}" fill="#fff"/>\n'
+        f'<style>{_STYLE}{more}</style><rect width="{width}" height="{height}" fill="#fff"/>\n'
         + "".join(_axis(longest_ms, scale, top))
         + "".join(bodies)
-        + _legend([kind for kind in Kind if kind in kinds], top + 42)
+        + _legend([kind for kind in Kind if kind in kinds], width, top + 42)
         + "</svg>\n"
     )
 
@@ -186,11 +199,11 @@ def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:
     yield "\n"
 
 
-def _legend(kinds: Sequence[Kind], y: float) -> str:
+def _legend(kinds: Sequence[Kind], width: int, y: float) -> str:
     parts = []
     entries = [(kind.value, MEANING[kind]) for kind in kinds] + [("idle", "idle")]
     for k, (style, text) in enumerate(entries):
-        x = _LEFT + 156 * k
+        x = _LEFT + min(156, (width - _LEFT - _RIGHT) // len(entries)) * k
         parts.append(f'<rect class="{style}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>')
         parts.append(f'<text x="{x + 18}" y="{y:g}">{text}</text>')
     return "".join(parts) + "\n"
