@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.costs.units import recut
 from megatron.zero_bubble.ir import Placement
 
@@ -139,20 +140,9 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
         UserError: when the number of stages is not a multiple of the ranks in ``model.layers``.
     """
     body, head = _transformer_layer(model), _output_layer(model)
-    rate = device.tflops * 1e9 * device.efficiency * model.tensor_parallel  # operations per ms
-    sweep = device.memory_tbs * 1e9  # bytes per ms
-
-    def milliseconds(layer: _Layer) -> tuple[float, float, float]:
-        again = body.forward if layer is body and model.recompute == "full" else 0.0
-        return (
-            layer.forward / rate + _FORWARD_SWEEPS * layer.moved / sweep,
-            (layer.backward + again) / rate + _BACKWARD_SWEEPS * layer.moved / sweep,
-            layer.wgrad / rate,
-        )
-
-    f, b, w = (tuple(count * ms for count in model.layers) for ms in milliseconds(body))
-    transfer = device.latency_ms + model.message_bytes / (device.link_gbs * 1e6)
-    costs = PassCosts(f, b, w, transfer).fit(placement)
+    rate = _rate(model, device)
+    f, b, w = (tuple(count * ms for count in model.layers) for ms in _milliseconds(body, model, device))
+    costs = PassCosts(f, b, w, _transfer_ms(model, device)).fit(placement)
     kept = PassMemory(
         tuple(count * body.activation or model.message_bytes for count in model.layers),
         tuple(count * body.kept_for_wgrad for count in model.layers),
@@ -160,7 +150,7 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
         recomputed=model.recompute == "full",
     ).fit(placement)
     counts = recut(tuple(map(float, model.layers)), placement.num_stages)
-    head_f, head_b, head_w = milliseconds(head)
+    head_f, head_b, head_w = _milliseconds(head, model, device)
     times = PassCosts(
         _plus_last(costs.forward_ms, head_f),
         _plus_last(costs.backward_ms, head_b),
@@ -174,6 +164,49 @@ def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCo
     activation = _plus_last(kept.activation, head.activation)
     wgrad = _plus_last(kept.wgrad, head.kept_for_wgrad)
     return times.with_attention(*shares), replace(kept, activation=activation, wgrad=wgrad)
+
+
+def layer_costs(model: Model, device: Device) -> LayerCosts:
+    """Estimate what ``estimate`` does, per layer, for any layout of the layers of ``model``."""
+    body, head = _transformer_layer(model), _output_layer(model)
+    rate, (f, b, w) = _rate(model, device), _milliseconds(body, model, device)
+    layer = Part(
+        f,
+        b,
+        w,
+        body.activation,
+        body.kept_for_wgrad,
+        body.history,
+        forward_attention=body.forward_scores / rate / f,
+        backward_attention=body.backward_scores / rate / b,
+    )
+    return LayerCosts(
+        (layer,) * sum(model.layers),
+        loss=Part(*_milliseconds(head, model, device), head.activation, head.kept_for_wgrad),
+        comm_ms=_transfer_ms(model, device),
+        input_memory=model.message_bytes,
+        recomputed=model.recompute == "full",
+    )
+
+
+def _rate(model: Model, device: Device) -> float:
+    """Return operations per ms."""
+    return device.tflops * 1e9 * device.efficiency * model.tensor_parallel
+
+
+def _milliseconds(layer: _Layer, model: Model, device: Device) -> tuple[float, float, float]:
+    """Return the times of F, B and W."""
+    rate, sweep = _rate(model, device), device.memory_tbs * 1e9  # bytes per ms
+    again = layer.forward if layer.history and model.recompute == "full" else 0.0  # not of the output layer
+    return (
+        layer.forward / rate + _FORWARD_SWEEPS * layer.moved / sweep,
+        (layer.backward + again) / rate + _BACKWARD_SWEEPS * layer.moved / sweep,
+        layer.wgrad / rate,
+    )
+
+
+def _transfer_ms(model: Model, device: Device) -> float:
+    return device.latency_ms + model.message_bytes / (device.link_gbs * 1e6)
 
 
 def _plus_last(stages: tuple[float, ...], extra: float) -> tuple[float, ...]:
