@@ -1,0 +1,222 @@
+"""Search for the layout with which a given schedule is shortest, within a memory limit.
+
+The schedule stays as it is; only the number of layers per stage, and so the times and the memory of the passes, change.
+Where there are few layouts, all are compared. Otherwise single layers are moved between stages, from several starts,
+while this makes the schedule shorter. In both cases, a layout is not simulated if the work of its busiest rank alone
+takes longer than the best schedule so far. The effort is counted in simulated passes, so that the result does not
+depend on the speed of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.layers import LayerCosts
+from megatron.zero_bubble.ir import Kind, Schedule
+from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.schedule import chain_of
+from megatron.zero_bubble.search.cut import is_less, least_layers, transfers
+from megatron.zero_bubble.search.loops import compiled, loops
+from megatron.zero_bubble.search.problem import Problem
+
+Layout = tuple[int, ...]
+"""Layers per stage, in model order."""
+
+_BUDGET, _BUDGET_IN_PYTHON = 18_000_000, 500_000
+"""Most passes to simulate with the compiled loops, and without."""
+_OVERHEAD_PER_STAGE = 400
+"""Passes whose simulation takes as long as everything else for one layout, per stage."""
+_MOST_COMPARED = 10_000
+"""The most layouts that are all compared."""
+_ROUNDING = 1e-9
+
+
+class Value(NamedTuple):
+    """How good a layout is; the smallest is the best.
+
+    Attributes:
+        excess: the peak memory of the fullest rank if it is above the limit, else 0.
+        ms: the objective.
+        mean_ms: the mean over ranks of the time from its first to its last pass, or from the first pass of any rank.
+    """
+
+    excess: float
+    ms: float
+    mean_ms: float
+
+
+class Trial:
+    """Evaluates layouts for one schedule; equal layouts are simulated once.
+
+    Args:
+        layers: costs of the parts of the model.
+        limit: memory limit per rank, or None.
+
+    Attributes:
+        value: simulates the schedule with a layout.
+        least_ms: a lower bound of the objective with a layout: the work of the busiest rank.
+        most: the number of layouts to simulate at most, if not all are compared.
+    """
+
+    def __init__(self, layers: LayerCosts, schedule: Schedule, limit: float | None, objective: Metric) -> None:
+        self._layers, self.schedule, self._limit = layers, schedule, limit
+        by_loops = _by_loops(schedule, objective, limit is not None)
+        self._run = by_loops or _by_simulation(schedule, objective)
+        self._work = [0.0, *accumulate((layers.embedding.work_ms, *layers.work_ms, layers.loss.work_ms))]
+        self.value = cache(self._evaluated)
+        self.least_ms = cache(self._least_ms)
+        budget = _BUDGET if by_loops and compiled() else _BUDGET_IN_PYTHON
+        self.most = budget // (sum(map(len, schedule.order)) + _OVERHEAD_PER_STAGE * schedule.num_stages)
+
+    def _evaluated(self, layout: Layout) -> Value:
+        peak, ms, mean_ms = self._run(*self._layers.on(layout))
+        over = self._limit is not None and peak > self._limit * (1 + _ROUNDING)
+        return Value(peak if over else 0.0, ms, mean_ms)
+
+    def _least_ms(self, layout: Layout) -> float:
+        placement = self.schedule.placement
+        of_rank = [0.0] * placement.num_ranks
+        end, last, work = 1, len(layout) - 1, self._work  # the embedding is part 0
+        for stage, (count, rank) in enumerate(zip(layout, placement.stage_to_rank, strict=True)):
+            start, end = end, end + count
+            of_rank[rank] += work[end + (stage == last)] - work[start - (stage == 0)]
+        return self.schedule.num_microbatches * max(of_rank)
+
+
+def best_layout(trial: Trial, num_layers: int, starts: Iterable[Layout]) -> Layout:
+    """Return the best layout that is found; it is not worse than any of ``starts``, of which there is at least one."""
+    starts = list(dict.fromkeys(starts))
+    least = least_layers(trial.schedule.placement)
+    best = min(starts, key=trial.value)
+    if number_of_layouts(num_layers, least) <= _MOST_COMPARED:
+        return _best_of(trial, layouts(num_layers, least), best)
+    left = trial.most
+    for start in sorted(starts, key=trial.value):
+        found, left = _descended(trial, start, least, left)
+        best = _better(trial, found, best)
+    return best
+
+
+def number_of_layouts(num_layers: int, least: Sequence[int]) -> int:
+    """Return how many layouts have at least ``least`` layers per stage."""
+    free = num_layers - sum(least)
+    return math.comb(free + len(least) - 1, len(least) - 1) if free >= 0 else 0
+
+
+def layouts(num_layers: int, least: Sequence[int]) -> Iterator[Layout]:
+    """Yield all layouts with at least ``least`` layers per stage."""
+    if len(least) == 1:
+        yield (num_layers,)
+        return
+    for count in range(least[0], num_layers - sum(least[1:]) + 1):
+        for rest in layouts(num_layers - count, least[1:]):
+            yield (count, *rest)
+
+
+def _best_of(trial: Trial, candidates: Iterable[Layout], best: Layout) -> Layout:
+    for layout in sorted(candidates, key=trial.least_ms):
+        if _cannot_win(trial, layout, trial.value(best)):
+            return best
+        best = _better(trial, layout, best)
+    return best
+
+
+def _descended(trial: Trial, layout: Layout, least: Sequence[int], left: int) -> tuple[Layout, int]:
+    """Move single layers until nothing is better, or ``left`` layouts are simulated; also return how many are left."""
+    tried = {layout}
+    while True:
+        value = trial.value(layout)
+        moves = [other for other in transfers(layout, least) if other not in tried]
+        for other in sorted(moves, key=trial.least_ms):
+            if not left or _cannot_win(trial, other, value):
+                return layout, left
+            left -= 1
+            tried.add(other)
+            if is_less(trial.value(other), value):
+                layout = other
+                break
+        else:
+            return layout, left
+
+
+def _cannot_win(trial: Trial, layout: Layout, value: Value) -> bool:
+    """Whether even an uninterrupted run of the busiest rank would take longer."""
+    return not value.excess and trial.least_ms(layout) > value.ms * (1 + _ROUNDING)
+
+
+def _better(trial: Trial, layout: Layout, other: Layout) -> Layout:
+    return layout if is_less(trial.value(layout), trial.value(other)) else other
+
+
+Run = Callable[[PassCosts, PassMemory], tuple[float, float, float]]
+"""Returns the peak memory of the fullest rank (0 if it is not needed), the objective, and its mean over ranks."""
+
+
+def _by_simulation(schedule: Schedule, objective: Metric) -> Run:
+    """Simulate any schedule."""
+
+    @without_collection()
+    def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float, float]:
+        timeline = simulate(schedule, costs, memory)
+        origins = [row[0].start_ms if objective == "span" else 0.0 for row in timeline.spans]
+        ends = [row[-1].end_ms - origin for row, origin in zip(timeline.spans, origins, strict=True)]
+        return max(most_kept(timeline, memory)), max(ends), math.fsum(ends) / len(ends)
+
+    return run
+
+
+def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Run | None:
+    """Simulate with the loops of the search; None for schedules that they do not support."""
+    placement, m = schedule.placement, schedule.num_microbatches
+    fused = {p.kind is Kind.BW for p in schedule.passes() if p.kind is not Kind.F}
+    if schedule.num_slices > 1 or schedule.evaluates or schedule.make_flow is not chain_of or len(fused) != 1:
+        return None
+    unlimited = (math.inf,) * placement.num_ranks
+    held = [own for rank in range(placement.num_ranks if with_memory else 0) for own in _most_held(schedule, rank)]
+    rows = None
+
+    def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float, float]:
+        nonlocal rows
+        if True in fused:  # the search runs a fused backward as a B and a W: here, the B takes all of its time
+            whole = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
+            costs = PassCosts(costs.forward_ms, whole, (0.0,) * len(whole), costs.comm_ms, costs.links)
+        problem = Problem.of(placement, m, costs, memory, unlimited, objective)
+        rows = problem.rows(schedule) if rows is None else rows
+        loop = loops(problem)
+        kept = (*memory.activation, *memory.wgrad)
+        peak = max((sum(count * kept[place] for place, count in own) for own in held), default=0.0)
+        return peak, *loop.evaluate(loop.pack(rows))
+
+    return run
+
+
+def _most_held(schedule: Schedule, rank: int) -> list[tuple[tuple[int, int], ...]]:
+    """Return what a rank holds when it may hold the most: for each such moment, pairs of a place and a number.
+
+    Places are stages, for activations, and then stages again, for what B leaves to W.
+    """
+    stages, n = schedule.placement.stages_of(rank), schedule.num_stages
+    places = (*stages, *(n + stage for stage in stages))
+    now = dict.fromkeys(places, 0)
+    moments = set()
+    for p in schedule.order[rank]:
+        if p.kind is Kind.W:
+            now[n + p.stage] -= 1
+        else:
+            now[p.stage] += 1 if p.kind is Kind.F else -1
+            now[n + p.stage] += p.kind is Kind.B
+        moments.add(tuple(now.values()))
+    most = [one for one in moments if not any(one != other and _covers(other, one) for other in moments)]
+    return [tuple((place, count) for place, count in zip(places, one, strict=True) if count) for one in sorted(most)]
+
+
+def _covers(one: Sequence[int], other: Sequence[int]) -> bool:
+    return all(a >= b for a, b in zip(one, other, strict=True))
