@@ -6,6 +6,9 @@ pass is either one number, for a rank's whole share of the model, or a list with
 another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need ``attention`` and
 ``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys and values),
 ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice).
+
+Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
+figures of passes, or are derived from lists per stage with ``layers_per_stage``.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
+from megatron.zero_bubble.costs.layers import LayerCosts, of_stages
 from megatron.zero_bubble.costs.memory import HISTORY, MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import ATTENTION, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
@@ -31,14 +35,17 @@ from megatron.zero_bubble.costs.units import (
 )
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
+from megatron.zero_bubble.formats.layers import LAYERS, PARTS, layers_from
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.search.cut import even
 
 Figure = float | tuple[float, ...]
 """A figure as written in the file: one number, for a rank's whole share, or one number per stage."""
 
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_KEYS = frozenset((*TIMES, *MEMORY, HISTORY, *_SHARES, *TOKENS, "comm_ms", "links"))
+_OF_STAGES = (*TIMES, *MEMORY, HISTORY, *_SHARES, "layers_per_stage")
+_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, "comm_ms", "links"))
 _WHAT = "costs file"
 
 
@@ -73,6 +80,8 @@ class CostsFile:
         path: path of the file, for error messages.
         shares: shares of attention, by key; the same on every stage, or one per stage.
         tokens: tokens of a sequence, and the fewest of a slice; None if the file does not have them.
+        layers: costs per layer, if the file has them instead of figures of passes.
+        layers_per_stage: the layout of the lists per stage; empty if unknown.
     """
 
     times: Mapping[str, Figure]
@@ -82,6 +91,8 @@ class CostsFile:
     path: str | Path | None = None
     shares: Mapping[str, Figure] = field(default_factory=dict)
     tokens: SliceTokens | None = None
+    layers: LayerCosts | None = None
+    layers_per_stage: tuple[int, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> CostsFile:
@@ -93,6 +104,8 @@ class CostsFile:
         content = json_object(text)
         if unknown := sorted(content.keys() - _KEYS):
             raise UserError(f"allowed keys are {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
+        if content.keys() & {LAYERS, PARTS}:
+            return cls._per_layer(content)
         for name in content.keys() - {"links"}:
             values = content[name] if isinstance(content[name], list) else [content[name]]
             for value in values:
@@ -107,15 +120,44 @@ class CostsFile:
         for key, share in shares.items():
             for one in share if isinstance(share, tuple) else (share,):
                 checked_share(key, one)
-        return cls(times, memory, comm_ms, links, shares=shares, tokens=_tokens(content))
+        return cls(
+            times, memory, comm_ms, links, shares=shares, tokens=_tokens(content), layers_per_stage=_layout(content)
+        )
+
+    @classmethod
+    def _per_layer(cls, content: Mapping[str, Any]) -> CostsFile:
+        if both := [key for key in _OF_STAGES if key in content]:
+            raise UserError(
+                f"a costs file has either figures per layer ({LAYERS} and {PARTS}) or figures of passes; got "
+                f"{both[0]} as well as {LAYERS} or {PARTS}; remove one of them"
+            )
+        refuse_huge(comm_ms=content.get("comm_ms"))
+        comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
+        links = _links(content.get("links", []))
+        layers = layers_from(content, comm_ms, links)
+        return cls({}, None, comm_ms, links, tokens=_tokens(content), layers=layers)
+
+    def layer_costs(self) -> LayerCosts | None:
+        """Return the costs per layer, given or derived from the figures of stages; None if the file has neither.
+
+        Raises:
+            UserError: when ``layers_per_stage`` does not suit the lists.
+        """
+        if self.layers is not None or not self.layers_per_stage:
+            return self.layers
+        with nullcontext() if self.path is None else naming(_WHAT, self.path):
+            return of_stages(*self.on(Placement.linear(len(self.layers_per_stage))), self.layers_per_stage)
 
     def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
         """Return the costs of the stages of ``placement``, and their memory if the file has any.
 
         Raises:
-            UserError: for lists with another number of stages, a link that is not a time, or an activation of 0.
+            UserError: for lists with another number of stages, a link that is not a time, an activation of 0, or fewer
+                layers than stages.
         """
         with nullcontext() if self.path is None else naming(_WHAT, self.path):
+            if self.layers is not None:
+                return self.layers.on(even(placement, self.layers.num_layers))
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
             costs = PassCosts(f, b, w, self.comm_ms, self.links)
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
@@ -185,6 +227,21 @@ def _check_length(name: str, figures: Sequence[float], placement: Placement) -> 
             f"{name} must have one figure for each of the {placement.num_stages} stages; got {len(figures)}; "
             "give as many, or a single number for the whole share of each rank"
         )
+
+
+def _layout(content: dict[str, Any]) -> tuple[int, ...]:
+    key = "layers_per_stage"
+    if key not in content:
+        return ()
+    form = "a list with the number of layers of every stage"
+    counts = read_key(content, key, form, lambda v: isinstance(v, list) and all(type(c) is int and c >= 0 for c in v))
+    for name in TIMES:
+        if not isinstance(content[name], list) or len(content[name]) != len(counts):
+            raise UserError(
+                f"with {key}, {name} must be a list with one number for each of its {len(counts)} stages; got "
+                f"{content[name]!r:.40}"
+            )
+    return tuple(counts)
 
 
 def _links(rows: object) -> dict[tuple[int, int], float]:

@@ -7,7 +7,7 @@ which depend on the costs that they were computed with.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,12 @@ class Certificate:
         return self.bound.gap(timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms)
 
 
-def plan_to_json(timeline: Timeline, certificate: Certificate | None = None) -> str:
-    """Write the plan as JSON text, with one line per key and one line per rank's order."""
+def plan_to_json(
+    timeline: Timeline, certificate: Certificate | None = None, layout: Mapping[str, Any] | None = None
+) -> str:
+    """Write the plan as JSON text, with one line per key and one line per rank's order; ``layout`` adds its keys."""
     lines = []
-    for key, value in plan_content(timeline, certificate).items():
+    for key, value in (plan_content(timeline, certificate) | dict(layout or {})).items():
         text = json.dumps(value)
         if key == "order":
             text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"

@@ -1,0 +1,89 @@
+"""The part of a costs file that gives costs per layer.
+
+``"layers"`` lists the kinds of the layers in model order, where ``"moe*58"`` stands for 58 layers of the kind ``moe``.
+``"parts"`` has the figures of every kind, and, optionally, those of ``embedding`` and ``loss`` (the output layer with
+the loss).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zero_bubble.costs.layers import LayerCosts, Part
+from megatron.zero_bubble.costs.memory import MEMORY
+from megatron.zero_bubble.costs.passes import TIMES, backward_share
+from megatron.zero_bubble.errors import UserError
+
+LAYERS, PARTS = "layers", "parts"
+_ENDS = ("embedding", "loss")
+_FIGURES = (*TIMES, *MEMORY, "history", "attention", "backward_attention")
+_MOST_LAYERS = 10_000
+
+
+def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple[int, int], float]) -> LayerCosts:
+    """Read the keys ``layers`` and ``parts``. Without memory figures, all layers keep the same.
+
+    Raises:
+        UserError: when one of them is missing or invalid; the message states its required form.
+    """
+    parts = content.get(PARTS)
+    if not isinstance(parts, dict) or not all(isinstance(part, dict) for part in parts.values()):
+        raise UserError(f"{PARTS} must be an object with the figures of every kind of layer; got {parts!r:.40}")
+    kinds = _kinds(content.get(LAYERS))
+    known = sorted(parts.keys() - set(_ENDS))
+    for kind in kinds:
+        if kind not in known:
+            raise UserError(f"{LAYERS} must name kinds of {PARTS}, which are {', '.join(known)}; got {kind!r}")
+    if unused := sorted(parts.keys() - {*kinds, *_ENDS}):
+        raise UserError(f"every kind in {PARTS} must occur in {LAYERS}; {unused[0]!r} does not; remove it")
+    with_memory = any(part.keys() & {*MEMORY} for part in parts.values())
+    read = {kind: _part(kind, part, with_memory) for kind, part in parts.items()}
+    embedding, loss = (read.get(end, Part()) for end in _ENDS)
+    return LayerCosts(tuple(read[kind] for kind in kinds), embedding, loss, comm_ms, links)
+
+
+def _kinds(listed: object) -> list[str]:
+    """Return the kind of every layer."""
+    rows = listed if isinstance(listed, list) else [None]
+    kinds: list[str] = []
+    for row in rows:
+        match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d{0,4}))?", row) if isinstance(row, str) else None
+        if match is None:
+            raise UserError(
+                f'{LAYERS} must be a list of kinds in the order of the model, such as ["dense*3", "moe*58"]; got '
+                f"{row if isinstance(listed, list) else listed!r}"
+            )
+        kinds += [match[1]] * int(match[2] or 1)
+    if not 0 < len(kinds) <= _MOST_LAYERS:
+        raise UserError(f"{LAYERS} must have 1 to {_MOST_LAYERS} layers; got {len(kinds)}")
+    return kinds
+
+
+def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:
+    """Read the figures of one kind; those of a layer must have all times, and memory if any part has."""
+    is_layer = kind not in _ENDS
+    if unknown := sorted(figures.keys() - set(_FIGURES)):
+        raise UserError(
+            f"allowed keys of {PARTS}.{kind} are {', '.join(_FIGURES)}; got {unknown[0]!r}; remove or rename it"
+        )
+    needed = (*TIMES, *(MEMORY if with_memory else ())) if is_layer else ()
+    for name in needed:
+        if name not in figures:
+            raise UserError(f"{PARTS}.{kind} must have the key {name}, a number; it is missing")
+    given = dict(figures)
+    shares = {"forward_attention": given.pop("attention", 0.0), "backward_attention": given.pop(_FIGURES[-1], None)}
+    if is_layer and not with_memory:
+        given |= dict.fromkeys(MEMORY, 1.0)
+    try:
+        part = Part(**given, forward_attention=shares["forward_attention"])
+        after = shares["backward_attention"]
+        if after is None:
+            after = backward_share(part.forward_attention, part.forward_ms, part.backward_ms)
+        part = Part(**given, forward_attention=part.forward_attention, backward_attention=after)
+    except UserError as error:
+        raise UserError(f"{PARTS}.{kind}: {error}") from None
+    if is_layer and not part.activation:
+        raise UserError(f"{PARTS}.{kind}: activation memory must be above 0, because it is the unit of peaks; got 0")
+    return part

@@ -1,0 +1,116 @@
+"""Costs per layer in a costs file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import Placement
+from megatron.zero_bubble.costs.layers import Part
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
+
+DENSE = {"forward_ms": 2.0, "backward_ms": 4.0, "wgrad_ms": 1.0}
+MEMORY = {"activation": 8.0, "wgrad": 4.0}
+MIXED = {
+    "comm_ms": 0.5,
+    "links": [[0, 1, 2.0]],
+    "layers": ["dense*2", "moe", "dense"],
+    "parts": {
+        "dense": {**DENSE, **MEMORY, "attention": 0.25},
+        "moe": {**DENSE, **MEMORY, "history": 1.0, "attention": 0.5, "backward_attention": 0.1},
+        "embedding": {"forward_ms": 0.25},
+        "loss": {"wgrad_ms": 3.0, "activation": 2.0},
+    },
+}
+
+
+def parse(content: object) -> CostsFile:
+    return CostsFile.parse(json.dumps(content))
+
+
+def test_layers_are_read_in_order() -> None:
+    layers = parse(MIXED).layer_costs()
+    assert layers is not None
+    dense, moe = Part(2.0, 4.0, 1.0, 8.0, 4.0, 0.0, 0.25, 0.25), Part(2.0, 4.0, 1.0, 8.0, 4.0, 1.0, 0.5, 0.1)
+    assert layers.layers == (dense, dense, moe, dense)
+    assert (layers.embedding, layers.loss) == (Part(0.25), Part(wgrad_ms=3.0, activation=2.0))
+    assert (layers.comm_ms, layers.links) == (0.5, {(0, 1): 2.0})
+
+
+def test_without_a_layout_the_file_gives_megatrons_even_split() -> None:
+    costs, memory = parse(MIXED).on(Placement.linear(2))
+    assert costs.forward_ms == (4.25, 4.0) and costs.wgrad_ms == (2.0, 5.0)
+    assert memory is not None and memory.activation == (16.0, 18.0)
+
+
+def test_layers_without_memory_keep_the_same() -> None:
+    layers = parse({"layers": ["dense*3"], "parts": {"dense": DENSE}}).layer_costs()
+    assert layers is not None and {(part.activation, part.wgrad) for part in layers.layers} == {(1.0, 1.0)}
+
+
+def test_recorded_stages_give_layers() -> None:
+    per_stage = {"forward_ms": [4.5, 6.0, 7.0], "backward_ms": [4.0, 6.0, 8.0], "wgrad_ms": [2.0, 3.0, 4.0]}
+    layers = parse({**per_stage, "layers_per_stage": [2, 3, 1], "comm_ms": 0.5}).layer_costs()
+    assert layers is not None and layers.layers == (Part(2.0, 2.0, 1.0, 1.0, 1.0),) * 6
+    assert (layers.embedding, layers.loss) == (Part(0.5), Part(5.0, 6.0, 3.0))
+    assert parse(per_stage).layer_costs() is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"layers": []}, "layers must have 1 to 10000 layers; got 0"),
+        ({"layers": None}, r'layers must be a list of kinds in the order of the model, such as \["dense\*3"'),
+        ({"layers": ["dense*0"]}, r"layers must be a list of kinds .* got 'dense\*0'"),
+        ({"layers": ["dense*2", 3]}, "layers must be a list of kinds .* got 3"),
+        ({"layers": ["dense*99999"]}, "layers must have 1 to 10000 layers; got 99999"),
+        ({"layers": ["dense", "mamba"]}, "layers must name kinds of parts, which are dense, moe; got 'mamba'"),
+        ({"layers": ["dense", "embedding"]}, "layers must name kinds of parts, .* got 'embedding'"),
+        ({"layers": ["dense"]}, "every kind in parts must occur in layers; 'moe' does not; remove it"),
+        ({"parts": [1]}, "parts must be an object with the figures of every kind of layer"),
+        ({"parts": {"dense": 3}}, "parts must be an object"),
+        ({"forward_ms": 3}, "either figures per layer .* or figures of passes; got forward_ms as well as layers"),
+        ({"comm_ms": -1}, "comm_ms must be a finite number"),
+        ({"unknown": 1}, "allowed keys are .*; got 'unknown'"),
+    ],
+)
+def test_invalid_files_are_rejected(change: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(MIXED | change)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"forward_ms": 1, "backward_ms": 1}, "parts.dense must have the key wgrad_ms, a number; it is missing"),
+        (DENSE, "parts.dense must have the key activation, a number; it is missing"),
+        ({**DENSE, **MEMORY, "forward_ms": -1}, "parts.dense: forward_ms must be a finite number, 0 or above; got -1"),
+        ({**DENSE, **MEMORY, "speed": 1}, "allowed keys of parts.dense are forward_ms, .*; got 'speed'"),
+        ({**DENSE, **MEMORY, "activation": 0}, "parts.dense: activation memory must be above 0"),
+        ({**DENSE, **MEMORY, "attention": 2}, "parts.dense: forward_attention is a share"),
+    ],
+)
+def test_invalid_parts_are_rejected(part: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(MIXED | {"parts": {**MIXED["parts"], "dense": part}})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({"forward_ms": 2}, r"with layers_per_stage, forward_ms must be a list with one number for each of its 3"),
+        ({"wgrad_ms": [1, 2]}, "with layers_per_stage, wgrad_ms must be a list with one number for each of its 3"),
+        ({"layers_per_stage": 3}, "layers_per_stage must be a list with the number of layers of every stage; got 3"),
+        ({"layers_per_stage": [1, 0, 1]}, "layers_per_stage must give layers to a stage between the first"),
+    ],
+)
+def test_invalid_layers_per_stage_are_rejected(content: dict[str, object], message: str, tmp_path: Path) -> None:
+    whole = {name: [1, 2, 3] for name in ("forward_ms", "backward_ms", "wgrad_ms")} | {"layers_per_stage": [1, 2, 3]}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(whole | content))
+    with pytest.raises(UserError, match=message) as failure:
+        read_costs_file(file).layer_costs()
+    assert str(failure.value).startswith(f"costs file {file}: ")
