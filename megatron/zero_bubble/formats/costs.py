@@ -125,7 +125,7 @@ class CostsFile:
         )
 
     @classmethod
-    def _per_layer(cls, content: Mapping[str, Any]) -> CostsFile:
+    def _per_layer(cls, content: dict[str, Any]) -> CostsFile:
         if both := [key for key in _OF_STAGES if key in content]:
             raise UserError(
                 f"a costs file has either figures per layer ({LAYERS} and {PARTS}) or figures of passes; got "

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import groupby
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
@@ -43,6 +45,33 @@ def balanced_layout(placement: Placement, num_layers: int) -> str:
     return "|".join(
         f"{'E' if stage == 0 else ''}{'t' * count}{'L' if stage == last else ''}" for stage, count in enumerate(counts)
     )
+
+
+def layout_text(layout: Sequence[int]) -> str:
+    """Write layers per stage as Megatron's ``--pipeline-model-parallel-layout``: ``(1, 3, 3, 0)`` is ``Et|(t*3|)*2L``.
+
+    Raises:
+        nothing: ``stage_layers`` reads what this writes.
+    """
+    last = len(layout) - 1
+    stages = [
+        f"{'E' if stage == 0 else ''}{_letters(count)}{'L' if stage == last else '|'}"
+        for stage, count in enumerate(layout)
+    ]
+    runs = ((stage, len(list(same))) for stage, same in groupby(stages))
+    return "".join(
+        stage * count if count == 1 or count * len(stage) < 6 else f"({stage})*{count}" for stage, count in runs
+    )
+
+
+def stages_text(layout: Sequence[int]) -> str:
+    """Write layers per stage for people: ``1, 3 x2, 0``."""
+    runs = ((count, len(list(same))) for count, same in groupby(layout))
+    return ", ".join(str(count) if times == 1 else f"{count} x{times}" for count, times in runs)
+
+
+def _letters(count: int) -> str:
+    return "t" * count if count < 3 else f"t*{count}"
 
 
 def stage_layers(

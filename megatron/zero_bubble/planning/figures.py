@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.layers import LayerCosts
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.search.cut import even
 
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
@@ -27,6 +29,9 @@ class Figures:
         notes: the assumptions made, as sentences.
         sequence: tokens of a sequence; None if unknown.
         least_slice_tokens: fewest tokens of a slice, as a run has measured; None if unknown.
+        layers: costs per layer; None if unknown.
+        layout_weight_bytes: as ``weight_bytes``, for the layers per stage of a placement; None if unknown.
+        unit: M_B, if it is not that of ``on``: with layouts, that of the even split, so that all have the same limit.
     """
 
     num_ranks: int
@@ -39,11 +44,45 @@ class Figures:
     notes: tuple[str, ...] = ()
     sequence: int | None = None
     least_slice_tokens: int | None = None
+    layers: LayerCosts | None = None
+    layout_weight_bytes: Callable[[tuple[int, ...]], Callable[[Placement], tuple[float, ...]]] | None = None
+    unit: float | None = None
+
+    def evenly(self) -> Figures:
+        """Return the costs of Megatron's even split, from the costs per layer; layouts are made from these.
+
+        Raises:
+            UserError: without costs per layer, or for too few layers.
+        """
+        layers = self.layers
+        if layers is None:
+            raise UserError(
+                "a layout by cost needs costs per layer; got those of whole ranks or stages; give --config, or a costs "
+                "file with layers and parts, or with layers_per_stage"
+            )
+        own = replace(self, on=lambda placement: layers.on(even(placement, layers.num_layers)), unit=None)
+        return replace(own, unit=own.microbatch)
+
+    def laid_out(self, placement: Placement, layout: tuple[int, ...]) -> Figures:
+        """Return ``evenly()`` with a number of layers for every stage of ``placement``, only for this placement.
+
+        Raises:
+            UserError: as ``LayerCosts.on``.
+        """
+        assert self.layers is not None, "evenly() checks this"
+        found = self.layers.on(layout)
+
+        def on(asked: Placement) -> tuple[PassCosts, PassMemory]:
+            assert asked == placement, f"the layout is for {placement}, not for {asked}"
+            return found
+
+        weights = self.weight_bytes if self.layout_weight_bytes is None else self.layout_weight_bytes(layout)
+        return replace(self, on=on, weight_bytes=weights)
 
     @property
     def microbatch(self) -> float:
         """Activation of one microbatch on the fullest rank with one stage per rank: M_B, in the unit of memory."""
-        return max(self.on(Placement.linear(self.num_ranks))[1].activation)
+        return self.unit or max(self.on(Placement.linear(self.num_ranks))[1].activation)
 
     @property
     def in_bytes(self) -> bool:
@@ -89,7 +128,8 @@ def measured(
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         # Figures for half ranks cannot be divided into thirds; figures for whole ranks can be divided into any number.
-        read_as = placement if placement.num_stages <= 2 * num_ranks else Placement.linear(num_ranks)
+        fits = placement.num_stages <= 2 * num_ranks or file.layers is not None
+        read_as = placement if fits else Placement.linear(num_ranks)
         costs, kept = file.on(read_as)
         if memory is not None:
             kept = memory(read_as)
@@ -99,7 +139,8 @@ def measured(
 
     given = memory is not None or file.on(Placement.linear(num_ranks))[1] is not None
     sequence, least = file.tokens or (None, None)
-    return Figures(num_ranks, num_microbatches, on, given, sequence=sequence, least_slice_tokens=least)
+    own = file.layer_costs()
+    return Figures(num_ranks, num_microbatches, on, given, sequence=sequence, least_slice_tokens=least, layers=own)
 
 
 def beyond_floats(error: OverflowError) -> str:

@@ -10,6 +10,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.sliced import sliced_auto
@@ -19,11 +20,14 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A simulated schedule, the figures that it was planned with, and its certificate if there was a memory limit."""
+    """A simulated schedule, the figures that it was planned with, its certificate if there was a memory limit, and its
+    layout if that was planned as well.
+    """
 
     timeline: Timeline
     costs: Figures
     certificate: Certificate | None
+    layouts: LayoutPlan | None = None
 
 
 def auto(
