@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
+from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.costs.estimate import DEVICES, estimate, layer_costs
 from megatron.zero_bubble.costs.units import checked_share
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
@@ -117,6 +119,8 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
 def _of_file(options: argparse.Namespace, num_ranks: int, num_microbatches: int) -> Figures:
     """Read times from the file, and memory from the flags, else from the file, else use the defaults."""
     _refuse(options, (*_TIMES, "attention_share"), "--costs gives the times of all passes")
+    if getattr(options, "layout", None) == BY_COST:
+        _refuse(options, _MEMORY, f"with --layout {BY_COST}, --costs gives the memory of all layers")
     memory = partial(_uniform_memory, options) if _gives_memory(options) else None
     return measured(read_costs_file(options.costs), num_ranks, num_microbatches, memory)
 
@@ -125,14 +129,20 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     """Estimate figures from a model's shapes, with the configuration's sizes unless others are given."""
     _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
-    model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention)
+    by_cost = getattr(options, "layout", None) == BY_COST
+    model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention, by_cost)
     attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
+
+    def weight_bytes(of_stages: tuple[int, ...]) -> Callable[[Placement], tuple[float, ...]]:
+        own = replace(model, layers=of_stages)
+        return lambda placement: tuple(_BYTES_PER_PARAMETER * count for count in own.weights(placement))
+
     notes = [
         f"Estimated from the shapes in {options.config}, not measured; the costs file of a run is more accurate.",
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
-        f"Layers by rank: {layers}.",
+        *([] if by_cost else [f"Layers by rank: {layers}."]),
         f"The memory limit does not include weights and optimizer ({_BYTES_PER_PARAMETER} bytes per parameter).",
     ]
     return Figures(
@@ -142,9 +152,11 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         memory_given=True,
         message_bytes=model.message_bytes,
         most_layers=max(model.layers),
-        weight_bytes=lambda placement: tuple(_BYTES_PER_PARAMETER * count for count in model.weights(placement)),
+        weight_bytes=weight_bytes(model.layers),
         notes=(*notes, *assumed),
         sequence=model.sequence,
+        layers=layer_costs(model, device),
+        layout_weight_bytes=weight_bytes,
     )
 
 

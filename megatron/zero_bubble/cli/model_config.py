@@ -6,15 +6,20 @@ import argparse
 
 from megatron.zero_bubble.costs.estimate import Model, Recompute
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.search.cut import even
 
 VOCABULARY = 50_304
 """Size of GPT-2's vocabulary, padded to a multiple of 128."""
 
 
-def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, int, tuple[str, ...]]:
+def read_model(
+    file: str, num_ranks: int | None, flash: bool, any_layers: bool = False
+) -> tuple[Model, int, tuple[str, ...]]:
     """Read a model: its shapes, the number of microbatches per iteration, and the assumptions made, as sentences.
 
-    ``num_ranks`` overrides the pipeline size of ``file``.
+    ``num_ranks`` overrides the pipeline size of ``file``. With ``any_layers``, the layers per rank that ``file`` gives
+    are ignored, and the layers need not divide evenly.
 
     Raises:
         UserError: when the file cannot be read, lacks a shape, or describes a model that the estimate does not cover.
@@ -31,7 +36,8 @@ def read_model(file: str, num_ranks: int | None, flash: bool) -> tuple[Model, in
             f"an estimate covers only dense models; {file} has experts; record the costs of a run and use --costs"
         )
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
-    model = model_of(args, _layers(args, p, file), flash)
+    layers = even(Placement.linear(p), args.num_layers) if any_layers else _layers(args, p, file)
+    model = model_of(args, layers, flash)
     batch = args.global_batch_size or args.micro_batch_size
     assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
     if args.global_batch_size:

@@ -11,15 +11,17 @@ from functools import partial
 from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
+from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
 from megatron.zero_bubble.planning.plans import (
     ADAPTING,
     PlannedSchedule,
@@ -34,6 +36,7 @@ from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import SCHEDULES, build, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
+from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.timed import timed
 
@@ -69,6 +72,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         help="stages per rank for interleaved schedules, called chunks of the model in Megatron (default: 2)",
     )
+    add_layout(verb)
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
     verb.add_argument(
         "--equal-passes",
@@ -117,8 +121,9 @@ def plan(options: argparse.Namespace) -> str:
     if options.format == "svg":
         return zoomable(render_svg(timeline))
     if options.format == "json":
-        return plan_to_json(timeline, certificate)
-    text = _text(timeline, costs) + (_limit_text(timeline, costs, certificate) if certificate else "")
+        return plan_to_json(timeline, certificate, None if made.layouts is None else layout_content(made.layouts))
+    text = _text(timeline, costs) + ("" if made.layouts is None else layout_summary(made.layouts))
+    text += _limit_text(timeline, costs, certificate) if certificate else ""
     return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
 
 
@@ -145,18 +150,26 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     started = time.perf_counter()
-    schedule = file or _build(options, costs, cuts)
+    layouts = None
+    if options.layout == BY_COST:
+        layouts = _laid_out(options, costs.evenly(), cuts, file)
+        timeline, costs = layouts.best.timeline, layouts.best.costs
+    else:
+        schedule = file or _build(
+            options, costs, None if cuts is None else cuts.candidates(costs), options.placement or "auto"
+        )
+        timeline = timed(schedule, *costs.on(schedule.placement))
     seconds = time.perf_counter() - started
-    timeline = timed(schedule, *costs.on(schedule.placement))
     certificate = None
     if options.schedule == AUTO or options.memory_limit is not None:
-        certificate = _certify(options, costs, schedule, seconds)
-    return PlannedSchedule(timeline, costs, certificate)
+        certificate = _certify(options, costs, timeline.schedule, seconds)
+    return PlannedSchedule(timeline, costs, certificate, layouts)
 
 
 def searches(options: argparse.Namespace) -> bool:
     """Whether ``make_plan`` searches, which takes seconds, or only builds a known schedule."""
-    return options.schedule == AUTO or (options.schedule in ADAPTING and not options.equal_passes)
+    known = options.schedule != AUTO and (options.schedule not in ADAPTING or options.equal_passes)
+    return options.layout == BY_COST or not known
 
 
 def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
@@ -171,19 +184,41 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
     return figures(options, file.num_ranks, file.num_microbatches)
 
 
-def _build(options: argparse.Namespace, costs: Figures, cuts: Cuts | None) -> Schedule:
+def _laid_out(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> LayoutPlan:
+    """Plan the layout together with the schedule."""
+    limit = options.memory_limit or ("1p" if options.schedule == AUTO else None)
+    names: dict[Placement, PlacementChoice] = {}
+    if file is not None:
+        placements = [file.placement]
+    elif options.schedule == AUTO:
+        names = {place(costs.num_ranks): name for name, place in PLACEMENTS.items()}
+        placements = [on for on, name in names.items() if options.placement in (None, "auto", name)]
+    else:
+        known = recipe(options.schedule)
+        placements = [known.placement(costs.num_ranks, known.num_chunks(options.num_chunks))]
+    candidates = None if cuts is None else cuts.candidates(costs)
+
+    def make(own: Figures, placement: Placement) -> Schedule:
+        return file or _build(options, own, candidates, names.get(placement, "auto"))
+
+    return lay_out(costs, placements, make, None if limit is None else costs.limit(limit), options.objective)
+
+
+def _build(
+    options: argparse.Namespace, costs: Figures, slices: tuple[Slices, ...] | None, placement: PlacementChoice
+) -> Schedule:
     if options.schedule == AUTO:
         limit = costs.limit(options.memory_limit or "1p")
-        search = partial(auto, costs, limit, options.placement or "auto", options.objective)
-        return search() if cuts is None else shortest(search, cuts.candidates(costs), costs, limit, options.objective)
+        search = partial(auto, costs, limit, placement, options.objective)
+        return search() if slices is None else shortest(search, slices, costs, limit, options.objective)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     if recipe(options.schedule).sliced:
-        candidates = (cuts or Cuts(len(DEFAULT_SLICES))).candidates(costs)
+        candidates = slices or Cuts(len(DEFAULT_SLICES)).candidates(costs)
         make = partial(build, options.schedule, **sizes, num_chunks=options.num_chunks)
         most = None if options.memory_limit is None else costs.limit(options.memory_limit)
-        return shortest(lambda slices: make(num_slices=slices), candidates, costs, most, options.objective)
-    if cuts is not None:
-        recipe(options.schedule).slices(max(cuts.candidates(costs), key=len))
+        return shortest(lambda own: make(num_slices=own), candidates, costs, most, options.objective)
+    if slices is not None:
+        recipe(options.schedule).slices(max(slices, key=len))
     schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks)
     return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
 

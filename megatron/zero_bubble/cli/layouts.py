@@ -1,0 +1,46 @@
+"""The flag for layouts by cost, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megatron.zero_bubble.job.layers import stages_text
+from megatron.zero_bubble.planning.layouts import LayoutPlan
+
+EVENLY, BY_COST = "even", "auto"
+
+
+def add_layout(verb: argparse.ArgumentParser) -> None:
+    """Add the flag for the layout."""
+    verb.add_argument(
+        "--layout",
+        choices=(EVENLY, BY_COST),
+        default=EVENLY,
+        help="layers per stage: equally many (even), or chosen together with the placement for the shortest schedule "
+        "within the memory limit (auto), which needs --config, or a costs file with costs per layer (default: even)",
+    )
+
+
+def layout_summary(plan: LayoutPlan) -> str:
+    """Format the layout as Megatron's flag, its layers by stage, and how much shorter it is than others."""
+    best = plan.best
+    lines = [f"--pipeline-model-parallel-layout '{best.text}'", f"layers by stage: {stages_text(best.layout)}"]
+    for name, gain in plan.gains().items():
+        other = plan.others[name]
+        more = "" if not other.excess else ", which exceeds the memory limit"
+        lines.append(f"{_compared(gain)} the {name} ({other.text}, {other.ms:.3f} ms){more}")
+    return "\n".join(lines) + "\n"
+
+
+def layout_content(plan: LayoutPlan) -> dict[str, Any]:
+    """Return the keys of the plan's JSON for the layout."""
+    return {
+        "pipeline_model_parallel_layout": plan.best.text,
+        "layers_per_stage": plan.best.layout,
+        "shorter_than": {name.replace(" ", "_"): gain for name, gain in plan.gains().items()},
+    }
+
+
+def _compared(gain: float) -> str:
+    return "as long as" if abs(gain) < 5e-5 else f"{gain:.2%} shorter than" if gain > 0 else f"{-gain:.2%} longer than"
