@@ -52,8 +52,8 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--help", "--schedule", "--schedule-file", "--num-ranks", "--num-microbatches", "--forward-ms",
             "--backward-ms", "--wgrad-ms", "--attention-share", "--comm-ms", "--activation-memory", "--wgrad-memory",
             "--costs", "--config", "--gpu", "--no-flash-attention", "--memory-limit", "--placement", "--objective",
-            "--num-chunks", "--num-slices", "--slice-cuts", "--min-slice-tokens", "--equal-passes", "--step-ms",
-            "--format",
+            "--num-chunks", "--layout", "--num-slices", "--slice-cuts", "--min-slice-tokens", "--equal-passes",
+            "--step-ms", "--format",
         ],
         "compare": [
             "--help", "--num-ranks", "--num-microbatches", "--forward-ms", "--backward-ms", "--wgrad-ms",

@@ -238,8 +238,8 @@ def _layout(content: dict[str, Any]) -> tuple[int, ...]:
     for name in TIMES:
         if not isinstance(content[name], list) or len(content[name]) != len(counts):
             raise UserError(
-                f"with {key}, {name} must be a list with one number for each of its {len(counts)} stages; got "
-                f"{content[name]!r:.40}"
+                f"with layers_per_stage, {name} must be a list with one number for each of its {len(counts)} stages; "
+                f"got {content[name]!r:.40}"
             )
     return tuple(counts)
 

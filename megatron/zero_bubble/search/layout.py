@@ -45,12 +45,13 @@ class Value(NamedTuple):
     Attributes:
         excess: the peak memory of the fullest rank if it is above the limit, else 0.
         ms: the objective.
-        mean_ms: the mean over ranks of the time from its first to its last pass, or from the first pass of any rank.
+        unevenness: the sum of squares of the work of the ranks, so that of equally long schedules the most even one is
+            chosen, which needs less memory and is less sensitive to errors of the costs.
     """
 
     excess: float
     ms: float
-    mean_ms: float
+    unevenness: float
 
 
 class Trial:
@@ -77,18 +78,22 @@ class Trial:
         self.most = budget // (sum(map(len, schedule.order)) + _OVERHEAD_PER_STAGE * schedule.num_stages)
 
     def _evaluated(self, layout: Layout) -> Value:
-        peak, ms, mean_ms = self._run(*self._layers.on(layout))
+        peak, ms = self._run(*self._layers.on(layout))
         over = self._limit is not None and peak > self._limit * (1 + _ROUNDING)
-        return Value(peak if over else 0.0, ms, mean_ms)
+        return Value(peak if over else 0.0, ms, math.fsum(work * work for work in self._work_of(layout)))
 
     def _least_ms(self, layout: Layout) -> float:
+        return self.schedule.num_microbatches * max(self._work_of(layout))
+
+    def _work_of(self, layout: Layout) -> list[float]:
+        """Return the time of F, B and W of one microbatch per rank."""
         placement = self.schedule.placement
         of_rank = [0.0] * placement.num_ranks
         end, last, work = 1, len(layout) - 1, self._work  # the embedding is part 0
         for stage, (count, rank) in enumerate(zip(layout, placement.stage_to_rank, strict=True)):
             start, end = end, end + count
             of_rank[rank] += work[end + (stage == last)] - work[start - (stage == 0)]
-        return self.schedule.num_microbatches * max(of_rank)
+        return of_rank
 
 
 def best_layout(trial: Trial, num_layers: int, starts: Iterable[Layout]) -> Layout:
@@ -156,19 +161,17 @@ def _better(trial: Trial, layout: Layout, other: Layout) -> Layout:
     return layout if is_less(trial.value(layout), trial.value(other)) else other
 
 
-Run = Callable[[PassCosts, PassMemory], tuple[float, float, float]]
-"""Returns the peak memory of the fullest rank (0 if it is not needed), the objective, and its mean over ranks."""
+Run = Callable[[PassCosts, PassMemory], tuple[float, float]]
+"""Returns the peak memory of the fullest rank (0 if it is not needed), and the objective in ms."""
 
 
 def _by_simulation(schedule: Schedule, objective: Metric) -> Run:
     """Simulate any schedule."""
 
     @without_collection()
-    def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float, float]:
+    def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float]:
         timeline = simulate(schedule, costs, memory)
-        origins = [row[0].start_ms if objective == "span" else 0.0 for row in timeline.spans]
-        ends = [row[-1].end_ms - origin for row, origin in zip(timeline.spans, origins, strict=True)]
-        return max(most_kept(timeline, memory)), max(ends), math.fsum(ends) / len(ends)
+        return max(most_kept(timeline, memory)), timeline.span_ms if objective == "span" else timeline.makespan_ms
 
     return run
 
@@ -183,7 +186,7 @@ def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Run |
     held = [own for rank in range(placement.num_ranks if with_memory else 0) for own in _most_held(schedule, rank)]
     rows = None
 
-    def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float, float]:
+    def run(costs: PassCosts, memory: PassMemory) -> tuple[float, float]:
         nonlocal rows
         if True in fused:  # the search runs a fused backward as a B and a W: here, the B takes all of its time
             whole = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
@@ -193,7 +196,7 @@ def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Run |
         loop = loops(problem)
         kept = (*memory.activation, *memory.wgrad)
         peak = max((sum(count * kept[place] for place, count in own) for own in held), default=0.0)
-        return peak, *loop.evaluate(loop.pack(rows))
+        return peak, loop.evaluate(loop.pack(rows))[0]
 
     return run
 
