@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,17 +14,22 @@ import torch
 from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationStart, observed
 from megatron.zero_bubble.schedules import build
+from tests.adapter.test_slices_training import values
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.ranks import RankPool
+from tests.helpers.slices import LONG
 
 STEPS = 14  # two warm-up, four measured, the switch, and four measured with the plan
 SCHEDULES = [None, "zb-auto"]
 
 
-def train_and_wait_for_the_plan(rank: int, flags: str) -> tuple[list[Outcome], list[str]]:
+def train_and_wait_for_the_plan(
+    rank: int, flags: str, schedules: Sequence[str | None] = tuple(SCHEDULES)
+) -> tuple[list[Outcome], list[str]]:
     """Train, waiting for the planner at the first query; return the outcomes and the planner's messages."""
     finished, result, said = Planner.finished, Planner.result, []
 
@@ -34,12 +40,12 @@ def train_and_wait_for_the_plan(rank: int, flags: str) -> tuple[list[Outcome], l
 
     def heard(self: Planner) -> object:
         schedule, text = result(self)
-        said.append(text if schedule is None else f"{text}: {schedule.name}")
+        said.append(text if schedule is None else f"{text}: {schedule.name}, {schedule.num_slices} slices")
         return schedule, text
 
     Planner.finished, Planner.result = waited_for, heard
     try:
-        return train(rank, flags, SCHEDULES), said
+        return train(rank, flags, schedules), said
     finally:
         Planner.finished, Planner.result = finished, result
 
@@ -60,9 +66,56 @@ def test_switching_schedules_changes_no_bit(ranks: RankPool, options: str) -> No
     else:
         assert_same_bits(outcomes, SCHEDULES, STEPS)
     assert set(results[0][1]) == {
-        "switched to the planned schedule: zb-auto"
+        "switched to the planned schedule: zb-auto, 1 slices"
     }  # printed twice if the times have drifted
     assert all(said == [] for _, said in results[1:]), "only rank 0 plans"
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [
+        "--zero-bubble-num-slices 4",
+        f"--zero-bubble-num-slices 4 {ON_A_V} --zero-bubble-memory-limit 0.9p",
+        "--zero-bubble-slice-ends 20,34,42,48",
+    ],
+)
+def test_schedules_of_slices_are_searched_for(ranks: RankPool, cuts: str) -> None:
+    schedules = [None, f"zb-auto {cuts}"]
+    flags = Layout(2, num_layers=4).flags(3, f"{LONG} --train-iters {STEPS}")
+    results = ranks.run(2, train_and_wait_for_the_plan, flags, schedules, timeout=120)
+    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 4 slices"}
+    stock, sliced = results[-1][0]
+    assert len(values(stock.losses)) > STEPS
+    assert values(sliced.losses) == pytest.approx(values(stock.losses), rel=1e-5)
+    assert values(sliced.grad_norms) == pytest.approx(values(stock.grad_norms), rel=1e-4)
+
+
+def slices_measured_and_planned(rank: int, slices: Slices) -> list[Slices]:
+    """Return the cuts of the recorded trace, then those of the request to the planner."""
+    from megatron.zero_bubble.adapter import auto
+
+    found = []
+
+    def trace(name: str, marks: Any, group: Any, cuts: Slices = WHOLE) -> Any:
+        found.append(cuts)
+        return SimpleNamespace(timeline=simulate(schedule.make(2, 3), PassCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "gather_trace", trace)
+        patch.setattr(auto, "Planner", lambda request: found.append(request.slices))
+        passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
+        memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
+        options = auto.AutoOptions(warm_up=0, measured=1, slices=slices)
+        schedule = auto.AutoSchedule(options, passes, memory, lambda line: None)
+        assert torch.distributed.group.WORLD is not None
+        with observed(schedule, IterationStart(torch.distributed.group.WORLD, 3)):
+            pass
+    return found
+
+
+def test_uneven_slices_are_measured_and_planned_as_they_are_cut(ranks: RankPool) -> None:
+    slices = Slices((0.75, 0.25))
+    assert ranks.run(2, slices_measured_and_planned, slices) == [[slices, slices], [slices]]
 
 
 def train_without_a_planner(rank: int, flags: str, missing: str) -> tuple[list[Outcome], list[str]]:

@@ -88,6 +88,8 @@ def test_without_a_schedule_megatrons_own_is_planned(capsys: Capture) -> None:
 def test_zb_auto_is_planned_with_estimated_costs(capsys: Capture) -> None:
     out = run(capsys, FOUR, [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-placement", "vee"])
     assert "zb-auto: 4 ranks, 16 microbatches" in out
+    out = run(capsys, FOUR, [*JOB, *PIPELINE, *"--zero-bubble-schedule zb-auto --zero-bubble-num-slices 4".split()])
+    assert "zb-auto: 4 ranks, 16 microbatches of 4 slices" in out
 
 
 @pytest.mark.parametrize(

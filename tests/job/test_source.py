@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, Placement, ZeroBubbleConfig, build, simulate
+from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, ZeroBubbleConfig, build, simulate, validate
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.job.source import ScheduleSource
 
@@ -40,6 +40,31 @@ def test_search_starts_from_a_named_schedule(placement: str, first: str) -> None
     assert source.name == "zb-auto"
     assert source.make(8) == build(first, num_ranks=4, num_microbatches=8)
     assert source.placement == source.make(8).placement
+
+
+def test_search_for_slices_on_a_line_starts_from_a_named_schedule() -> None:
+    for cuts in ({"num_slices": 2}, {"slice_ends": (5, 8)}):
+        found = ZeroBubbleConfig("zb-auto", **cuts).sources()(4).make(8)  # type: ignore[arg-type]
+        slices = ZeroBubbleConfig("seq-zb-h1", **cuts).cuts()  # type: ignore[arg-type]
+        assert found == build("seq-zb-h1", num_ranks=4, num_microbatches=8, num_slices=slices)
+
+
+@pytest.mark.parametrize(("p", "m", "n"), [(2, 3, 4), (4, 8, 4), (8, 1, 16)])
+def test_first_schedule_of_slices_on_a_vee_has_about_the_memory_of_seq_zb_h1(p: int, m: int, n: int) -> None:
+    source = ScheduleSource.automatic("vee", p, Slices.even(n))
+    schedule = source.make(m)
+    assert (schedule.placement, schedule.num_slices) == (source.placement, n) == (Placement.vee(p), n)
+    validate(schedule)
+    known = build("seq-zb-h1", num_ranks=p, num_microbatches=m, num_slices=n)
+    peaks, lengths = [], []
+    for one in (schedule, known):
+        costs, memory = PassCosts.uniform(one.placement, 1.0, 1.0, 1.0), PassMemory.uniform(one.placement)
+        timeline = simulate(one, costs, memory)
+        peaks.append(max(timeline.peak_activation))
+        lengths.append(timeline.makespan_ms)
+    assert peaks[0] <= peaks[1] + 1 / n + 1e-9
+    assert lengths[0] < lengths[1]
+    assert ScheduleSource.automatic("vee", p, Slices.even(n)).make(m) == schedule, "the same on all ranks"
 
 
 def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> None:

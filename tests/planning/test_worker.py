@@ -19,6 +19,7 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import schedule_from_json
+from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.worker import Request
 
@@ -28,22 +29,33 @@ REQUEST = Request(costs_to_json(COSTS, MEMORY), 2, 6, "1p", "linear", "makespan"
 
 
 @pytest.mark.parametrize(
-    ("limit", "placement", "objective"),
-    [("1p", "linear", "makespan"), ("2p", "linear", "span"), ("1p", "vee", "span"), ("3GiB", "vee", "makespan")],
+    ("limit", "placement", "objective", "slices"),
+    [
+        ("1p", "linear", "makespan", WHOLE),
+        ("2p", "linear", "span", WHOLE),
+        ("1p", "vee", "span", WHOLE),
+        ("3GiB", "vee", "makespan", WHOLE),
+        ("0.8p", "linear", "makespan", Slices.even(4)),
+        ("0.8p", "vee", "span", Slices((0.5, 0.25, 0.25))),
+    ],
 )
 def test_worker_plan_equals_the_commands(
     limit: str,
     placement: Literal["linear", "vee"],
     objective: Metric,
+    slices: Slices,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "costs.json"
     file.write_text(REQUEST.costs)
     flags = f"--num-ranks 2 --num-microbatches 6 --memory-limit {limit} --placement {placement} --objective {objective}"
+    flags += f" --slice-cuts {','.join(map(str, slices.ends))}" if len(slices) > 1 else ""
     assert main(["plan", "--schedule", "zb-auto", *flags.split(), "--format", "json", "--costs", str(file)]) == 0
     expected = capsys.readouterr().out
-    found = worker.plan(replace(REQUEST, memory_limit=limit, placement=placement, objective=objective))
+    request = replace(REQUEST, memory_limit=limit, placement=placement, objective=objective, slices=slices)
+    assert Request.from_json(request.to_json()) == request
+    found = worker.plan(request)
     assert found.schedule == schedule_from_json(expected)
     assert found.makespan_ms == json.loads(expected)["makespan_ms"]
 

@@ -66,7 +66,7 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "slices of a schedule without slices": (
         lambda _: [*BASE, *PAIR, *ZERO_BUBBLE, "--zero-bubble-num-slices", "2"],
-        "--zero-bubble-num-slices works only with a schedule of slices, got zb-h1; drop the flag",
+        "--zero-bubble-num-slices works only with a schedule of slices or zb-auto, got zb-h1; drop the flag",
     ),
     "slices of another length": (
         lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-slice-ends", "4,9"],
@@ -74,6 +74,10 @@ BEFORE_TORCH: dict[str, tuple[Callable[[Path], list[str]], str]] = {
     ),
     "more slices than tokens": (
         lambda _: [*BASE, *PAIR, *SLICES, "--zero-bubble-num-slices", "9"],
+        "a sequence of 8 tokens has at most 8 slices of 1 tokens each; got 9 slices; use fewer",
+    ),
+    "more slices than tokens with zb-auto": (
+        lambda _: [*BASE, *PAIR, "--zero-bubble-schedule", "zb-auto", "--zero-bubble-num-slices", "9"],
         "a sequence of 8 tokens has at most 8 slices of 1 tokens each; got 9 slices; use fewer",
     ),
     "slices and a loss per sequence": (

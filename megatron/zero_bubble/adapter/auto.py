@@ -20,15 +20,14 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.formats.costs import costs_to_json
-from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
 from megatron.zero_bubble.job.post_validation import planned_gain
-from megatron.zero_bubble.job.source import FIRST_SCHEDULE
+from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
-from megatron.zero_bubble.schedules import build
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ class AutoOptions:
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
+        slices: the cuts of sequences; they do not change during the run.
     """
 
     memory_limit: str = "1p"
@@ -53,11 +53,7 @@ class AutoOptions:
     measured: int = 4
     check_every: int = 100
     drift: float = 0.1
-
-    @property
-    def first(self) -> str:
-        """Name of the schedule that runs during the first measurement."""
-        return FIRST_SCHEDULE[self.placement]
+    slices: Slices = WHOLE
 
 
 class AutoSchedule(IterationObserver):
@@ -92,7 +88,8 @@ class AutoSchedule(IterationObserver):
         if size in self._planned:
             return self._planned[size]
         if size not in self._first:
-            self._first[size] = build(self._options.first, num_ranks=num_ranks, num_microbatches=num_microbatches)
+            source = ScheduleSource.automatic(self._options.placement, num_ranks, self._options.slices)
+            self._first[size] = source.make(num_microbatches)
         return self._first[size]
 
     def begin_iteration(self, start: IterationStart) -> None:
@@ -110,7 +107,8 @@ class AutoSchedule(IterationObserver):
     def end_iteration(self, completed: bool) -> None:
         start, self._start = self._start, None
         if completed and start is not None:
-            self._timelines.append(gather_trace("zb-auto", self._passes.stop(), start.group).timeline)
+            trace = gather_trace("zb-auto", self._passes.stop(), start.group, self._options.slices)
+            self._timelines.append(trace.timeline)
             if len(self._timelines) == self._options.measured:
                 self._evaluate(start.group, start.num_microbatches)
         self._iteration += completed
@@ -157,6 +155,7 @@ class AutoSchedule(IterationObserver):
                         options.memory_limit,
                         options.placement,
                         "span" if options.post_validation else "makespan",
+                        options.slices,
                     )
                 )
         self._waiting = bool(_from_first_rank(int(replan)))

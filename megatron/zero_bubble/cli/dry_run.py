@@ -18,7 +18,7 @@ from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Schedule
+from megatron.zero_bubble.ir import WHOLE, Placement, Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
@@ -118,7 +118,7 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
     if args.zero_bubble_schedule == AUTO:
         objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
         config = args.zero_bubble
-        return auto(costs, costs.limit(config.memory_limit), config.placement, objective)
+        return auto(costs, costs.limit(config.memory_limit), config.placement, objective, config.cuts() or WHOLE)
     if args.source is not None:
         source: ScheduleSource = args.source
         return source.make(num_microbatches)

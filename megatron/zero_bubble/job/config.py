@@ -13,7 +13,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
-from megatron.zero_bubble.schedules import SCHEDULES, recipe, sliced
+from megatron.zero_bubble.schedules import recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
@@ -27,7 +27,8 @@ class ZeroBubbleConfig:
         schedule: a name from ``zero-bubble list``, or ``zb-auto``, which measures the run and plans a schedule for it.
             Exactly one of ``schedule`` and ``schedule_file`` must be given.
         num_chunks: stages per rank of an interleaved schedule; None selects the schedule's default.
-        num_slices: slices into which a schedule of slices cuts every sequence; None selects the schedule's default.
+        num_slices: slices into which a schedule of slices or ``zb-auto`` cuts every sequence; None selects the
+            schedule's default, for ``zb-auto`` whole sequences.
         slice_ends: the ends of the slices in tokens, instead of ``num_slices``; the last one is the sequence length.
         attention_share: share of a forward that attention takes, for cuts after which all slices take equal time; None
             for equally long slices.
@@ -110,10 +111,10 @@ class ZeroBubbleConfig:
     def _check_slices(self) -> None:
         given = {name: getattr(self, name) for name in ("num_slices", "slice_ends", "attention_share")}
         given = {name: value for name, value in given.items() if value is not None}
-        if given and not (self.schedule in SCHEDULES and SCHEDULES[self.schedule].sliced):
+        if given and self.schedule not in (*sliced(), AUTO):
             name, value = next(iter(given.items()))
             raise UserError(
-                f"{name} applies only to schedules of slices selected by name, {', '.join(sliced())}; got {value} with "
+                f"{name} applies only to {', '.join(sliced())} and {AUTO}; got {value} with "
                 f"{self.schedule or self.schedule_file}; leave it out"
             )
         if self.slice_ends is not None and len(given) > 1:
@@ -161,7 +162,7 @@ class ZeroBubbleConfig:
             source = ScheduleSource.from_file(self.schedule_file)
             return lambda _: source
         if self.schedule == AUTO:
-            return functools.partial(ScheduleSource.automatic, self.placement)
+            return functools.partial(ScheduleSource.automatic, self.placement, slices=self.cuts())
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
         return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=self.cuts())

@@ -36,7 +36,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-num-slices",
         metavar="N",
         type=int,
-        help=f"slices into which {of_slices} cut every sequence; default: {len(DEFAULT_SLICES)}",
+        help=f"slices into which {of_slices} or {AUTO} cut every sequence; default: {len(DEFAULT_SLICES)}, or 1 "
+        f"for {AUTO} without --zero-bubble-attention-share",
     )
     add(
         "--zero-bubble-slice-ends",

@@ -75,8 +75,9 @@ _RULES = (
     ),
     _Rule(
         ("num-slices", "slice-ends", "attention-share"),
-        lambda job: job.options.zero_bubble_schedule in sliced(),
-        "works only with a schedule of slices, got {schedule}; drop the flag or give --zero-bubble-schedule seq-zb-h1",
+        lambda job: job.plans or job.options.zero_bubble_schedule in sliced(),
+        "works only with a schedule of slices or zb-auto, got {schedule}; drop the flag or give --zero-bubble-schedule "
+        "seq-zb-h1",
     ),
     _Rule(
         ("placement", "memory-limit"),
@@ -160,8 +161,6 @@ def check_schedule(
     Raises:
         UserError: the rule, the values and the remedy.
     """
-    if options.zero_bubble_schedule == AUTO:
-        return  # zb-auto makes a schedule per number of microbatches and splits every backward
     counts = sorted(set(num_microbatches))
     if options.zero_bubble_schedule_file:
         _check_file(source.make(counts[0]), num_ranks, counts)

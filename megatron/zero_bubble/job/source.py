@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.schedules import build, recipe
+from megatron.zero_bubble.search.sliced import sliced_auto
 
 AUTO = "zb-auto"
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
-"""The schedule that ``zb-auto`` runs until its plan is ready, by placement."""
+"""The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,25 @@ class ScheduleSource:
         return cls(str(path), schedule.placement, lambda _: schedule)
 
     @classmethod
-    def automatic(cls, placement: Literal["linear", "vee"], num_ranks: int) -> ScheduleSource:
+    def automatic(
+        cls, placement: Literal["linear", "vee"], num_ranks: int, slices: Slices | None = None
+    ) -> ScheduleSource:
         """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones."""
-        first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks)
+        if slices is None or len(slices) == 1:
+            first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks)
+        elif placement == "linear":
+            first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
+        else:
+            vee = Placement.vee(num_ranks)
+            first = cls(AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
         return cls(AUTO, first.placement, first.make)
+
+
+def _on_a_vee(vee: Placement, slices: Slices, num_microbatches: int) -> Schedule:
+    """Search for a schedule for equal passes, within the peak of ``seq-zb-h1`` and one more slice."""
+    costs, memory = PassCosts.uniform(vee, 1.0, 1.0, 1.0), PassMemory.uniform(vee)
+    limit = 1 + vee.num_ranks * max(slices.shares)
+    return sliced_auto(costs, memory, [vee], num_microbatches, limit, slices, "makespan")
 
 
 SourceOnRanks = Callable[[int], ScheduleSource]

@@ -16,7 +16,7 @@ from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.ir import Compute, Kind, Pass
+from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.measure.memory import MemoryMeter
@@ -141,7 +141,8 @@ def _pipeline(
     memory = MemoryMeter() if config.measure_memory or config.schedule == AUTO else None
     if config.schedule == AUTO:
         passes = Recorder(select("auto"))
-        options = AutoOptions(config.memory_limit, config.placement, config.post_validation)
+        of_job = config.memory_limit, config.placement, config.post_validation
+        options = AutoOptions(*of_job, slices=config.cuts() or WHOLE)
         assert memory is not None
         auto = AutoSchedule(options, passes, memory, say)
         make, observers = auto.make, (auto, *observers, passes)

@@ -19,6 +19,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.files import json_object, read_key
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.plans import auto
 from megatron.zero_bubble.search.timed import timed
@@ -50,6 +52,7 @@ class Request:
 
     Attributes:
         costs: the text of a costs file.
+        slices: the cuts of every sequence.
     """
 
     costs: str
@@ -58,10 +61,11 @@ class Request:
     memory_limit: str
     placement: Literal["linear", "vee"]
     objective: Metric
+    slices: Slices = WHOLE
 
     def to_json(self) -> str:
         """Write the request as JSON; ``from_json`` reads it back unchanged."""
-        return json.dumps({key: getattr(self, key) for key in _KEYS})
+        return json.dumps({key: getattr(self, key) for key in _KEYS} | slices_content(self.slices))
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -71,7 +75,8 @@ class Request:
             UserError: when a key is missing or has an invalid value.
         """
         content = json_object(text)
-        return cls(**{key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()})
+        values = {key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()}
+        return cls(**values, slices=slices_from(content) or WHOLE)
 
 
 def plan(request: Request) -> Timeline:
@@ -82,7 +87,7 @@ def plan(request: Request) -> Timeline:
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
     limit = figures.limit(request.memory_limit)
-    schedule = auto(figures, limit, request.placement, request.objective)
+    schedule = auto(figures, limit, request.placement, request.objective, request.slices)
     return timed(schedule, *figures.on(schedule.placement))
 
 
