@@ -103,11 +103,20 @@ def test_evaluation_collects_non_loss_data_with_every_schedule(ranks: RankPool) 
     assert not any(first)
 
 
-@pytest.mark.parametrize("num_layers", [5, 7])
-def test_uneven_layers_get_a_balanced_layout(ranks: RankPool, num_layers: int) -> None:
-    """Without further flags, layers that do not divide evenly are placed by a balanced layout."""
+@pytest.mark.parametrize(
+    ("num_layers", "vocabulary", "linear"),
+    [(5, "", "Et*3|ttL"), (7, "", "Et*4|t*3L"), (5, "--tokenizer-type NullTokenizer --vocab-size 9000", "Et*5|L")],
+)
+def test_uneven_layers_get_the_layout_with_the_least_work(
+    ranks: RankPool, num_layers: int, vocabulary: str, linear: str
+) -> None:
+    """The job without further flags equals stock with this layout, and a V equals both."""
     layout, schedules = Layout(2, num_layers=num_layers), ["zb-h1", "zb-v"]
-    assert_same_model(ranks.run(2, train, layout.flags(3, UNTIED), schedules, timeout=180), schedules, layout)
+    flags = layout.flags(3, f"{UNTIED} {vocabulary}")
+    own = ranks.run(2, train, flags, schedules, timeout=180)
+    stock = ranks.run(2, train, f"{flags} --pipeline-model-parallel-layout {linear}", [None], timeout=180)
+    assert_same_model([[*a, *b] for a, b in zip(stock, own, strict=True)], [None, *schedules], layout)
+    assert_same_bits([[*a, b[0]] for a, b in zip(stock, own, strict=True)], [None, "zb-h1"])
 
 
 def peaks(_rank: int, flags: str) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from tests.helpers.ranks import RankPool
 
 SCHEDULES = [None, "zb-v", "v-half", "v-min", "dualpipe-v", "interleaved-1f1b", "breadth-first"]
 
-# The last option requires one stage per rank; test_uneven_layers_get_a_balanced_layout covers two stages.
+# The last option requires one stage per rank; test_uneven_layers_get_the_layout_with_the_least_work covers two stages.
 _LEFT_OUT = (DROPOUT, "--clip-grad", "--decoder-first-pipeline-num-layers")
 
 

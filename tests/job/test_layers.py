@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.cli.job_figures import job_layers
-from megatron.zero_bubble.job.layers import balanced_layout
+from megatron.zero_bubble.job.layers import layout_text, stage_layers, stages_text
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check_layout
 
@@ -18,39 +18,25 @@ SHAPES = "--hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch
 ENDS = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
 
-def by_rank(layout: str, placement: Placement) -> list[int]:
-    """Return the number of layers, embedding and loss included, per rank."""
-    stages = layout.split("|")
-    return [sum(len(stages[s]) for s in placement.stages_of(rank)) for rank in range(placement.num_ranks)]
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.booleans(), st.booleans())
+def test_layouts_are_written_as_they_are_read(counts: list[int], alone: bool, same: bool) -> None:
+    """Also by megatron-core, with repeated stages and stages without layers."""
+    from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+
+    layout = [*([0] if alone else []), *(counts[:1] * len(counts) if same else counts), *([0] if alone else [])]
+    text = layout_text(layout)
+    assert stage_layers(Placement.linear(len(layout)), sum(layout), text) == tuple(layout)
+    stages = PipelineParallelLayerLayout.parse_str_to_list(text)
+    assert ["".join(layer.name[0] for layer in stage) for stage in stages] == [
+        f"{'e' if s == 0 else ''}{'d' * count}{'l' if s == len(layout) - 1 else ''}" for s, count in enumerate(layout)
+    ]
 
 
-def test_balanced_layout_of_46_layers_on_16_ranks() -> None:
-    linear, vee = Placement.linear(16), Placement.vee(16)
-    assert balanced_layout(linear, 46) == "|".join(["Ett", *["ttt"] * 14, "ttL"])
-    layout = balanced_layout(vee, 46)
-    assert by_rank(layout, vee) == [3] * 16
-    assert layout.count("t") == 46 and len(layout.split("|")) == 32
-
-
-@given(st.integers(1, 8), st.sampled_from([Placement.linear, Placement.vee]), st.integers(0, 40))
-def test_balanced_layout_differs_by_at_most_one_layer_per_rank(p: int, make, layers: int) -> None:
-    placement = make(p)
-    try:
-        layout = balanced_layout(placement, layers)
-    except ValueError as error:
-        least = int(str(error).split("at least ")[1].split()[0])
-        assert layers < least
-        assert balanced_layout(placement, least).count("t") == least
-        return
-    stages = layout.split("|")
-    assert layout.count("t") == layers and len(stages) == placement.num_stages and all(stages)
-    assert stages[0].startswith("E") and stages[-1].endswith("L")
-    assert max(by_rank(layout, placement)) - min(by_rank(layout, placement)) <= 1
-
-
-def test_too_few_layers_are_rejected() -> None:
-    with pytest.raises(ValueError, match="5 layers with .* do not fill 8 pipeline stages; use at least 6 layers"):
-        balanced_layout(Placement.vee(4), 5)
+def test_layouts_are_short() -> None:
+    assert layout_text((1, 3, 3, 0)) == "Et|(t*3|)*2L"
+    assert layout_text((0, 2, 2, 2)) == "E|(tt|)*2ttL"
+    assert layout_text((3,)) == "Et*3L"
+    assert stages_text((1, 3, 3, 0)) == "1, 3 x2, 0"
 
 
 def job(flags: str) -> argparse.Namespace:
@@ -99,7 +85,7 @@ def test_layers_per_stage_equal_megatrons(flags: str, layers: list[int]) -> None
 @pytest.mark.parametrize(
     ("flags", "layers"),
     [
-        ("4 --num-layers 10 --zero-bubble-schedule zb-h1", [2, 3, 3, 2]),  # the balanced layout
+        ("4 --num-layers 10 --zero-bubble-schedule zb-h1", [2, 3, 3, 2]),  # by the least work of the busiest rank
         ("4 --num-layers 7 --pipeline-model-parallel-layout Et*2|(tt|)*2,tL", [2, 2, 2, 1]),
         ("2 --num-layers 3 --pipeline-model-parallel-layout E(t|t)*1tL", [1, 2]),
     ],

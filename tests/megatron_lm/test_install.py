@@ -142,19 +142,33 @@ def test_initializing_twice_in_one_process(ranks: RankPool) -> None:
 def sets_the_jobs_stages() -> None:
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 
-    for more, name, value in (
-        ([], "num_virtual_stages_per_pipeline_rank", 2),
-        (["--num-layers", "5"], "pipeline_model_parallel_layout", "Et|tt|t|tL"),
-        (["--num-layers", "5", *ENDS], "account_for_embedding_in_pipeline_split", False),
-        (["--num-layers", "6", *ENDS], "num_virtual_stages_per_pipeline_rank", 2),
+    line = ["--zero-bubble-schedule", "zb-h1"]
+    for schedule, more, name, value in (
+        (V, [], "num_virtual_stages_per_pipeline_rank", 2),
+        (V, ["--num-layers", "5"], "pipeline_model_parallel_layout", "Et|tt|t|tL"),
+        (V, ["--num-layers", "5", *ENDS], "account_for_embedding_in_pipeline_split", False),
+        (V, ["--num-layers", "6", *ENDS], "num_virtual_stages_per_pipeline_rank", 2),
+        (line, ["--num-layers", "5"], "pipeline_model_parallel_layout", "Et*3|ttL"),
+        (line, ["--num-layers", "5", *ENDS[:1]], "pipeline_model_parallel_layout", None),
+        (
+            line,
+            ["--num-layers", "5", "--decoder-first-pipeline-num-layers", "2"],
+            "pipeline_model_parallel_layout",
+            None,
+        ),
+        (line, ["--num-layers", "5", "--mtp-num-layers", "1"], "pipeline_model_parallel_layout", None),
+        (line, [], "num_virtual_stages_per_pipeline_rank", None),
     ):
-        sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *V, *more]
-        megatron_lm.install(parse_ours(V)[0], lambda line: None)
+        said: list[str] = []
+        sys.argv = ["job.py", "--pipeline-model-parallel-size", "2", *schedule, *more]
+        megatron_lm.install(parse_ours(schedule)[0], said.append)
         try:
             args = sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
         finally:
             megatron_lm.revert()
-        assert getattr(args, name) == value
+        assert getattr(args, name) == value, (schedule, more)
+        layout = args.pipeline_model_parallel_layout
+        assert [line for line in said if "by stage" in line] == ([f"layers by stage: {layout}"] if layout else [])
 
 
 def test_v_sets_two_stages_per_rank(ranks: RankPool) -> None:

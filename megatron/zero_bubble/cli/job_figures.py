@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from megatron.zero_bubble.cli.model_config import VOCABULARY, model_of
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.layers import stage_layers
+from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.planning.figures import Figures
 
 
@@ -33,11 +33,13 @@ def job_layers(args: argparse.Namespace) -> tuple[int, ...]:
 
 def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
+    from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
     dense = args.num_moe_experts is None
     # With context parallelism, every rank processes only a part of the sequence.
     model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
-    vocabulary = _vocabulary(args)
+    vocabulary = known_vocabulary(args)
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
     if costs_file is not None:
@@ -61,15 +63,6 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         _noting(figures, note),
         weight_bytes=lambda placement: tuple(each * count for count in model.weights(placement)),
     )
-
-
-def _vocabulary(args: argparse.Namespace) -> int | None:
-    """Return the padded vocabulary size of the job's tokenizer, or None if only Megatron-LM knows the tokenizer."""
-    from megatron.zero_bubble.training.data.tokenizer import build_tokenizer, padded_vocab_size
-
-    if args.vocab_size is None and args.tokenizer_type != "ByteLevelTokenizer":
-        return None
-    return padded_vocab_size(args, build_tokenizer(args))
 
 
 def _measured(sizes: tuple[int, int], file: str, placement: Placement) -> Figures:

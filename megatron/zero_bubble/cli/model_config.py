@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from megatron.zero_bubble.costs.estimate import Model, Recompute
+from megatron.zero_bubble.costs.estimate import Model
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.search.cut import even
-
-VOCABULARY = 50_304
-"""Size of GPT-2's vocabulary, padded to a multiple of 128."""
 
 
 def read_model(
@@ -45,33 +43,6 @@ def read_model(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."
         )
     return model, max(1, batch // args.micro_batch_size), tuple(assumed)
-
-
-def model_of(args: argparse.Namespace, layers: tuple[int, ...], flash: bool = True) -> Model:
-    """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage."""
-    wide = 4 * args.hidden_size
-    return Model(
-        layers=layers,
-        hidden=args.hidden_size,
-        ffn=args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide),
-        heads=args.num_attention_heads,
-        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
-        sequence=args.seq_length,
-        microbatch=args.micro_batch_size,
-        vocabulary=args.vocab_size or VOCABULARY,
-        gated=args.swiglu,
-        flash=flash and args.attention_backend not in ("unfused", "local"),
-        recompute=_recompute(args),
-        tensor_parallel=args.tensor_model_parallel_size,
-        sequence_parallel=args.sequence_parallel,
-    )
-
-
-def _recompute(args: argparse.Namespace) -> Recompute:
-    if args.recompute_granularity == "full":
-        return "full"
-    return "selective" if args.recompute_activations or args.recompute_granularity else "none"
 
 
 def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, ...]:

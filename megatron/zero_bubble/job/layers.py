@@ -10,43 +10,6 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 
-def balanced_layout(placement: Placement, num_layers: int) -> str:
-    """A ``--pipeline-model-parallel-layout`` for Megatron that gives every rank about the same work.
-
-    The embedding and the loss count as one layer each, as with ``--account-for-embedding-in-pipeline-split`` and
-    ``--account-for-loss-in-pipeline-split``. On a V both are on the same rank, which gets two layers less. A remainder
-    goes to the first ranks.
-
-    Raises:
-        UserError: too few layers to fill every stage.
-    """
-    p, last = placement.num_ranks, placement.num_stages - 1
-    ends = {0: "E", last: "L"}
-    share, more = divmod(num_layers + len(ends), p)
-    counts = [0] * placement.num_stages
-    for rank in range(p):
-        stages = placement.stages_of(rank)
-        own_ends = sum(stage in ends for stage in stages)
-        items = share + (rank < more)
-        if items < max(len(stages), own_ends):
-            least = max(
-                max(len(placement.stages_of(r)), sum(stage in ends for stage in placement.stages_of(r)))
-                for r in range(p)
-            )
-            raise UserError(
-                f"{num_layers} layers with embedding and loss do not fill {placement.num_stages} pipeline stages; use "
-                f"at least {p * least - len(ends)} layers or fewer stages"
-            )
-        each, rest = divmod(items, len(stages))
-        # Alternate which of a rank's stages is larger, so that neighbouring stages have about the same size.
-        order = stages if rank % 2 else stages[::-1]
-        for position, stage in enumerate(order):
-            counts[stage] = each + (position < rest) - (stage in ends)
-    return "|".join(
-        f"{'E' if stage == 0 else ''}{'t' * count}{'L' if stage == last else ''}" for stage, count in enumerate(counts)
-    )
-
-
 def layout_text(layout: Sequence[int]) -> str:
     """Write layers per stage as Megatron's ``--pipeline-model-parallel-layout``: ``(1, 3, 3, 0)`` is ``Et|(t*3|)*2L``.
 

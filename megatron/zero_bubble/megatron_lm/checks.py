@@ -12,7 +12,7 @@ from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.layers import balanced_layout
+from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule, place_stages
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.megatron_lm.batches import num_microbatches
@@ -36,7 +36,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             f"them on ranks {list(placement.stage_to_rank[:ranks])}; choose another schedule"
         )
     chunks = placement.num_stages // ranks
-    if chunks > 1 and asked is None:
+    if asked is None:
         _ask_for(chunks, placement, args)
     return config, source
 
@@ -104,17 +104,23 @@ def _check_hybrid(args: Any) -> None:
 
 
 def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
-    """Set the job's flags to ``chunks`` stages per rank: of equal size, or else balanced by their work."""
+    """Set the job's flags to ``chunks`` stages per rank: of equal size, or else balanced by their work.
+
+    With one stage per rank, whatever this does not know is left to Megatron.
+    """
+    if chunks == 1 and (args.num_layers is None or args.mtp_num_layers):
+        return
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
     if first is not None or last is not None or _counted_layers(args) % placement.num_stages == 0:
-        args.num_virtual_stages_per_pipeline_rank = chunks
+        if chunks > 1:
+            args.num_virtual_stages_per_pipeline_rank = chunks
         return
     if args.mtp_num_layers:
         raise UserError(
             f"with multi-token prediction, --num-layers must be divisible by the number of stages, got "
             f"{args.num_layers} and {placement.num_stages}; change it, or give --pipeline-model-parallel-layout"
         )
-    args.pipeline_model_parallel_layout = balanced_layout(placement, args.num_layers)
+    args.pipeline_model_parallel_layout = uneven_layout(args, placement, stated_vocabulary(args))
     # The layout already includes embedding and loss, and Megatron accepts either the layout or these flags.
     args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
 

@@ -158,6 +158,8 @@ def _put_in_force(
         _placed.replace(replacements)
     taken = ", ".join(dict.fromkeys(line.partition(":")[0].removeprefix("megatron.") for line in report()))
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
+    if layout := getattr(args, "pipeline_model_parallel_layout", None):
+        say(f"layers by stage: {layout}")
     if config.post_validation:
         say(forecast(source, in_training(args)[-1]))
         if waits := barriers(args, placement.stage_to_rank[0] == placement.stage_to_rank[-1]):

@@ -14,11 +14,12 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.layers import balanced_layout
+from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule, place_stages
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.blends import Blend, parse_blend
 from megatron.zero_bubble.training.data.indexed import check_indexed
+from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
@@ -129,7 +130,7 @@ def _check_layers(args: argparse.Namespace) -> None:
     if even and layers >= ranks * each:
         return
     if not given and not counted and has_schedule(args):
-        args.pipeline_model_parallel_layout = balanced_layout(args.placement, args.num_layers)
+        args.pipeline_model_parallel_layout = uneven_layout(args, args.placement, known_vocabulary(args))
         return
     stages = ranks * each
     what = f"{layers} layers{' (embedding or loss included)' if counted else ''}"

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 from collections import OrderedDict
 
+from megatron.zero_bubble.job.model import stated_vocabulary
+
 
 class ByteLevelTokenizer:
     """Ids 0 to 255 for UTF-8 bytes, and id 256 for the end of a document."""
@@ -53,3 +55,9 @@ def padded_vocab_size(args: argparse.Namespace, tokenizer: Tokenizer) -> int:
     """The vocabulary rounded up to a multiple of ``--make-vocab-size-divisible-by`` times the tensor-parallel size."""
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     return -(-tokenizer.vocab_size // multiple) * multiple
+
+
+def known_vocabulary(args: argparse.Namespace) -> int | None:
+    """Return the padded size of the vocabulary, or None if only Megatron-LM knows the job's tokenizer."""
+    is_ours = args.tokenizer_type == "ByteLevelTokenizer"
+    return padded_vocab_size(args, build_tokenizer(args)) if is_ours else stated_vocabulary(args)

@@ -1,0 +1,102 @@
+"""The model of a job: its shapes, and the layout of its layers where they do not divide evenly among the stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.zero_bubble.costs.estimate import DEVICES, Model, Recompute, layer_costs
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.layers import layout_text
+from megatron.zero_bubble.search.cut import cut
+
+VOCABULARY = 50_304
+"""Size of GPT-2's vocabulary, padded to a multiple of 128."""
+_SHAPES = ("hidden_size", "num_attention_heads", "seq_length", "micro_batch_size")
+_EMBEDDING = 0.02
+"""Work of the embedding in layers: it hardly takes time, but with it the first rank is the last to get one more layer
+than others.
+"""
+
+
+def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
+    """Build the model from the shapes in ``args``; ``layers`` has one number per rank or per stage."""
+    wide = 4 * args.hidden_size
+    backend = getattr(args.attention_backend, "name", args.attention_backend)  # an enum in Megatron-LM's jobs
+    return Model(
+        layers=layers,
+        hidden=args.hidden_size,
+        ffn=args.ffn_hidden_size or (int(wide * 2 / 3 / 64) * 64 if args.swiglu else wide),
+        heads=args.num_attention_heads,
+        groups=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_size=args.kv_channels or args.hidden_size // args.num_attention_heads,
+        sequence=args.seq_length,
+        microbatch=args.micro_batch_size,
+        vocabulary=args.vocab_size or VOCABULARY,
+        gated=args.swiglu,
+        flash=flash and backend not in ("unfused", "local"),
+        recompute=_recompute(args),
+        tensor_parallel=args.tensor_model_parallel_size,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> str:
+    """Return the ``--pipeline-model-parallel-layout`` with the least work for the busiest rank (``cut``).
+
+    The work of layers and of the output layer is estimated from the job's shapes. Without them, or without
+    ``vocabulary``, the embedding and the output layer count as one layer each.
+
+    Args:
+        args: the job's flags, in our loop or in Megatron-LM.
+        vocabulary: the padded size of the vocabulary; None if it is not known yet.
+
+    Raises:
+        UserError: for too few layers to fill every stage.
+    """
+    if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
+        return layout_text(cut(placement, (1.0,) * args.num_layers, 1.0, 1.0))
+    dense = replace(model_of(args, (1,)), vocabulary=vocabulary)
+    device = DEVICES["a100"]
+    costs = layer_costs(dense, device)
+    layer = [costs.layers[0].work_ms, layer_costs(_active(dense, args), device).layers[0].work_ms]
+    work = [layer[kind] for kind in _has_experts(args)]
+    return layout_text(cut(placement, work, _EMBEDDING * min(work), costs.loss.work_ms))
+
+
+def _has_experts(args: Any) -> list[bool]:
+    """Return whether each layer has experts: every one, every n-th, or those of a list (``--moe-layer-freq``)."""
+    if not _num_experts(args):
+        return [False] * args.num_layers
+    frequency = getattr(args, "moe_layer_freq", 1)
+    if isinstance(frequency, int):
+        return [layer % frequency == 0 for layer in range(args.num_layers)]
+    return [bool(each) for each in frequency]
+
+
+def _active(dense: Model, args: Any) -> Model:
+    """Return a dense model whose layers take as many operations as those with experts."""
+    if not _num_experts(args):
+        return dense
+    shared = args.moe_shared_expert_intermediate_size or 0
+    return replace(dense, ffn=args.moe_router_topk * (args.moe_ffn_hidden_size or dense.ffn) + shared)
+
+
+def _num_experts(args: Any) -> int | None:
+    """Return the number of experts; megatron-core and Megatron-LM call it by different names."""
+    count = getattr(args, "num_moe_experts", None) or getattr(args, "num_experts", None)
+    return None if count is None else int(count)
+
+
+def stated_vocabulary(args: Any) -> int | None:
+    """Return the padded size of the vocabulary in ``--vocab-size``; None without it, since it is the tokenizer's."""
+    if not (size := getattr(args, "vocab_size", None)):
+        return None
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return int(-(-(size + (args.tokenizer_type == "NullTokenizer")) // multiple) * multiple)
+
+
+def _recompute(args: Any) -> Recompute:
+    if args.recompute_granularity == "full":
+        return "full"
+    return "selective" if args.recompute_activations or args.recompute_granularity else "none"
