@@ -59,19 +59,18 @@ class _Row:
         # Not ``plan.effects``: it would keep the effects of all ranks in memory.
         declared = [op.effects(self._flow) for op in self._ops]
         last_use = {value: position for position, effects in enumerate(declared) for value in effects.uses}
-        # By value: the position of its giver, and the token with which it arrives.
-        given: dict[Hashable, tuple[int, Hashable]] = {}
+        # By value: the position of its giver, and the tokens with which it arrives.
+        given: dict[Hashable, tuple[int, tuple[Hashable, ...]]] = {}
         found = []
         for position, (op, effects) in enumerate(zip(self._ops, declared, strict=True)):
             uses, gives, takes, waits, makes, arrives = effects
             after: list[int] = []
             tokens: list[Hashable] = [*waits]
             for value in (*uses, *takes) if takes else uses:
-                giver, token = given.get(value) or self._absent(value, position)
+                giver, arrivals = given.get(value) or self._absent(value, position)
                 if giver is not None:
                     after.append(giver)
-                if token is not None:
-                    tokens.append(token)
+                tokens += arrivals
             for value in uses:
                 if last_use[value] == position:
                     given.pop(value, None)
@@ -85,12 +84,12 @@ class _Row:
         self._check_left(given)
         return found
 
-    def _absent(self, value: Hashable, position: int) -> tuple[None, Hashable]:
+    def _absent(self, value: Hashable, position: int) -> tuple[None, tuple[Hashable, ...]]:
         """Handle a value that no earlier op of the row gives. Without messages, it comes from another rank."""
         if not self._plan.has_messages:
-            return None, value
+            return None, (value,)
         if self._stopped and isinstance(value, Value):
-            return None, None
+            return None, ()
         op = self._ops[position]
         if not self._is_of_a_pass(value):
             why = f"{op} needs {value}, which rank {self._rank} does not have"
@@ -99,9 +98,9 @@ class _Row:
         else:
             why = f"the output of {value} is used by {op} but no receive was posted for it"
         self._report(why, self._rank, position)
-        return None, None
+        return None, ()
 
-    def _check_left(self, given: Mapping[Hashable, tuple[int, Hashable]]) -> None:
+    def _check_left(self, given: Mapping[Hashable, tuple[int, tuple[Hashable, ...]]]) -> None:
         for value, (position, _) in given.items():
             forgotten = self._stopped and isinstance(value, Value)
             is_for_another_rank = not self._plan.has_messages and self._is_of_a_pass(value)

@@ -126,6 +126,10 @@ class PassCosts:
             part = (1 - attention) * part + attention * (end * end - start * start)
         return whole * part + (self.wgrad_ms[p.stage] * slices.shares[p.slice] if p.kind is BW else 0.0)
 
+    def collective(self) -> float:
+        """Milliseconds that a collective takes in addition to one transfer between its ranks."""
+        return self.vocabulary.collective_ms if self.vocabulary is not None else 0.0
+
     def hops(self, placement: Placement) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """For every stage of a chain, the transfer times in ms of the input of its F and of the input of its B."""
         chain, rank_of = Chain(placement.num_stages), placement.stage_to_rank

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 
@@ -14,12 +15,14 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
-from megatron.zero_bubble.emulate.links import VirtualLinks
+from megatron.zero_bubble.emulate.links import ExchangedTimes, VirtualLinks
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
+from megatron.zero_bubble.ir.collectives import Spread, Sum
 from megatron.zero_bubble.ir.vocabulary import FLOWS
-from megatron.zero_bubble.plan import communicate, lower, with_validation
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.executor import Executor, Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
@@ -55,11 +58,37 @@ def execute(
     Executor(plan, rank, {**own, **(more or {})}, observer).run()
 
 
+@contextmanager
+def virtual_collectives(
+    plan: Plan, costs: PassCosts, clock: VirtualClock, group: dist.ProcessGroup
+) -> Iterator[dict[type[Op], Handler]]:
+    """Context with the handlers of collectives on the virtual clock: they exchange the times at which ranks start them.
+
+    Args:
+        group: a group of all ranks; groups of it are made for every kind of collective. A collective call.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    groups = {kind: dist.new_group(ranks, backend="gloo") for kind in sorted(collective_kinds(plan))}
+    exchanges: list[ExchangedTimes] = []
+
+    def start(op: Spread | Sum, inputs: Sequence[torch.Tensor]) -> list[ExchangedTimes]:
+        ready_ms = max((float(tensor[0]) for tensor in inputs), default=0.0)
+        end = clock.occupy(op, ready_ms, costs.collective())
+        exchanges.append(ExchangedTimes(end, op.rank, groups[op.lane], costs))
+        return exchanges[-1:] * len(op.effects(plan.schedule.flow).gives)
+
+    yield {Spread: start, Sum: start}
+    for exchange in exchanges:
+        exchange.wait("end")
+    for made in groups.values():
+        dist.destroy_process_group(made)
+
+
 def virtual_iterations(
     schedule: Schedule, costs: PassCosts, step_ms: float, ahead: bool, count: int, transport: Transport
 ) -> list[float]:
     """Run ``count`` iterations, and return the end of each optimizer step of this rank, in ms of its virtual clock."""
-    plan = lower(schedule, (communicate, with_validation))
+    plan = lower_training(schedule, post_validation=True)
     transport.open(plan.channels)
     clock = VirtualClock()
     assert dist.group.WORLD is not None
@@ -103,12 +132,15 @@ def virtual_deviation_ms(
     Returns:
         The largest difference of a start or end in ms, and its pass; infinity if the order differs.
     """
-    plan = lower(schedule)
+    plan = lower_training(schedule)
     transport.open(plan.channels)
     clock = VirtualClock()
     like = torch.empty(num_elements, dtype=torch.float64)
-    execute(plan, VirtualStage(schedule, costs, clock, num_elements), VirtualLinks(transport, costs), like)
-    planned = simulate(schedule, costs).spans[transport.rank]
+    assert dist.group.WORLD is not None
+    stage, links = VirtualStage(schedule, costs, clock, num_elements), VirtualLinks(transport, costs)
+    with virtual_collectives(plan, costs, clock, dist.group.WORLD) as collectives:
+        execute(plan, stage, links, like, more=collectives)
+    planned = simulate(plan, costs).spans[transport.rank]
     if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
         return math.inf, "order"
     return max(

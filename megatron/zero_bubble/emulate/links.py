@@ -1,8 +1,9 @@
-"""Links with latency on the virtual clock."""
+"""Links with latency, and collectives, on the virtual clock."""
 
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Message
@@ -32,3 +33,22 @@ class _Late(Awaited):
         tensor: torch.Tensor = self._receive.wait(needed_by)
         tensor[0] += self._ms
         return tensor
+
+
+class ExchangedTimes(Awaited):
+    """The result of a collective: the time at which it is complete, from the times at which the ranks started it.
+
+    Args:
+        end_ms: when this rank's part ends.
+        group: all ranks of the pipeline; the collectives of a group run in the same order on all of them.
+    """
+
+    def __init__(self, end_ms: float, rank: int, group: dist.ProcessGroup, costs: PassCosts) -> None:
+        self._rank, self._costs = rank, costs
+        self._ends = [torch.zeros(1, dtype=torch.float64) for _ in range(group.size())]
+        self._work = dist.all_gather(self._ends, torch.tensor([end_ms], dtype=torch.float64), group, async_op=True)
+
+    def wait(self, needed_by: object) -> torch.Tensor:
+        self._work.wait()
+        arrivals = (end.item() + self._costs.comm(source, self._rank) for source, end in enumerate(self._ends))
+        return torch.tensor([max(arrivals)], dtype=torch.float64)

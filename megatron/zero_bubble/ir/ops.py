@@ -35,6 +35,8 @@ class Times(Protocol):
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float: ...
 
+    def collective(self) -> float: ...
+
 
 class Memory(Protocol):
     """The source of an op's memory: ``costs.PassMemory``."""
@@ -61,7 +63,7 @@ class Effects(NamedTuple):
         takes: resources that must be on the rank, and that the op removes.
         waits: tokens that must hold before the op starts.
         makes: tokens that hold once the op has ended.
-        arrives: the token of another rank with which the given values arrive; None if they exist when the op ends.
+        arrives: the tokens of other ranks with which the given values arrive; none if they exist when the op ends.
     """
 
     uses: tuple[Value, ...] = ()
@@ -69,7 +71,7 @@ class Effects(NamedTuple):
     takes: tuple[Hashable, ...] = ()
     waits: tuple[Token, ...] = ()
     makes: tuple[Token, ...] = ()
-    arrives: Token | None = None
+    arrives: tuple[Token, ...] = ()
 
 
 _NONE = Effects()
@@ -256,7 +258,7 @@ class Recv(Op):
 
     def effects(self, flow: Flow) -> Effects:
         message = self.message
-        return Effects(gives=(message.value,), makes=(Token("posted", message),), arrives=Token("sent", message))
+        return Effects(gives=(message.value,), makes=(Token("posted", message),), arrives=(Token("sent", message),))
 
     def later(self, by: int) -> Recv:
         return Recv(self.message.later(by))

@@ -45,7 +45,7 @@ def allocate(ops: Sequence[Op], effects: Sequence[Effects], end: int) -> Allocat
     for op, (uses, gives, takes, *_, arrives) in zip(ops, effects, strict=True):
         for value in _values((*uses, *takes, *gives)):
             number.setdefault(value, len(number))
-        if arrives is not None or op.lane not in (None, COMPUTE):
+        if arrives or op.lane not in (None, COMPUTE):
             arriving.update(_values(gives))
     last_use = {value: position for position in range(end) for value in effects[position].uses}
 

@@ -35,6 +35,9 @@ TOKENS = "tokens"
 ROWS = "rows"
 """Gradient of the output of the embedding."""
 
+TO_ALL_RANKS = (HIDDEN, FACTORS, TOKENS, ROWS)
+"""Values that one rank makes and all ranks use."""
+
 Algorithm = Literal[1, 2]
 
 

@@ -9,6 +9,7 @@ from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.repeats import find_repeats
+from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.communicate import PostReceives, communicate
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
@@ -16,7 +17,7 @@ from megatron.zero_bubble.plan.unroll import unroll
 
 LoweringPass = Callable[[Plan], Plan]
 
-_TREATING_MICROBATCHES_ALIKE = (communicate, with_validation)
+_TREATING_MICROBATCHES_ALIKE = (collect, communicate, with_validation)
 """Lowering passes for which the steady state of a schedule needs to be lowered only once."""
 _KEPT, _MORE = 6, 2
 """Windows in the stem of a plan in addition to their lag, and the factor by which they grow until its ops repeat."""
@@ -77,10 +78,10 @@ def lower_forward_only(schedule: Schedule, post_receives: PostReceives = "early"
     forwards, transfers = schedule.forward_only(), partial(communicate, post_receives=post_receives)
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
         try:
-            return lower(forwards, (partial(transfers, max_in_flight=most),))
+            return lower(forwards, (collect, partial(transfers, max_in_flight=most)))
         except PlanError:
             continue
-    return lower(forwards, (transfers,))
+    return lower(forwards, (collect, transfers))
 
 
 def lower_training(schedule: Schedule, post_receives: PostReceives = "early", post_validation: bool = False) -> Plan:
@@ -91,4 +92,4 @@ def lower_training(schedule: Schedule, post_receives: PostReceives = "early", po
         post_validation: whether the iteration validates the previous optimizer step.
     """
     transfers = partial(communicate, post_receives=post_receives)
-    return lower(schedule, (transfers, with_validation) if post_validation else (transfers,))
+    return lower(schedule, (collect, transfers, *((with_validation,) if post_validation else ())))

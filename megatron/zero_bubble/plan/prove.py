@@ -19,6 +19,7 @@ from enum import Enum
 from megatron.zero_bubble.analysis.steps import Blocked, Step, run_to_end, steps
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Message, Op, Plan, Recv, Send, Token, Validate
+from megatron.zero_bubble.ir.collectives import Collective
 from megatron.zero_bubble.ir.ops import STEPPED
 from megatron.zero_bubble.ir.unrolled import Unrolled
 from megatron.zero_bubble.plan.unroll import can_repeat
@@ -114,11 +115,18 @@ def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[S
 
 
 def _in_one_queue(rows: list[list[Step]]) -> list[list[Step]]:
-    """Make every transfer also wait until the other rank has issued the previous transfer on the same channel."""
+    """Make every transfer also wait until the other rank has issued the previous transfer on the same channel, and
+    every collective until all ranks have started the previous one of its kind.
+    """
     last: dict[tuple[type[Op], tuple[int, int]], Message] = {}
+    collectives: dict[tuple[int, str], Collective] = {}
 
     def held_back(step: Step) -> Step:
         op = step.op
+        if isinstance(op, Collective):
+            previous = collectives.get((op.rank, op.lane))
+            collectives[op.rank, op.lane] = op
+            return step if previous is None else step._replace(waits=(*step.waits, *previous.arrival()))
         if not isinstance(op, (Send, Recv)):
             return step
         before = last.get((type(op), op.message.channel))

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.platforms.streams import HostCopy, SideStream
+from megatron.zero_bubble.platforms.streams import HostCopy, Lane, SideStream
 
 NAMES = ("cpu", "cuda", "auto")
 
@@ -66,6 +66,9 @@ class Platform(Protocol):
 
     def side_stream(self) -> SideStream:
         """A stream on the current device for work that runs concurrently with the passes."""
+
+    def lane(self) -> Lane:
+        """A lane on the current device, for collectives that run concurrently with the passes."""
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> HostCopy:
         """Start to copy a tensor of this platform to host memory.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,39 @@ class CudaSideStream:
         if self._is_busy:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
             self._is_busy = False
+
+
+class CudaLane:
+    """A ``Lane`` on a CUDA stream with high priority, because other ranks wait for its work."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1)
+
+    def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> CudaResult:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        for tensor in uses:
+            tensor.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            made = work()
+            return CudaResult(made, self._stream.record_event())
+
+    def close(self) -> None:
+        """Nothing to stop: the stream ends with its work."""
+
+
+class CudaResult:
+    """The tensors that a work item on a stream makes: None, a tensor, or a tuple of them."""
+
+    def __init__(self, made: Any, done: torch.cuda.Event) -> None:
+        self._made, self._done = made, done
+
+    def wait(self) -> Any:
+        current = torch.cuda.current_stream()
+        current.wait_event(self._done)
+        for tensor in self._made if isinstance(self._made, tuple) else (self._made,):
+            if isinstance(tensor, torch.Tensor):
+                tensor.record_stream(current)
+        return self._made
 
 
 class CudaHostCopy(HostCopy):
@@ -129,6 +163,9 @@ class CudaPlatform:
 
     def side_stream(self) -> CudaSideStream:
         return CudaSideStream(self.current_device())
+
+    def lane(self) -> CudaLane:
+        return CudaLane(self.current_device())
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> CudaHostCopy:
         return CudaHostCopy(tensor, after)

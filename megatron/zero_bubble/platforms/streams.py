@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,46 @@ class SideStream(Protocol):
 
     def join(self) -> None:
         """Make the caller's later work wait for all work items; the host does not wait."""
+
+
+class Result(Protocol):
+    """The result of a work item on a ``Lane``."""
+
+    def wait(self) -> Any:
+        """Make the caller's later work wait for the result, and return it; raises what the work item raised."""
+
+
+class Lane(Protocol):
+    """Runs work items that may wait for other ranks, in order, concurrently with the caller's later work."""
+
+    def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> Result:
+        """Run ``work`` after everything queued so far; the lane keeps the memory of ``uses`` until it is done."""
+
+    def close(self) -> None:
+        """Stop the lane when it has run all work items."""
+
+
+class ThreadLane:
+    """A ``Lane`` for devices without streams: a thread."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "lane")
+
+    def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> ThreadResult:
+        return ThreadResult(self._thread.submit(work))
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class ThreadResult:
+    """The result of a work item on a thread."""
+
+    def __init__(self, future: Future[Any]) -> None:
+        self._future = future
+
+    def wait(self) -> Any:
+        return self._future.result()
 
 
 class HostCopy(ABC):

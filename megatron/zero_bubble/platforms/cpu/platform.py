@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline
+from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline, ThreadLane
 
 CPU = torch.device("cpu")
 
@@ -64,6 +64,9 @@ class CpuPlatform:
 
     def side_stream(self) -> Inline:
         return Inline()
+
+    def lane(self) -> ThreadLane:
+        return ThreadLane()
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> AlreadyThere:
         if after is not None:

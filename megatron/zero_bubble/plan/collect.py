@@ -1,0 +1,53 @@
+"""Insert the collectives of vocabulary parallelism: values for all ranks, and sums of the parts of all ranks.
+
+A rank starts a collective directly after the pass that makes its input. A rank that only receives starts it directly
+after the pass that uses the result of the previous collective of the same kind: a collective is complete when all ranks
+have started it, so no rank may let the others wait, and a rank has one receiving collective of each kind at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
+from megatron.zero_bubble.ir.collectives import Spread, Sum
+from megatron.zero_bubble.ir.vocabulary import PART, TO_ALL_RANKS, Vocabulary
+
+
+def collect(plan: Plan) -> Plan:
+    """A lowering pass: add the collectives. Plans without vocabulary parallelism, or of one rank, stay as they are."""
+    if not isinstance(plan.schedule.flow, Vocabulary) or plan.schedule.num_ranks == 1:
+        return plan
+    return replace(plan, ops=tuple(_row(plan, rank) for rank in range(len(plan.ops))))
+
+
+def _row(plan: Plan, rank: int) -> tuple[Op, ...]:
+    schedule, flow = plan.schedule, plan.schedule.flow
+    size = schedule.num_ranks
+
+    def home(p: Pass) -> int:
+        return schedule.placement.stage_to_rank[p.stage]
+
+    def received(op: Op) -> list[Spread]:
+        inputs = flow.inputs(op.work) if isinstance(op, Compute) else ()
+        found = [(value, home(value.producer)) for value in inputs if value.name in TO_ALL_RANKS]
+        return [Spread(value, rank, root, size) for value, root in found if root != rank]
+
+    def given(op: Op) -> Iterator[Op]:
+        for value in flow.outputs(op.work) if isinstance(op, Compute) else ():
+            if value.name in TO_ALL_RANKS:
+                yield Spread(value, rank, rank, size)
+            elif value.name == PART:
+                yield Sum(value, rank, home(flow.consumers(value)[0]), size)
+
+    waiting: dict[str, deque[Spread]] = {}
+    for op in plan.ops[rank]:
+        for spread in received(op):
+            waiting.setdefault(spread.lane, deque()).append(spread)
+    row: list[Op] = [queue.popleft() for queue in waiting.values()]
+    for op in plan.ops[rank]:
+        row += [op, *given(op)]
+        row += [waiting[spread.lane].popleft() for spread in received(op) if waiting[spread.lane]]
+    return tuple(row)

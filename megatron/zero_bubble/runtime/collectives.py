@@ -1,0 +1,124 @@
+"""Collectives between all ranks of a pipeline, concurrent with the passes: one lane and one process group per kind.
+
+The collectives of a kind run in the same order on all ranks, which the proof of the plan checks. Kinds do not wait for
+each other, so ranks may start collectives of different kinds in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.errors import PeerError
+from megatron.zero_bubble.ir import Kind, Op, Plan, Value
+from megatron.zero_bubble.ir.collectives import Collective, Spread, Sum
+from megatron.zero_bubble.platforms.streams import Lane, Result
+from megatron.zero_bubble.runtime.executor import Awaited, Handler
+from megatron.zero_bubble.runtime.groups import backend_of, new_group
+from megatron.zero_bubble.runtime.transport import lost_connection
+
+
+class Transfers(Protocol):
+    """The collectives of a model's values. Its methods run on a lane, may wait for other ranks, and record no gradient.
+
+    ``root`` is the rank within ``group``, which contains all pipeline ranks in order. A value or part may be
+    ``executor.FORGOTTEN`` if the ranks have stopped; the rank then takes part with any tensors of the right shapes.
+    """
+
+    def spread(self, value: Value, held: Any, root: int, group: dist.ProcessGroup) -> Any:
+        """Return the value of the root; ``held`` is the value on the root, and None on the other ranks."""
+
+    def total(self, kind: Kind, microbatch: int, part: Any, root: int, group: dist.ProcessGroup) -> Any:
+        """Return the sum of the parts of all ranks on the root, and None on the other ranks."""
+
+
+class Lanes:
+    """The lanes and process groups of one pipeline."""
+
+    def __init__(self, group: dist.ProcessGroup, make_lane: Callable[[], Lane], timeout: timedelta | None) -> None:
+        self._group, self._make_lane, self._timeout = group, make_lane, timeout
+        self._lanes: dict[str, tuple[Lane, dist.ProcessGroup]] = {}
+
+    def open(self, kinds: Iterable[str]) -> None:
+        """Make the lanes that are missing. A collective call of all ranks of the job, with the same kinds."""
+        ranks = dist.get_process_group_ranks(self._group)
+        for kind in sorted(set(kinds) - self._lanes.keys()):
+            own = new_group(ranks, backend_of(self._group), self._timeout)
+            self._lanes[kind] = self._make_lane(), own
+
+    def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
+        """Start ``work`` of an op, which gets the group of its kind."""
+        lane, group = self._lanes[op.lane]
+
+        def run() -> Any:
+            with torch.no_grad():
+                return work(group)
+
+        return Collected(lane.start(run, uses), op)
+
+    def close(self) -> None:
+        """Stop the lanes, when all collectives are complete, and destroy their groups."""
+        for lane, group in self._lanes.values():
+            lane.close()
+            if dist.is_initialized():
+                dist.destroy_process_group(group)
+        self._lanes.clear()
+
+
+class Collected(Awaited):
+    """The result of a collective."""
+
+    def __init__(self, result: Result, op: Collective) -> None:
+        self._result, self._op = result, op
+
+    def wait(self, needed_by: object) -> Any:
+        """Wait for the result.
+
+        Raises:
+            PeerError: another rank died or did not take part within the group's timeout.
+        """
+        try:
+            return self._result.wait()
+        except RuntimeError as error:
+            if (reason := lost_connection(error)) is None:
+                raise
+            raise PeerError(
+                f"pipeline rank {self._op.rank} could not run {needed_by}: not all ranks took part in the collective "
+                f"for {self._op.key} ({reason}); a rank has died or hangs: look for the first error of the other ranks"
+            ) from error
+
+
+def collective_kinds(plan: Plan) -> set[str]:
+    """The kinds of collectives in ``plan``, one lane for each."""
+    return {op.lane for row in plan.stem.ops for op in row if isinstance(op, Collective)}
+
+
+def collective_handlers(plan: Plan, lanes: Lanes, transfers: Transfers) -> Mapping[type[Op], Handler]:
+    """The handlers of collectives for one iteration of ``plan``."""
+    flow = plan.schedule.flow
+
+    def spread(op: Spread, inputs: Sequence[Any]) -> Sequence[Any]:
+        held = inputs[0] if op.is_root else None
+        result = lanes.start(op, lambda group: transfers.spread(op.value, held, op.root, group), tensors_of(held))
+        return () if op.is_root else (result,)
+
+    def total(op: Sum, inputs: Sequence[Any]) -> Sequence[Any]:
+        (part,) = inputs
+        kind, microbatch = op.value.producer.kind, op.value.producer.microbatch
+        result = lanes.start(
+            op, lambda group: transfers.total(kind, microbatch, part, op.root, group), tensors_of(part)
+        )
+        # The sum is in place of the first part.
+        return (result, *(None for _ in op.effects(flow).gives[1:])) if op.is_root else ()
+
+    return {Spread: spread, Sum: total}
+
+
+def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors in a value: a tensor, or a tuple that may also have other items."""
+    items = value if isinstance(value, tuple) else (value,)
+    return tuple(item for item in items if isinstance(item, torch.Tensor))
