@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -229,3 +230,18 @@ def test_dry_run_does_not_load_torch() -> None:
         [sys.executable, "-c", code, *job], capture_output=True, text=True, env=os.environ, check=True
     )
     assert done.stdout.endswith("loaded []\n")
+
+
+def test_costs_per_layer_are_for_the_jobs_layout(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    layer = {"forward_ms": 3, "backward_ms": 2, "wgrad_ms": 1}
+    content = {"layers": ["layer*8"], "parts": {"layer": layer, "loss": {"forward_ms": 9}}}
+    file.write_text(json.dumps(content))
+    job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1", "--pipeline-model-parallel-layout", "Ettt|tt|tt|tL"]
+    costs = PassCosts((9.0, 6.0, 6.0, 12.0), (6.0, 4.0, 4.0, 2.0), (3.0, 2.0, 2.0, 1.0))
+    expected = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
+    assert f", {expected:,.1f} ms" in run(capsys, [*FOUR, "--costs", str(file)], job)
+    file.write_text(json.dumps(content | {"layers": ["layer*9"]}))
+    assert "the layers per stage must add up to 9; got 3, 2, 2, 1" in refusal(
+        capsys, [*FOUR, "--costs", str(file)], job
+    )

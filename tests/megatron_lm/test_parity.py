@@ -272,6 +272,15 @@ def test_logs_equal_stock_with_unusual_stages(checkout: Checkout, name: str, sch
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_uneven_layers_equal_stock_with_the_same_layout(checkout: Checkout) -> None:
+    """The output layer of this model takes longer than half of its layers; stock has to be given the layout."""
+    flags = f"--pipeline-model-parallel-size 2 --num-layers 5 {_UNTIED}"
+    own = pretrain_gpt(checkout, 2, flags, "zb-h1")
+    assert own.of("zero-bubble: layers by stage: ") == ["zero-bubble: layers by stage: Et*5|L"]
+    _same(own, stock(checkout, 2, f"{flags} --pipeline-model-parallel-layout Et*5|L"))
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 @pytest.mark.parametrize("schedule", IN_PLACE)
 @pytest.mark.parametrize("form", ["torch", "torch_dist"])
 def test_checkpoint_continues_in_stock(checkout: Checkout, schedule: str, form: str, tmp_path: Path) -> None:

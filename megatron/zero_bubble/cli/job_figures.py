@@ -43,7 +43,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     if vocabulary is not None:
         model = replace(model, vocabulary=vocabulary)
     if costs_file is not None:
-        figures = _measured(sizes, costs_file, args.placement)
+        figures = _measured(sizes, costs_file, args.placement, layers)
     elif dense:
         figures = _estimated(sizes, model, gpu)
         if vocabulary is None:
@@ -65,8 +65,10 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     )
 
 
-def _measured(sizes: tuple[int, int], file: str, placement: Placement) -> Figures:
-    costs, memory = read_costs_file(file).on(placement)
+def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: tuple[int, ...]) -> Figures:
+    """Return the costs in a file; those per layer are for the layout of the job."""
+    read = read_costs_file(file)
+    costs, memory = read.on(placement) if read.layers is None else read.layers.on(layers)
     kept = PassMemory.uniform(placement) if memory is None else memory
     return Figures(
         *sizes, lambda on: (costs.fit(on), kept.fit(on)), memory is not None, notes=(f"Costs are from {file}.",)
