@@ -61,6 +61,7 @@ def test_the_weights_are_those_of_the_layout(capsys: Capture) -> None:
     weights = [float(amount) for amount in line.split(": ")[1].split()]
     assert layers[1] > layers[2] and layers[0] > layers[3]
     one = (weights[1] - weights[2]) / (layers[1] - layers[2])
+    assert one > 1, "GiB per layer"
     assert weights[0] - weights[3] == pytest.approx(one * (layers[0] - layers[3]), abs=0.35)
 
 
