@@ -55,6 +55,9 @@ class FakeStream:
     def wait_stream(self, other: FakeStream) -> None:
         self.known |= other.known
 
+    def wait_event(self, event: FakeEvent) -> None:
+        self.known |= event.known
+
     def record_event(self) -> FakeEvent:
         event = FakeEvent(self._cuda)
         event.record(self)

@@ -46,6 +46,23 @@ def accumulate_on_a_side_stream(cuda: FakeCuda) -> float:
     return total.item()
 
 
+def collect_on_a_lane(cuda: FakeCuda) -> float:
+    """A pass, a collective of its output on a lane, another pass meanwhile, and the pass that needs the result."""
+    lane = CudaPlatform().lane()
+    part = cuda.on_device(torch.ones(2))
+    part.mul_(3.0)
+    result = lane.start(lambda: (part * 2.0, None), [part])
+    cuda.free(part)
+    passes = cuda.on_device(torch.ones(2))
+    passes.mul_(2.0)
+    before = dict(cuda.compute.known)
+    total, _ = result.wait()
+    assert cuda.compute.known != before, "passes do not wait for the collective"
+    value = total.sum()
+    cuda.free(total)
+    return float(value.item())
+
+
 def read_a_loss(cuda: FakeCuda) -> float:
     """A loss on its way to the host, while passes are queued behind it."""
     loss = cuda.on_device(torch.zeros(2))
@@ -95,6 +112,10 @@ def test_side_stream_runs_between_its_operands_and_the_reader_of_its_results(cud
     assert accumulate_on_a_side_stream(cuda) == 6.0
 
 
+def test_lane_runs_between_its_operands_and_the_reader_of_its_results(cuda: FakeCuda) -> None:
+    assert collect_on_a_lane(cuda) == 12.0
+
+
 def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) -> None:
     assert read_a_loss(cuda) == 8.0
 
@@ -104,7 +125,7 @@ def test_reduced_figures_are_read_without_a_wait_for_passes(cuda: FakeCuda, monk
 
 
 @pytest.mark.parametrize("forgotten", [(FakeStream, "wait_stream"), (torch.Tensor, "record_stream")])
-@pytest.mark.parametrize("use", [accumulate_on_a_side_stream, read_a_loss])
+@pytest.mark.parametrize("use", [accumulate_on_a_side_stream, collect_on_a_lane, read_a_loss])
 def test_fake_notices_what_is_forgotten(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, use: Callable[[FakeCuda], float], forgotten: tuple[type, str]
 ) -> None:
