@@ -30,7 +30,7 @@ from megatron.zero_bubble.search.problem import Problem
 Layout = tuple[int, ...]
 """Layers per stage, in model order."""
 
-_BUDGET, _BUDGET_IN_PYTHON = 18_000_000, 500_000
+_BUDGET, _BUDGET_IN_PYTHON = 10_000_000, 400_000
 """Most passes to simulate with the compiled loops, and without."""
 _OVERHEAD_PER_STAGE = 400
 """Passes whose simulation takes as long as everything else for one layout, per stage."""
