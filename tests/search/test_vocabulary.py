@@ -126,6 +126,20 @@ def test_logits_count_from_s_to_t() -> None:
     assert max(within.peak_activation) <= peaks[0]
 
 
+def test_collectives_delay_what_waits_for_them() -> None:
+    """With one microbatch, all wait for tokens, rows, hidden states, losses, factors, and the gradient of rows; with
+    algorithm 1 also for the gradient of the hidden states.
+    """
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    costs = unit_costs(schedule)
+    slower = replace(costs, vocabulary=VocabularyCosts.uniform(2, 0.25, 0.25, collective_ms=1000.0))
+    numbers: tuple[tuple[Algorithm, int], ...] = ((1, 7), (2, 6))
+    for algorithm, collectives in numbers:
+        made = with_vocabulary(schedule, costs, algorithm)
+        delay = simulate(made, slower).makespan_ms - simulate(made, costs).makespan_ms
+        assert round(delay / 1000, 1) == collectives
+
+
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_plan_file_keeps_the_vocabulary(algorithm: Algorithm) -> None:
     schedule = build("zb-v", num_ranks=3, num_microbatches=4)

@@ -12,6 +12,7 @@ from megatron.zero_bubble.ir.passes import VOCABULARY, B, F, S, T, W
 
 MEMORY = ("activation", "wgrad")
 HISTORY = "history"
+LOGITS = "logits"
 MOST_SUMMED_AS_THEY_ARE = 8
 """Most slices whose gradients of keys and values are summed in their own dtype; with more slices, in float32."""
 
@@ -50,7 +51,7 @@ class PassMemory:
         for name in (*MEMORY, HISTORY):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
         check_same_length(self, (*MEMORY, HISTORY))
-        object.__setattr__(self, "logits", checked_figures("logits", self.logits))
+        object.__setattr__(self, LOGITS, checked_figures(LOGITS, self.logits, "rank"))
         if 0.0 in self.activation:
             raise UserError("activation memory must be above 0, because it is the unit of peaks; got 0; give its size")
 

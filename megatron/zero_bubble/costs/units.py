@@ -33,8 +33,8 @@ def checked_share(name: str, value: object) -> float:
     return share
 
 
-def checked_figures(name: str, values: Sequence[object]) -> tuple[float, ...]:
-    return tuple(checked_figure(f"{name} of stage {stage}", value) for stage, value in enumerate(values))
+def checked_figures(name: str, values: Sequence[object], of: str = "stage") -> tuple[float, ...]:
+    return tuple(checked_figure(f"{name} of {of} {number}", value) for number, value in enumerate(values))
 
 
 def check_same_length(owner: object, names: Sequence[str]) -> None:

@@ -10,6 +10,7 @@ from megatron.zero_bubble.ir import Pass
 from megatron.zero_bubble.ir.passes import I, J, S, T
 
 VOCABULARY_TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms")
+COLLECTIVE = "collective_ms"
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class VocabularyCosts:
     def __post_init__(self) -> None:
         for name in VOCABULARY_TIMES:
             figures = getattr(self, name) or (0.0,) * len(self.output_ms)
-            object.__setattr__(self, name, checked_figures(name, figures))
+            object.__setattr__(self, name, checked_figures(name, figures, "rank"))
         check_same_length(self, VOCABULARY_TIMES)
-        object.__setattr__(self, "collective_ms", checked_figure("collective_ms", self.collective_ms))
+        object.__setattr__(self, COLLECTIVE, checked_figure(COLLECTIVE, self.collective_ms))
 
     @classmethod
     def uniform(

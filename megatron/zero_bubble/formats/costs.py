@@ -5,7 +5,8 @@ A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms``
 pass is either one number, for a rank's whole share of the model, or a list with one number per stage. A list for
 another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need ``attention`` and
 ``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys and values),
-``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice).
+``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice). Only vocabulary
+parallelism needs the keys of ``formats/vocabulary.py``.
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
 figures of passes, or are derived from lists per stage with ``layers_per_stage``.
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, of_stages
-from megatron.zero_bubble.costs.memory import HISTORY, MEMORY, PassMemory
+from megatron.zero_bubble.costs.memory import HISTORY, LOGITS, MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import ATTENTION, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
 from megatron.zero_bubble.costs.units import (
@@ -36,6 +37,7 @@ from megatron.zero_bubble.costs.units import (
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
 from megatron.zero_bubble.formats.layers import LAYERS, PARTS, layers_from
+from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.search.cut import even
 
@@ -44,7 +46,7 @@ Figure = float | tuple[float, ...]
 
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_OF_STAGES = (*TIMES, *MEMORY, HISTORY, *_SHARES, "layers_per_stage")
+_OF_STAGES = (*TIMES, *MEMORY, HISTORY, *_SHARES, "layers_per_stage", *KEYS)
 _KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, "comm_ms", "links"))
 _WHAT = "costs file"
 
@@ -63,6 +65,7 @@ def costs_to_json(costs: PassCosts, memory: PassMemory | None = None, tokens: Sl
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
         if any(memory.history):
             content[HISTORY] = list(memory.history)
+    content |= vocabulary_content(costs, memory)
     if tokens is not None:
         content |= {key: number for key, number in zip(TOKENS, tokens, strict=True) if number is not None}
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
@@ -82,6 +85,7 @@ class CostsFile:
         tokens: tokens of a sequence, and the fewest of a slice; None if the file does not have them.
         layers: costs per layer, if the file has them instead of figures of passes.
         layers_per_stage: the layout of the lists per stage; empty if unknown.
+        vocabulary: figures of vocabulary parallelism; None if the file has none.
     """
 
     times: Mapping[str, Figure]
@@ -93,6 +97,7 @@ class CostsFile:
     tokens: SliceTokens | None = None
     layers: LayerCosts | None = None
     layers_per_stage: tuple[int, ...] = ()
+    vocabulary: VocabularyFigures | None = None
 
     @classmethod
     def parse(cls, text: str) -> CostsFile:
@@ -114,14 +119,21 @@ class CostsFile:
         comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
         links = _links(content.get("links", []))
         memory = None
-        if content.keys() & {*MEMORY, HISTORY}:
+        if content.keys() & {*MEMORY, HISTORY, LOGITS}:
             memory = {name: _figure(content, name) for name in MEMORY} | _given(content, (HISTORY,))
         shares = _given(content, _SHARES)
         for key, share in shares.items():
             for one in share if isinstance(share, tuple) else (share,):
                 checked_share(key, one)
         return cls(
-            times, memory, comm_ms, links, shares=shares, tokens=_tokens(content), layers_per_stage=_layout(content)
+            times,
+            memory,
+            comm_ms,
+            links,
+            shares=shares,
+            tokens=_tokens(content),
+            layers_per_stage=_layout(content),
+            vocabulary=vocabulary_from(content),
         )
 
     @classmethod
@@ -163,10 +175,13 @@ class CostsFile:
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)
+            if self.vocabulary is not None:
+                costs = replace(costs, vocabulary=self.vocabulary.costs(placement.num_ranks))
             if self.memory is None:
                 return costs, None
             kept = {name: _per_stage(name, figure, placement) for name, figure in self.memory.items()}
-            return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()))
+            logits = () if self.vocabulary is None else self.vocabulary.memory(placement.num_ranks)
+            return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()), logits=logits)
 
     def _shares(self, key: str, times: str, placement: Placement) -> tuple[float, ...]:
         """Return the shares under ``key`` per stage; those of merged stages are averaged by the times of their passes.
