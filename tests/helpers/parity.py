@@ -231,8 +231,24 @@ def _build(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Any, dict[
         torch.distributed.all_gather_object(parts, own, group=pipeline)
         start = {name: weight for part in parts for name, weight in part.items()}
     for name, weight in _by_name(chunks).items():
-        weight.data.copy_(start[name])
+        weight.data.copy_(own_rows(chunks, weight, start[name]))
     return chunks, start
+
+
+def own_rows(chunks: Any, weight: torch.Tensor, of_stock: torch.Tensor) -> torch.Tensor:
+    """The rows of a stock weight that ``weight`` has: all, unless the vocabulary is divided over the pipeline."""
+    if weight.shape == of_stock.shape:
+        return of_stock
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.adapter.vocabulary.shards import Shards
+
+    tensor = parallel_state.get_tensor_model_parallel_group()
+    pieces = [torch.empty_like(of_stock) for _ in range(tensor.size())]
+    torch.distributed.all_gather(pieces, of_stock.contiguous(), group=tensor)
+    rows = Shards.of(chunks[0]).output.rows
+    whole = torch.cat([*pieces, of_stock.new_zeros(weight.shape)])
+    return whole[rows.first : rows.first + rows.num_rows]
 
 
 def _train_once(

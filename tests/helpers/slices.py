@@ -76,6 +76,16 @@ def gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Grad
     """Run the passes of one iteration; the caller has applied the schedule. Also returns the initial weights."""
     from megatron.core import parallel_state
 
+    own, start = own_gradients_of(args, start)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    parts: list[Any] = [None] * pipeline.size()
+    torch.distributed.all_gather_object(parts, own.of, group=pipeline)
+    merged = {name: gradient for part in parts for name, gradient in part.items()}
+    return Gradients(own.losses, merged), start
+
+
+def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Gradients, dict[str, torch.Tensor]]:
+    """As ``gradients_of``, with only the gradients of this rank's weights."""
     from megatron.zero_bubble.platforms import select
     from megatron.zero_bubble.training import checkpoint, loop, model
     from megatron.zero_bubble.training.data import tokenizer
@@ -95,11 +105,7 @@ def gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[Grad
     reports = trainer._passes(trainer._microbatches(samples, 0), count)
     weights: dict[str, Any] = dict(_by_name(chunks))
     own = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
-    pipeline = parallel_state.get_pipeline_model_parallel_group()
-    parts: list[Any] = [None] * pipeline.size()
-    torch.distributed.all_gather_object(parts, own, group=pipeline)
-    merged = {name: gradient for part in parts for name, gradient in part.items()}
-    return Gradients([report["lm loss"].tolist() for report in reports], merged), start
+    return Gradients([report["lm loss"].tolist() for report in reports], own), start
 
 
 def differences(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:

@@ -14,7 +14,7 @@ OURS = """
 --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas --zero-bubble-num-slices
 --zero-bubble-placement --zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-record-costs
 --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file --zero-bubble-slice-ends --zero-bubble-trace
---zero-bubble-trace-iterations --zero-bubble-wgrad-stream
+--zero-bubble-trace-iterations --zero-bubble-vocabulary-parallel --zero-bubble-wgrad-stream
 """
 MEGATRONS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32

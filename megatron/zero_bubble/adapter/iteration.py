@@ -2,26 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.slices import SlicedChunk
-from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StepArguments, StepResults
-from megatron.zero_bubble.ir import Plan
+from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StageParts, StepArguments, StepResults
+from megatron.zero_bubble.ir import Op, Plan
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.replay import Replay
-from megatron.zero_bubble.runtime.executor import Executor
-from megatron.zero_bubble.runtime.handlers import handlers
+from megatron.zero_bubble.runtime.executor import Executor, Handler
+from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
+
+
+class StageMaker(Protocol):
+    """Makes the stages of a rank."""
+
+    def make(self, parts: Sequence[StageParts]) -> Mapping[int, Stage]:
+        """The stages by number; ``parts`` are those of each chunk."""
+
+    def handlers(self, plan: Plan, parts: Sequence[StageParts]) -> Mapping[type[Op], Handler]:
+        """The handlers of ops that the stages need in addition to the basic ones."""
+
+
+class ChainStages:
+    """Makes the stages of a transformer that is divided into stages, and nothing else."""
+
+    def make(self, parts: Sequence[StageParts]) -> Mapping[int, Stage]:
+        """See ``StageMaker``."""
+        return {own.facts.stage: MegatronStage(own) for own in parts}
+
+    def handlers(self, _plan: Plan, _parts: Sequence[StageParts]) -> Mapping[type[Op], Handler]:
+        """See ``StageMaker``."""
+        return {}
 
 
 @dataclass(frozen=True)
@@ -32,6 +54,7 @@ class Iteration:
         stages: the schedule's facts about this rank's stages, one per chunk.
         results: losses and token counts, filled while the iteration runs.
         observer: is notified of every op, message and wait; None if the iteration is not observed.
+        maker: makes the stages.
     """
 
     plan: Plan
@@ -45,6 +68,7 @@ class Iteration:
     store: WgradStore
     histories: Histories
     observer: IterationObserver | None
+    maker: StageMaker
 
     def evaluate(self) -> None:
         """Run the forwards only."""
@@ -86,10 +110,12 @@ class Iteration:
     def _run(self, iterators: Sequence[Any], syncs: Sequence[GradSync | None], validate: Callable[[], bool]) -> bool:
         """Build the stages and execute the plan. Returns False if validation stopped it and it must run again."""
         with ExitStack() as hooks:
-            stages = {}
+            parts = []
             for facts, chunk, iterator, sync in zip(self.stages, self.chunks, iterators, syncs, strict=True):
                 slices = SlicedChunk(facts.stage, chunk, iterator, self.boundary.ends, self.histories)
                 hooks.enter_context(slices.hooked())
-                stages[facts.stage] = MegatronStage(self.step, self.results, facts, chunk, slices, self.store, sync)
+                parts.append(StageParts(self.step, self.results, facts, chunk, slices, self.store, sync))
+            stages = self.maker.make(parts)
             by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
+            by_op.update(self.maker.handlers(self.plan, parts))
             return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

@@ -6,9 +6,8 @@ results and the order of the steps after the passes are the same.
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -17,31 +16,34 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.boundary import Boundary
+from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.history import Histories
-from megatron.zero_bubble.adapter.iteration import Iteration
+from megatron.zero_bubble.adapter.iteration import ChainStages, Iteration, StageMaker
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from megatron.zero_bubble.adapter.prepared import Prepared, loss_rank
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
-from megatron.zero_bubble.adapter.versions import check_one_model, finalize_arguments, process_groups, supported_kwargs
+from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
+from megatron.zero_bubble.adapter.vocabulary.build import VocabularyStages
 from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Plan, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
+from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, backend_of
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.transport import Transport
@@ -96,6 +98,7 @@ class Pipeline:
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], Prepared] = {}
         self._transport: Transport | None = None
+        self._lanes: Lanes | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -231,13 +234,14 @@ class Pipeline:
             self.store,
             self.histories,
             observer,
+            self._maker(call, prepared, boundary),
         )
         if step.forward_only:
             if self._optimizer is not None:
                 self._optimizer.settle()
             iteration.evaluate()
         else:
-            with _finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce):
+            with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce):
                 self._train(iteration, prepared)
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -245,13 +249,19 @@ class Pipeline:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
+    def _maker(self, call: _Call, prepared: Prepared, boundary: Boundary) -> StageMaker:
+        if prepared.vocabulary is None:
+            return ChainStages()
+        assert self._lanes is not None
+        return VocabularyStages(prepared.vocabulary, boundary, call.groups.tp, self._lanes, self.accumulate)
+
     def _train(self, iteration: Iteration, prepared: Prepared) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
         chunks, config = iteration.chunks, iteration.step.config
         self.accumulate.connect(iteration.boundary.device)
         self.accumulate.watch(chunks)
         self.store.watch(chunks)
-        syncs = [GradSync(no_sync) for no_sync in _per_chunk(config.no_sync_func, len(chunks))]
+        syncs = [GradSync(no_sync) for no_sync in per_chunk(config.no_sync_func, len(chunks))]
         reducible = config.no_sync_func is not None or any(map(reduces_early, chunks))
         # With --align-grad-reduce only the first rank reduces during its passes; the others reduce in their bubbles.
         overlap = reducible and (config.grad_sync_func is None or prepared.rank == 0)
@@ -260,7 +270,7 @@ class Pipeline:
             self._optimizer.begin_passes()
         iteration.train(syncs, overlap, self._optimizer)
         self.store.join()
-        _finish_grad_sync(config, chunks, syncs)
+        finish_grad_sync(config, chunks, syncs)
 
     @property
     def memory(self) -> MemoryMeter:
@@ -274,6 +284,9 @@ class Pipeline:
 
     def close(self) -> None:
         """Disconnect from the other ranks."""
+        if self._lanes is not None:
+            self._lanes.close()
+            self._lanes = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -296,7 +309,7 @@ class Pipeline:
             )
         prepared = self._prepared.get(key)
         if prepared is None or prepared.schedule != schedule:
-            check_options(config, num_slices=schedule.num_slices)
+            check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
             check_runnable(schedule, group.size(), num_microbatches)
             plan = self._plan(schedule, forward_only)
             _check_queues(group, plan)
@@ -315,7 +328,7 @@ class Pipeline:
         """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
         if not plan.drain:
             return 0.0  # the plan validates nothing
-        return break_even(simulate(plan.schedule, PassCosts.uniform(plan.schedule.placement, 1.0, 1.0, 1.0)))
+        return break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""
@@ -332,10 +345,13 @@ class Pipeline:
             if directions.backend == "nccl":
                 watchdog = Watchdog(select("cuda"), self._timeout)
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
+            self._lanes = Lanes(group, select(directions.device).lane, self._timeout)
             if watchdog is not None:
                 watchdog.start()
         else:
             self._transport.open(plan.channels)
+        assert self._lanes is not None
+        self._lanes.open(collective_kinds(plan))
         if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
             self._reports = LossReports(group, wait=self._rollback is None, timeout=self._timeout)
 
@@ -351,48 +367,8 @@ class _Call(NamedTuple):
     force_all_reduce: bool | None
 
 
-@contextlib.contextmanager
-def _finalized(
-    config: Any,
-    groups: Any,
-    prepared: Prepared,
-    chunks: list[torch.nn.Module],
-    results: StepResults,
-    force_all_reduce: bool | None,
-) -> Iterator[None]:
-    """Context around all passes of a training step, with Megatron's steps before and after them."""
-    if config.finalize_model_grads_func is None:
-        yield
-        return
-    clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
-    embedding = clear(config, chunks[-1], **supported_kwargs(clear, is_last_stage=prepared.has_last_stage))
-    yield
-    finish(config, embedding, **supported_kwargs(finish, is_last_stage=prepared.has_last_stage, tp_group=groups.tp))
-    num_tokens = results.num_tokens if config.calculate_per_token_loss else None
-    if num_tokens is not None and prepared.last_stage_rank != groups.pp.size() - 1:
-        # Megatron broadcasts the count from the last rank, but here the rank of the last stage has it.
-        dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
-    finalize = config.finalize_model_grads_func
-    finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
-
-
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
     if backend_of(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
         return
     prove_single_queue(plan)
-
-
-def _per_chunk(functions: Any, num_chunks: int) -> list[Any]:
-    """One function per chunk. Megatron's config has a single function for one chunk and a list for several."""
-    return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks
-
-
-def _finish_grad_sync(config: Any, chunks: Sequence[torch.nn.Module], syncs: list[GradSync]) -> None:
-    """Start the gradient reductions that no backward pass has started."""
-    grad_syncs = _per_chunk(config.grad_sync_func, len(chunks))
-    for chunk, sync, grad_sync in zip(chunks, syncs, grad_syncs, strict=True):
-        if not sync.enabled:
-            sync.enable()
-            if grad_sync is not None:
-                grad_sync(chunk.parameters())

@@ -8,6 +8,7 @@ import torch
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.adapter.stage import StageFacts
+from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 
@@ -21,11 +22,13 @@ class Prepared:
     rank: int
     stages: tuple[StageFacts, ...]
     break_even: float
+    vocabulary: VocabularyFacts | None
 
     @classmethod
     def of(cls, schedule: Schedule, plan: Plan, rank: int, break_even: float) -> Prepared:
         own = schedule.placement.stages_of(rank)
-        return cls(schedule, plan, rank, tuple(StageFacts.of(plan.schedule, stage) for stage in own), break_even)
+        facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
+        return cls(schedule, plan, rank, facts, break_even, VocabularyFacts.of(plan.schedule, rank))
 
     @property
     def last_stage_rank(self) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.pipeline_parallel import schedules
@@ -75,6 +75,10 @@ class StepResults:
         self.forward_data.clear()
 
 
+_PAIRED = (Kind.F, Kind.B, Kind.BW)
+"""The forward of a microbatch on a stage, and its backward."""
+
+
 @dataclass(frozen=True)
 class StageFacts:
     """Properties of one stage that follow from the schedule.
@@ -104,7 +108,7 @@ class StageFacts:
         rank = placement.stage_to_rank[stage]
         last_backward, in_flight, most = None, 0, 0
         for p in schedule.order[rank]:
-            if p.stage != stage or p.kind is Kind.W:
+            if p.stage != stage or p.kind not in _PAIRED:
                 continue
             if p.kind is not Kind.F:
                 last_backward = p.microbatch, p.slice
@@ -115,8 +119,8 @@ class StageFacts:
         taken_for = megatron_rank(placement, rank, placement.chunk_of(stage))
         elsewhere = None if taken_for == rank else taken_for
         row = schedule.order[rank]
-        tail = takewhile(lambda p: p.kind is Kind.W, reversed(row))
-        own = tuple(reversed([p for p in tail if p.stage == stage]))
+        tail = takewhile(lambda p: p.kind not in _PAIRED, reversed(row))
+        own = tuple(reversed([p for p in tail if p.stage == stage and p.kind is Kind.W]))
         fused = frozenset((microbatch, slice_) for at, microbatch, slice_ in schedule.fused if at == stage)
         return cls(stage, stage in schedule.flow.sinks, vp_stage, elsewhere, last_backward, most, fused, own)
 
@@ -125,10 +129,10 @@ class StageFacts:
 _METHODS = {Kind.F: "_forward", Kind.B: "_backward", Kind.BW: "_backward", Kind.W: "_backward_weight"}
 
 
-class MegatronStage:
-    """One model chunk during one iteration.
+class StageParts(NamedTuple):
+    """What a stage is made of.
 
-    Args:
+    Attributes:
         step: arguments of the forward-backward function.
         results: receives losses and token counts.
         facts: properties of the stage that follow from the schedule.
@@ -138,22 +142,27 @@ class MegatronStage:
         sync: enabled at the last backward of the stage; None if data parallelism reduces after the passes.
     """
 
-    def __init__(
-        self,
-        step: StepArguments,
-        results: StepResults,
-        facts: StageFacts,
-        model: torch.nn.Module,
-        slices: SlicedChunk,
-        store: WgradStore,
-        sync: GradSync | None,
-    ) -> None:
+    step: StepArguments
+    results: StepResults
+    facts: StageFacts
+    model: torch.nn.Module
+    slices: SlicedChunk
+    store: WgradStore
+    sync: GradSync | None
+
+
+class MegatronStage:
+    """One model chunk during one iteration."""
+
+    def __init__(self, parts: StageParts) -> None:
+        step, results, facts, model, slices, store, sync = parts
         self._step = step
         self._results = results
         self._facts = facts
         self._model = model
         self._model_type = get_model_type(model)
         self._slices = slices
+        self._batches = slices.batches
         self._reports: list[Any] = []  # of the slices of the current microbatch
         self._store = store
         self._sync = sync
@@ -170,49 +179,64 @@ class MegatronStage:
         """
         step = self._step
         split = (work.microbatch, work.slice) not in self._facts.fused
-        x = inputs[0] if self._facts.stage else None
-        if x is not None:
-            x = x.detach().requires_grad_(not step.forward_only)
+        x = self._leaf(inputs)
         defers = self._store.defer(work) if split and not step.forward_only else nullcontext()
         with self._as_stage_rank(), defers, self._slices.forward(work, step.forward_only), self._counted(work):
-            y, num_tokens = schedules.forward_step(
-                step.forward_step_func,
-                self._slices.batches,
-                self._model,
-                step.num_microbatches,
-                x,
-                self._reports,
-                step.config,
-                collect_non_loss_data=step.collect_non_loss_data,
-                checkpoint_activations_microbatch=self._recomputes(work.microbatch),
-                is_first_microbatch=schedules.check_first_val_step(
-                    step.first_val_step, step.forward_only, work.microbatch == work.slice == 0
-                ),
-                current_microbatch=work.microbatch,
-                vp_stage=self._facts.vp_stage,
-                **supported_kwargs(
-                    schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last
-                ),
-            )
-        if work.slice == 0:  # the number of tokens of the whole microbatch
-            self._results.num_tokens += num_tokens
+            y = self._run_model(work, x)
         if self._reports and self._slices.is_last(work):
             self._results.forward_data.append(self._slices.report(self._reports))
             self._reports.clear()
-        output = () if self._facts.is_last else (y.detach(),)
+        output = self._output(y)
         history = () if self._slices.is_last(work) else (None,)
         if step.forward_only:
             return *output, *history
         schedules.deallocate_output_tensor(y, step.config.deallocate_pipeline_outputs)
         return *output, (x, y), *history
 
+    def _leaf(self, inputs: Sequence[Any]) -> torch.Tensor | None:
+        """The input of F as a leaf of autograd; None on the first stage, which reads tokens."""
+        return inputs[0].detach().requires_grad_(not self._step.forward_only) if self._facts.stage else None
+
+    def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
+        """Run the model's forward; returns its output."""
+        return self._forward_step(self._step.forward_step_func, work, x, self._facts.is_last)
+
+    def _forward_step(
+        self, forward_step_func: Callable[..., Any], work: Pass, x: torch.Tensor | None, is_last: bool
+    ) -> torch.Tensor:
+        """Call megatron-core's forward step; with ``is_last``, it also computes the loss."""
+        step = self._step
+        y, num_tokens = schedules.forward_step(
+            forward_step_func,
+            self._batches,
+            self._model,
+            step.num_microbatches,
+            x,
+            self._reports,
+            step.config,
+            collect_non_loss_data=step.collect_non_loss_data,
+            checkpoint_activations_microbatch=self._recomputes(work.microbatch),
+            is_first_microbatch=schedules.check_first_val_step(
+                step.first_val_step, step.forward_only, work.microbatch == work.slice == 0
+            ),
+            current_microbatch=work.microbatch,
+            vp_stage=self._facts.vp_stage,
+            **supported_kwargs(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=is_last),
+        )
+        if work.slice == 0:  # the number of tokens of the whole microbatch
+            self._results.num_tokens += num_tokens
+        return y
+
+    def _output(self, y: torch.Tensor) -> Sequence[Any]:
+        """What F returns for the next stage."""
+        return () if self._facts.is_last else (y.detach(),)
+
     def _backward(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         """Returns the gradient of the stage's input, except on the first stage.
 
         The store keeps the operands of W, and ``_slices`` the gradients of keys and values for the previous slice.
         """
-        received = () if self._facts.is_last else inputs[:1]
-        x, y = inputs[len(received)]
+        (x, y), received = self._received(inputs)
         split = work.kind is Kind.B
         if self._sync is not None and (work.microbatch, work.slice) == self._facts.last_backward:
             self._sync.enable()
@@ -222,11 +246,19 @@ class MegatronStage:
             self._step.scale_auxiliary_losses(y.device, self._slices.share(work))
         with self._as_stage_rank(), self._store.defer(work, split), self._slices.at(work), self._counted(work):
             of_type = supported_kwargs(schedules.backward_step, model_type=self._model_type)
-            grad = schedules.backward_step(x, y, received[0] if received else None, config=self._step.config, **of_type)
-        output = (grad,) if self._facts.stage else ()
+            grad = schedules.backward_step(x, y, received, config=self._step.config, **of_type)
+        output = self._input_gradient(grad)
         assert None not in output, f"{work} has a consumer but no output: no gradient reached the stage's input"
         operands, history = ((None,) if split else ()), ((None,) if work.slice else ())
         return *output, *operands, *history
+
+    def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, torch.Tensor], torch.Tensor | None]:
+        """Input and output of F, and the gradient of the output; None for the loss."""
+        return (inputs[0], None) if self._facts.is_last else (inputs[1], inputs[0])
+
+    def _input_gradient(self, gradient: torch.Tensor) -> Sequence[Any]:
+        """What B returns for the previous stage."""
+        return (gradient,) if self._facts.stage else ()
 
     def _backward_weight(self, work: Pass, _inputs: Sequence[Any]) -> Sequence[Any]:
         if self._sync is None or not self._sync.enabled:

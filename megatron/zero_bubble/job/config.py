@@ -11,6 +11,7 @@ from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.costs.units import checked_share, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.schedules import recipe, sliced
@@ -32,6 +33,8 @@ class ZeroBubbleConfig:
         slice_ends: the ends of the slices in tokens, instead of ``num_slices``; the last one is the sequence length.
         attention_share: share of a forward that attention takes, for cuts after which all slices take equal time; None
             for equally long slices.
+        vocabulary: algorithm, 1 or 2, with which embedding and output layer are divided over all pipeline ranks; None
+            leaves them on the first and the last stage.
         placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
         schedule_file: a file written by ``zero-bubble plan --format json``.
         memory_limit: activation-memory limit per rank for ``zb-auto``, in the units of ``zero-bubble plan
@@ -60,6 +63,7 @@ class ZeroBubbleConfig:
     num_slices: int | None = None
     slice_ends: tuple[int, ...] | None = None
     attention_share: float | None = None
+    vocabulary: Algorithm | None = None
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
     memory_limit: str = "1p"
@@ -97,6 +101,12 @@ class ZeroBubbleConfig:
                 f"{self.schedule or self.schedule_file}; leave it out"
             )
         self._check_slices()
+        if self.vocabulary is not None and (self.schedule_file is not None or self.schedule in (*sliced(), AUTO)):
+            raise UserError(
+                "vocabulary parallelism needs a schedule of whole sequences that is selected by name, into which its "
+                f"passes are inserted; got vocabulary={self.vocabulary} with {self.schedule or self.schedule_file}; "
+                "choose another schedule, for example zb-h1, or leave it out"
+            )
         if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
             raise UserError(
                 f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
@@ -165,4 +175,5 @@ class ZeroBubbleConfig:
             return functools.partial(ScheduleSource.automatic, self.placement, slices=self.cuts())
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
-        return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=self.cuts())
+        cuts, vocabulary = self.cuts(), self.vocabulary
+        return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=cuts, vocabulary=vocabulary)

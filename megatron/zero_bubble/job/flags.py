@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS, ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
@@ -52,6 +53,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=float,
         help="share of a forward that attention takes, from 0 to 1: cut sequences into slices that take equal time, "
         "instead of equally long ones; a run with equally long slices and --zero-bubble-record-costs measures it",
+    )
+    add(
+        "--zero-bubble-vocabulary-parallel",
+        choices=("off", "1", "2"),
+        help="divide embedding and output layer over all pipeline ranks, so that no rank waits for the last one: with "
+        "algorithm 1, all ranks wait for each other twice per microbatch, with algorithm 2 once, for one more product "
+        "of matrices in the forward and one less in the backward; default: off",
     )
     add(
         "--zero-bubble-placement",
@@ -212,6 +220,7 @@ def config_of(
         num_slices=options.zero_bubble_num_slices,
         slice_ends=options.zero_bubble_slice_ends,
         attention_share=options.zero_bubble_attention_share,
+        vocabulary=vocabulary_algorithm(options),
         placement=options.zero_bubble_placement or "linear",
         memory_limit=options.zero_bubble_memory_limit or "1p",
         post_validation=bool(options.zero_bubble_post_validation),
@@ -223,6 +232,12 @@ def config_of(
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )
+
+
+def vocabulary_algorithm(options: argparse.Namespace) -> Algorithm | None:
+    """The algorithm of vocabulary parallelism; None if it is off."""
+    algorithms: dict[str | None, Algorithm] = {"1": 1, "2": 2}
+    return algorithms.get(options.zero_bubble_vocabulary_parallel)
 
 
 def _fuses(options: argparse.Namespace) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, has_schedule, records
 from megatron.zero_bubble.job.runnable import check_placement, check_runnable
@@ -78,6 +79,12 @@ _RULES = (
         lambda job: job.plans or job.options.zero_bubble_schedule in sliced(),
         "works only with a schedule of slices or zb-auto, got {schedule}; drop the flag or give --zero-bubble-schedule "
         "seq-zb-h1",
+    ),
+    _Rule(
+        ("vocabulary-parallel",),
+        lambda job: job.has_schedule,
+        "needs a zero-bubble schedule, into which its passes are inserted, got none; give --zero-bubble-schedule zb-h1 "
+        "or drop the flag",
     ),
     _Rule(
         ("placement", "memory-limit"),
@@ -164,10 +171,9 @@ def check_schedule(
     counts = sorted(set(num_microbatches))
     if options.zero_bubble_schedule_file:
         _check_file(source.make(counts[0]), num_ranks, counts)
-    slices = source.make(counts[0]).slices
-    check_slices(slices, options.zero_bubble_slice_ends, job)
-    if len(slices) > 1:
-        check_options(job, num_slices=len(slices))
+    schedule = source.make(counts[0])
+    check_slices(schedule.slices, options.zero_bubble_slice_ends, job)
+    check_options(job, num_slices=len(schedule.slices), vocabulary=algorithm_of(schedule) is not None)
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
             "--zero-bubble-record-costs needs a schedule that splits every backward into B and W, got "
@@ -195,6 +201,7 @@ class _Option(NamedTuple):
         anywhere: whether the rule applies to every placement; False limits it to placements other than Megatron's.
         post_validation: whether the rule applies only with post-validation.
         slices: whether the rule applies only with sequence slices.
+        vocabulary: whether the rule applies only with vocabulary parallelism.
     """
 
     name: str
@@ -204,10 +211,13 @@ class _Option(NamedTuple):
     anywhere: bool = True
     post_validation: bool = False
     slices: bool = False
+    vocabulary: bool = False
 
     @property
     def subject(self) -> str:
         """What needs the option to have its allowed value."""
+        if self.vocabulary:
+            return "schedules with vocabulary parallelism"
         if self.slices:
             return "schedules with sequence slices"
         if self.post_validation:
@@ -279,10 +289,24 @@ _OPTIONS = (
     _Option("multi_latent_attention", False, "its rotary embeddings begin at the first token", slices=True),
     _Option("experimental_attention_variant", None, "its layers do not keep keys and values", slices=True),
     _Option("sft", False, "its samples are packed, and a slice attends to the whole sequence before it", slices=True),
+    _Option("context_parallel_size", 1, "every rank has rows for whole sequences", vocabulary=True),
+    _Option("mtp_num_layers", None, "multi-token prediction has an output layer of its own", vocabulary=True),
+    _Option("label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss", vocabulary=True),
+    _Option("logits_save_dir", None, "no rank has whole logits", vocabulary=True),
+    _Option("logits_load_dir", None, "no rank has whole logits", vocabulary=True),
+    _Option("defer_embedding_wgrad_compute", False, "T already defers the weight gradient", vocabulary=True),
+    _Option("use_mup", False, "its scaled logits are not supported", vocabulary=True),
+    _Option("init_model_with_meta_device", False, "initial weights are cut into shards", vocabulary=True),
 )
 
 
-def check_options(values: Any, in_place: bool = True, post_validation: bool = False, num_slices: int = 1) -> None:
+def check_options(
+    values: Any,
+    in_place: bool = True,
+    post_validation: bool = False,
+    num_slices: int = 1,
+    vocabulary: bool = False,
+) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
     Args:
@@ -290,6 +314,7 @@ def check_options(values: Any, in_place: bool = True, post_validation: bool = Fa
         in_place: whether every stage is on the rank where Megatron itself would put it.
         post_validation: whether optimizer steps are validated in the next iteration.
         num_slices: number of slices of a sequence.
+        vocabulary: whether the vocabulary is divided over all pipeline ranks.
 
     Raises:
         UserError: the rule, the value and the remedy.
@@ -300,6 +325,7 @@ def check_options(values: Any, in_place: bool = True, post_validation: bool = Fa
             (option.anywhere or not in_place)
             and (post_validation or not option.post_validation)
             and (num_slices > 1 or not option.slices)
+            and (vocabulary or not option.vocabulary)
         )
         if applies and value not in (option.allowed, None):
             raise UserError(

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
+from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 AUTO = "zb-auto"
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
@@ -36,10 +39,15 @@ class ScheduleSource:
 
     @classmethod
     def by_name(
-        cls, name: str, num_ranks: int, num_chunks: int | None = None, slices: Slices | None = None
+        cls,
+        name: str,
+        num_ranks: int,
+        num_chunks: int | None = None,
+        slices: Slices | None = None,
+        vocabulary: Algorithm | None = None,
     ) -> ScheduleSource:
-        """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules, and
-        ``slices`` are the cuts of sequences.
+        """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules,
+        ``slices`` are the cuts of sequences, and ``vocabulary`` is the algorithm of vocabulary parallelism, if any.
 
         Raises:
             UserError: an unknown name, or a number of chunks or slices that the schedule does not support.
@@ -51,7 +59,9 @@ class ScheduleSource:
             size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
             return build(name, **size, num_chunks=num_chunks, num_slices=slices)
 
-        return cls(name, placement, make)
+        if vocabulary is None:
+            return cls(name, placement, make)
+        return cls(name, placement, functools.cache(lambda count: _with_vocabulary(make(count), vocabulary)))
 
     @classmethod
     def from_file(cls, path: str | Path) -> ScheduleSource:
@@ -76,6 +86,18 @@ class ScheduleSource:
             vee = Placement.vee(num_ranks)
             first = cls(AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
         return cls(AUTO, first.placement, first.make)
+
+
+def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:
+    """Insert the passes of vocabulary parallelism as is best for passes of equal length."""
+    memory = PassMemory.uniform(schedule.placement)
+    return best_with_vocabulary(schedule, even_costs(schedule.placement), memory, algorithm).schedule
+
+
+def even_costs(placement: Placement) -> PassCosts:
+    """Passes of equal length, and shorter ones of the vocabulary, for decisions before anything has been measured."""
+    costs = PassCosts.uniform(placement, 1.0, 1.0, 1.0)
+    return replace(costs, vocabulary=VocabularyCosts.uniform(placement.num_ranks, 0.25, 0.25))
 
 
 def _on_a_vee(vee: Placement, slices: Slices, num_microbatches: int) -> Schedule:

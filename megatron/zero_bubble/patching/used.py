@@ -82,6 +82,23 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.dot_product_attention", "DotProductAttention"),
     *_of("megatron.core.transformer.enums", "AttnMaskType"),
     *_of("megatron.core.transformer.identity_op", "IdentityOp"),
+    # vocabulary parallelism
+    _function(
+        _SCHEDULES,
+        "forward_step_calc_loss",
+        "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches forward_data_store",
+    ),
+    *_of(
+        "megatron.core.models.gpt",
+        "compute_language_model_loss config embedding output_layer vocab_size",
+        "GPTModel",
+    ),
+    *_of(
+        "megatron.core.tensor_parallel",
+        "gather_from_sequence_parallel_region reduce_from_tensor_model_parallel_region "
+        "reduce_scatter_to_sequence_parallel_region set_tensor_model_parallel_attributes",
+    ),
+    *_of("megatron.core.transformer.module", "MegatronModule"),
     # gradients
     *_of(
         "megatron.core.tensor_parallel.layers",

@@ -77,6 +77,11 @@ class GradAccumulator:
                 grads = (product.grad_output.t().matmul(product.x) for product in use)
                 self._add(use[0].weight, functools.reduce(torch.Tensor.add_, grads))
 
+    @torch.no_grad()
+    def add_gradient(self, weight: torch.nn.Parameter, grad: torch.Tensor, ready: bool) -> None:
+        """Accumulate a gradient that is no product, of the shape and dtype of ``weight``; ``ready`` as in ``add``."""
+        self._add(weight, grad)
+
     def join(self) -> None:
         """Nothing to wait for: ``add`` computes on the current stream."""
 

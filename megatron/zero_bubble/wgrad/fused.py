@@ -53,6 +53,14 @@ class FusedAccumulator(GradAccumulator):
             self._stream = self._make_stream(operands[0].device.type)
             self._stream.run(lambda: self._accumulate(products), operands)
 
+    @torch.no_grad()
+    def add_gradient(self, weight: torch.nn.Parameter, grad: torch.Tensor, ready: bool) -> None:
+        """Accumulate a gradient that is no product, after all products so far, which may be of the same weight."""
+        self.join()
+        main_grad_of(weight).add_(grad)
+        if ready:
+            self._call_hook(weight)
+
     def join(self) -> None:
         """Make the current stream wait for the side stream."""
         self._stream.join()

@@ -49,3 +49,14 @@ class GradSync:
         """Context for a late W pass of an earlier microbatch, which accumulates gradients without making them ready."""
         with contextlib.nullcontext() if self._off is not None else self._no_sync():
             yield
+
+    @contextlib.contextmanager
+    def ready(self) -> Iterator[None]:
+        """Context for the last gradient of a weight that is complete before the others of its chunk are."""
+        was_enabled = self.enabled
+        self.enable()
+        try:
+            yield
+        finally:
+            if not was_enabled:
+                self.hold()

@@ -1,0 +1,56 @@
+"""Megatron's steps around the passes of a training iteration: gradients are finished and reduced."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import schedules
+
+from megatron.zero_bubble.adapter.prepared import Prepared
+from megatron.zero_bubble.adapter.stage import StepResults
+from megatron.zero_bubble.adapter.versions import finalize_arguments, supported_kwargs
+from megatron.zero_bubble.wgrad.grad_sync import GradSync
+
+
+@contextlib.contextmanager
+def finalized(
+    config: Any,
+    groups: Any,
+    prepared: Prepared,
+    chunks: list[torch.nn.Module],
+    results: StepResults,
+    force_all_reduce: bool | None,
+) -> Iterator[None]:
+    """Context around all passes of a training step, with Megatron's steps before and after them."""
+    if config.finalize_model_grads_func is None:
+        yield
+        return
+    clear, finish = schedules.clear_embedding_activation_buffer, schedules.finish_embedding_wgrad_compute
+    embedding = clear(config, chunks[-1], **supported_kwargs(clear, is_last_stage=prepared.has_last_stage))
+    yield
+    finish(config, embedding, **supported_kwargs(finish, is_last_stage=prepared.has_last_stage, tp_group=groups.tp))
+    num_tokens = results.num_tokens if config.calculate_per_token_loss else None
+    if num_tokens is not None and prepared.last_stage_rank != groups.pp.size() - 1:
+        # Megatron broadcasts the count from the last rank, but here the rank of the last stage has it.
+        dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
+    finalize = config.finalize_model_grads_func
+    finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
+
+
+def per_chunk(functions: Any, num_chunks: int) -> list[Any]:
+    """One function per chunk. Megatron's config has a single function for one chunk and a list for several."""
+    return list(functions) if isinstance(functions, (list, tuple)) else [functions] * num_chunks
+
+
+def finish_grad_sync(config: Any, chunks: Sequence[torch.nn.Module], syncs: list[GradSync]) -> None:
+    """Start the gradient reductions that no backward pass has started."""
+    grad_syncs = per_chunk(config.grad_sync_func, len(chunks))
+    for chunk, sync, grad_sync in zip(chunks, syncs, grad_syncs, strict=True):
+        if not sync.enabled:
+            sync.enable()
+            if grad_sync is not None:
+                grad_sync(chunk.parameters())

@@ -1,0 +1,109 @@
+"""The first and the last stage of a pipeline whose vocabulary is divided over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
+from megatron.zero_bubble.adapter.vocabulary.batches import ReadAhead
+from megatron.zero_bubble.adapter.vocabulary.passes import LossFunctions
+from megatron.zero_bubble.adapter.vocabulary.shards import EmbeddingShard, OutputShard, gpt_of
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+
+
+class _Tokens(Exception):
+    """Ends the forward step of I at the call of the model."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+
+
+def _stop(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    raise _Tokens(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+
+
+class FirstStage(MegatronStage):
+    """The stage with the embedding: its F takes the rows that all I looked up, and its B returns their gradient.
+
+    Args:
+        embedding: the rank's shard of the embedding.
+    """
+
+    def __init__(self, parts: StageParts, embedding: EmbeddingShard) -> None:
+        super().__init__(parts)
+        self._embedding = embedding
+        self._read_ahead = ReadAhead(self._batches)
+        if self._batches is not None:  # with tensor parallelism, one rank reads for all
+            self._batches = self._read_ahead
+
+    def read_tokens(self, microbatch: int) -> torch.Tensor:
+        """The tokens of a microbatch, (b, s): what the job's forward step passes to the model."""
+        gpt, recomputes = gpt_of(self._model), self._recomputes(microbatch)
+        hook = gpt.register_forward_pre_hook(_stop, with_kwargs=True)
+        more = () if recomputes is None else (recomputes,)
+        try:
+            with self._as_stage_rank(), self._read_ahead.ahead(microbatch):
+                self._step.forward_step_func(self._batches, self._model, *more)
+        except _Tokens as found:
+            return found.ids.contiguous()
+        finally:
+            hook.remove()
+        raise UserError(
+            "with vocabulary parallelism, the forward step must run the model that it is given, whose tokens are "
+            "looked up before its forward; it did not; train with --zero-bubble-vocabulary-parallel off"
+        )
+
+    def _leaf(self, inputs: Sequence[Any]) -> torch.Tensor:
+        (rows,) = inputs[0]
+        return rows.detach().requires_grad_(not self._step.forward_only)
+
+    def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
+        assert x is not None, "the first stage takes rows of the embedding"
+        with self._read_ahead.again(work.microbatch), self._embedding.delivering(x):
+            return super()._run_model(work, None)
+
+    def _input_gradient(self, gradient: torch.Tensor) -> Sequence[Any]:
+        return ((gradient,),)
+
+
+class LastStage(MegatronStage):
+    """The stage before the output layer: its F returns the hidden states and labels, and leaves the job's loss function
+    for L; its B takes the gradient of the hidden states.
+
+    Args:
+        output: the rank's shard of the output layer.
+        loss_functions: receives the loss functions.
+        algorithm: that of the schedule.
+    """
+
+    def __init__(
+        self, parts: StageParts, output: OutputShard, loss_functions: LossFunctions, algorithm: Algorithm
+    ) -> None:
+        super().__init__(parts)
+        self._shard = output
+        self._loss_functions = loss_functions
+        self._algorithm = algorithm
+        self._labels: torch.Tensor | None = None
+
+    def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
+        def forward_step(*args: Any) -> tuple[torch.Tensor, None]:
+            _, self._loss_functions[work.microbatch] = self._step.forward_step_func(*args)
+            hidden, self._labels = self._shard.take()
+            return hidden, None
+
+        return self._forward_step(forward_step, work, x, is_last=False)
+
+    def _output(self, y: torch.Tensor) -> Sequence[Any]:
+        labels, self._labels = self._labels, None
+        assert labels is not None, "F has run"
+        return ((y.detach(), labels),)
+
+    def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, torch.Tensor], torch.Tensor | None]:
+        gradient = inputs[0][0] if self._algorithm == 1 else inputs[0]
+        return inputs[-1], gradient
