@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -31,23 +33,52 @@ class Lane(Protocol):
     """Runs work items that may wait for other ranks, in order, concurrently with the caller's later work."""
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> Result:
-        """Run ``work`` after everything queued so far; the lane keeps the memory of ``uses`` until it is done."""
+        """Run ``work`` after everything queued so far; the lane keeps the memory of ``uses`` until it is done.
+
+        Raises what an earlier work item raised, if that is known.
+        """
 
     def close(self) -> None:
         """Stop the lane when it has run all work items."""
 
 
 class ThreadLane:
-    """A ``Lane`` for devices without streams: a thread."""
+    """A ``Lane`` for devices without streams: a daemon thread, which does not keep a failing process alive.
+
+    After an error it runs no other work item: the next one would take part in the collective of the failed one.
+    """
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "lane")
+        self._items: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="lane", daemon=True)
+        self._thread.start()
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> ThreadResult:
-        return ThreadResult(self._thread.submit(work))
+        if self._error is not None:
+            raise self._error
+        future: Future[Any] = Future()
+
+        def item() -> None:
+            try:
+                if self._error is not None:
+                    raise self._error
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 (raised where the result is needed, or by the next start)
+                self._error = error
+                future.set_exception(error)
+
+        self._items.put(item)
+        return ThreadResult(future)
 
     def close(self) -> None:
-        self._thread.shutdown()
+        self._items.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._items.get()) is not None:
+            item()
+            del item  # and with it the memory that the work uses
 
 
 class ThreadResult:

@@ -6,7 +6,8 @@ each other, so ranks may start collectives of different kinds in different order
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -51,14 +52,19 @@ class Lanes:
             self._lanes[kind] = self._make_lane(), own
 
     def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
-        """Start ``work`` of an op, which gets the group of its kind."""
+        """Start ``work`` of an op, which gets the group of its kind.
+
+        Raises:
+            PeerError: an earlier collective of the kind failed, because another rank died or did not take part.
+        """
         lane, group = self._lanes[op.lane]
 
         def run() -> Any:
             with torch.no_grad():
                 return work(group)
 
-        return Collected(lane.start(run, uses), op)
+        with _blaming_peers(op, op):
+            return Collected(lane.start(run, uses), op)
 
     def close(self) -> None:
         """Stop the lanes, when all collectives are complete, and destroy their groups."""
@@ -81,15 +87,22 @@ class Collected(Awaited):
         Raises:
             PeerError: another rank died or did not take part within the group's timeout.
         """
-        try:
+        with _blaming_peers(self._op, needed_by):
             return self._result.wait()
-        except RuntimeError as error:
-            if (reason := lost_connection(error)) is None:
-                raise
-            raise PeerError(
-                f"pipeline rank {self._op.rank} could not run {needed_by}: not all ranks took part in the collective "
-                f"for {self._op.key} ({reason}); a rank has died or hangs: look for the first error of the other ranks"
-            ) from error
+
+
+@contextmanager
+def _blaming_peers(op: Collective, needed_by: object) -> Iterator[None]:
+    """Context that turns a lost connection into a PeerError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if (reason := lost_connection(error)) is None:
+            raise
+        raise PeerError(
+            f"pipeline rank {op.rank} could not run {needed_by}: not all ranks took part in the collective for "
+            f"{op.key} ({reason}); a rank has died or hangs: look for the first error of the other ranks"
+        ) from error
 
 
 def collective_kinds(plan: Plan) -> set[str]:
