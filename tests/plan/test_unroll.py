@@ -14,6 +14,8 @@ from megatron.zero_bubble.analysis.validate import ScheduleError, validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Chain, Compute, Kind, Op, Pass, Placement, Plan, Schedule, Value
+from megatron.zero_bubble.ir.collectives import Spread, collectives_of
+from megatron.zero_bubble.ir.ops import OPS
 from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.ir.unrolled import Unrolled
 from megatron.zero_bubble.plan import communicate, lower, prove, prove_single_queue, with_validation
@@ -133,6 +135,21 @@ def test_messages_in_transit_must_have_the_same_order() -> None:
     marks = [[place for place, word in enumerate(row.split()) if word == "|"] for row in rows]
     begin, end, next_end = (tuple(mark[number] - number for mark in marks) for number in range(3))
     assert not can_repeat(Unrolled(stem, (begin, end, next_end), 1, 1), steps(stem))
+
+
+def test_collectives_must_have_the_same_order() -> None:
+    """The stem has the same order on both ranks, but in a third window rank 1 would run 0F4 before 0F5."""
+    rows = (
+        "0F0:b>* 0F1:b>* 0F2:b>* 0F3:b>* | 0F5:b>* 0F4:b>* | 0F7:b>* 0F6:b>* |",
+        "| 0F0:b<*0 0F1:b<*0 | 0F2:b<*0 0F3:b<*0 | 0F5:b<*0 0F4:b<*0 0F7:b<*0 0F6:b<*0",
+    )
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=8)
+    words = (row.replace("|", "").split() for row in rows)
+    stem = Plan.from_text(schedule, words, (*collectives_of(2), *OPS))
+    assert not list(Spread.faults(stem, False))
+    marks = [[place for place, word in enumerate(row.split()) if word == "|"] for row in rows]
+    begin, end, next_end = (tuple(mark[number] - number for mark in marks) for number in range(3))
+    assert not can_repeat(Unrolled(stem, (begin, end, next_end), 2, 1), steps(stem))
 
 
 class Mark(Op):

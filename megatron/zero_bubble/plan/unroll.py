@@ -5,17 +5,19 @@ windows of equal ops, the second for later microbatches. By induction, any numbe
 
 * The cuts are consistent: what comes before a cut waits for nothing that comes after it.
 * Whatever the ops before the second cut leave for later ops (values and buffers on each rank, tokens, messages in
-  transit in their order), those before the first cut leave as well, for earlier microbatches. So a window that can run
-  after the one can run after the other.
+  transit and collectives in their order), those before the first cut leave as well, for earlier microbatches. So a
+  window that can run after the one can run after the other.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import replace
 
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Schedule, Send
+from megatron.zero_bubble.ir.collectives import Collective
 from megatron.zero_bubble.ir.ops import STEPPED
 from megatron.zero_bubble.ir.passes import later
 from megatron.zero_bubble.ir.repeats import Repeats
@@ -70,7 +72,10 @@ def can_repeat(ops: Unrolled, rows: Sequence[Sequence[Step]]) -> bool:
         except Blocked:
             return False  # the cut is not consistent
         tokens = (token for row, at in zip(rows, cut, strict=True) for step in row[at:] for token in step.waits)
-        lefts.append({*made.intersection(tokens), *_held(ops.stem, rows, cut), *_in_transit(ops.stem, cut)})
+        begun = replace(ops.stem, ops=tuple(row[:at] for row, at in zip(ops.stem.ops, cut, strict=True)))
+        lefts.append(
+            {*made.intersection(tokens), *_held(ops.stem, rows, cut), *_in_transit(begun), *_begun_by_some(begun)}
+        )
         begin = cut
     return lefts[1] == {later(item, ops.num_microbatches) for item in lefts[0]}
 
@@ -88,11 +93,26 @@ def _held(plan: Plan, rows: Sequence[Sequence[Step]], cut: Cut) -> Iterator[Hash
                             yield rank, resource
 
 
-def _in_transit(plan: Plan, cut: Cut) -> Iterator[Hashable]:
-    """Yield, for every channel, which end is ahead at ``cut``, and its messages that the other end still lacks."""
-    begun = replace(plan, ops=tuple(row[:at] for row, at in zip(plan.ops, cut, strict=True)))
+def _in_transit(begun: Plan) -> Iterator[Hashable]:
+    """Yield, for every channel, which end is ahead, and its messages that the other end still lacks."""
     sent, posted = begun.messages(Send), begun.messages(Recv)
     for channel in sorted(sent.keys() | posted.keys()):
-        sends, receives = sent.get(channel, []), posted.get(channel, [])
-        ahead = max(sends, receives, key=len)
-        yield channel, len(sends) > len(receives), tuple(ahead[min(len(sends), len(receives)) :])
+        yield channel, *_ahead(sent.get(channel, []), posted.get(channel, []))
+
+
+def _begun_by_some(begun: Plan) -> Iterator[Hashable]:
+    """Yield, for every kind of collectives and every rank, whether it is ahead of rank 0, and by which of them."""
+    orders: list[defaultdict[str, list[Hashable]]] = [defaultdict(list) for _ in begun.ops]
+    for order, row in zip(orders, begun.ops, strict=True):
+        for op in row:
+            if isinstance(op, Collective):
+                order[op.lane].append(op.key)
+    for kind in sorted({kind for order in orders for kind in order}):
+        for rank, order in enumerate(orders):
+            yield kind, rank, *_ahead(order[kind], orders[0][kind])
+
+
+def _ahead(one: Sequence[Hashable], other: Sequence[Hashable]) -> tuple[bool, tuple[Hashable, ...]]:
+    """Whether ``one`` is longer, and what the longer one has in addition."""
+    longer, shorter = (one, other) if len(one) > len(other) else (other, one)
+    return longer is one, tuple(longer[len(shorter) :])
