@@ -113,3 +113,10 @@ def test_missing_costs_and_layers_are_reported(
     own = [*costs, *flags[1:]] if flags[0] == "costs" else flags
     assert main(["plan", "--schedule", "zb-h1", "--layout", "auto", *own]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_parts_that_take_no_time_are_planned(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    file.write_text('{"layers": ["a*8"], "parts": {"a": {"forward_ms": 0, "backward_ms": 0, "wgrad_ms": 0}}}')
+    plan = run_json(capsys, "plan", "--schedule", "zb-h1", "--layout", "auto", "--costs", str(file), *SIZES)
+    assert set(plan["shorter_than"].values()) == {0.0}

@@ -67,7 +67,7 @@ class LayoutPlan:
 
     def gains(self) -> dict[str, float]:
         """Return how much shorter the plan makes an iteration, as a share of the time with each other layout."""
-        return {name: 1 - self.best.ms / other.ms for name, other in self.others.items()}
+        return {name: 1 - self.best.ms / other.ms if other.ms else 0.0 for name, other in self.others.items()}
 
 
 def lay_out(
