@@ -45,7 +45,7 @@ def test_lengths_are_tried_until_the_first_that_takes_too_long() -> None:
     assert least_tokens(times.__getitem__, 800) == 400
 
 
-def of_rank(rank: int) -> tuple[int, list[int], bool]:
+def of_rank(rank: int) -> tuple[int | None, list[int], bool]:
     """Measure sequences of 64 tokens in microbatches of 2; products of rank 1 take longer to start."""
     group = dist.group.WORLD
     assert group is not None
@@ -66,7 +66,22 @@ def test_the_largest_of_the_ranks_counts(ranks: RankPool) -> None:
     assert kept, "the random state of the job is unchanged"
 
 
-def without_linears(rank: int) -> int:
+def with_too_little_memory(rank: int) -> int | None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    assert dist.group.WORLD is not None
+    with pytest.MonkeyPatch.context() as patch:
+        if rank:
+            patch.setattr(torch, "mm", full)
+        return gather_least_tokens(CpuPlatform(), [torch.nn.Linear(4, 2)], 64, 2, dist.group.WORLD)
+
+
+def test_a_rank_with_too_little_memory_does_not_fail_the_run(ranks: RankPool) -> None:
+    assert ranks.run(2, with_too_little_memory) == [None, None]
+
+
+def without_linears(rank: int) -> int | None:
     assert dist.group.WORLD is not None
     return gather_least_tokens(CpuPlatform(), [torch.nn.LayerNorm(4)], 64, 2, dist.group.WORLD)
 

@@ -7,6 +7,7 @@ planner therefore gives no slice fewer tokens than measured here (``Cuts`` in ``
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -24,10 +25,11 @@ _REPETITIONS = 5
 
 def gather_least_tokens(
     platform: Platform, chunks: Iterable[torch.nn.Module], sequence: int, microbatch: int, group: dist.ProcessGroup
-) -> int:
+) -> int | None:
     """Measure the largest linear of every rank and return the largest of their results. A collective call of ``group``.
 
-    It takes as long as about ten forwards of that linear. It leaves weights and random states as they are.
+    It takes as long as about ten forwards of that linear. It leaves weights and random states as they are. The result
+    is None if a rank lacks the memory, so that a run that has ended does not fail.
 
     Args:
         chunks: model chunks of this rank.
@@ -35,10 +37,12 @@ def gather_least_tokens(
         microbatch: sequences of a microbatch.
     """
     weight = largest_linear(chunks)
-    own = 1 if weight is None else least_tokens(_Products(platform, weight, sequence, microbatch).ms, sequence)
+    own: int | None = None
+    with suppress(torch.OutOfMemoryError):  # the other ranks wait for this one
+        own = 1 if weight is None else least_tokens(_Products(platform, weight, sequence, microbatch).ms, sequence)
     of_ranks: list[Any] = [None] * group.size()
     dist.all_gather_object(of_ranks, own, group=group)
-    return max(of_ranks)
+    return None if None in of_ranks else max(of_ranks)
 
 
 def least_tokens(ms: Callable[[int], float], sequence: int) -> int:
