@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
@@ -15,12 +15,14 @@ from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
 from megatron.zero_bubble.cli.progress import progress
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
+from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
+from megatron.zero_bubble.planning.vocabulary import Variant, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
@@ -94,6 +96,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         "--config has fewer layers per rank)",
     )
     add_slices(verb, "default: no schedules of slices")
+    add_vocabulary(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -113,18 +116,26 @@ def compare(options: argparse.Namespace) -> str:
         placements = tuple(PLACEMENTS)
     chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
     refit = not options.equal_passes
-    candidates = [*_candidates(costs, chunks, limit, placements, options.objective, refit)]
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
-    candidates += _sliced(costs, slices, chunks, limit, placements, options.objective)
-    rows, absent, best = _simulated(candidates, costs, limit, options.objective)
+    variants = variants_of(options, costs)
+    candidates: list[_Candidate] = []
+    for variant in variants:
+        own = _candidates(variant.costs, chunks, limit, placements, options.objective, refit)
+        if variant.algorithm is None:
+            own = chain(own, _sliced(costs, slices, chunks, limit, placements, options.objective))
+        else:
+            own = _with_shards(own, variant, limit, placements, options.objective)
+        candidates += ((variant.costs, name, make) for name, make in own)
+    costs = variants[-1].costs
+    rows, absent, best = _simulated(candidates, limit, options.objective)
     table = Table(
         objective=options.objective,
         num_ranks=costs.num_ranks,
         num_microbatches=costs.num_microbatches,
         memory_limit=limit,
-        lower_bound_ms=_bounds(costs, placements, limit, options.objective),
-        sliced_lower_bound_ms=_bounds(costs, placements, limit, options.objective, *slices)
+        lower_bound_ms=_least(_bounds(variant, placements, limit, options.objective) for variant in variants),
+        sliced_lower_bound_ms=_bounds(variants[0], placements, limit, options.objective, *slices)
         if len(slices) == 1 and len(slices[0]) > 1
         else {},
         rows=_with_speedups(rows, options.objective),
@@ -135,22 +146,25 @@ def compare(options: argparse.Namespace) -> str:
     return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
 
 
-_Candidate = tuple[str, Callable[[], Schedule]]
+_Named = tuple[str, Callable[[], Schedule]]
 """A name for messages, and a constructor, which raises ``UserError`` if the schedule does not exist."""
+_Candidate = tuple[Figures, str, Callable[[], Schedule]]
+"""The same, with the costs of the schedule."""
 
 
 def _simulated(
-    candidates: Sequence[_Candidate], costs: Figures, limit: float, objective: Metric
+    candidates: Sequence[_Candidate], limit: float, objective: Metric
 ) -> tuple[list[Row], list[str], Timeline | None]:
     """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
 
     No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
     """
     rows, absent, best = [], [], None
-    with progress("planning", candidates) as makers:
+    named = [(name, partial(_made, costs, make)) for costs, name, make in candidates]
+    with progress("planning", named) as makers:
         for make in makers:
             try:
-                schedule = make()
+                costs, schedule = make()
                 timeline = timed(schedule, *costs.on(schedule.placement))
             except UserError as error:
                 absent.append(str(error))
@@ -161,6 +175,28 @@ def _simulated(
     return rows, absent, best
 
 
+def _made(costs: Figures, make: Callable[[], Schedule]) -> tuple[Figures, Schedule]:
+    return costs, make()
+
+
+def _with_shards(
+    known: Iterable[_Named],
+    variant: Variant,
+    limit: float,
+    placements: Sequence[PlacementChoice],
+    objective: Metric,
+) -> Iterator[_Named]:
+    """Yield the candidates with the passes of vocabulary parallelism; searches for them have more to choose from."""
+    search = {f"{AUTO} {name}": partial(searched, variant, limit, name, objective) for name in placements}
+    for name, make in known:
+        many = search.get(name, partial(_only, make))
+        yield f"{name} (vocabulary {variant.algorithm})", partial(shards_inserted, many, variant, limit, objective)
+
+
+def _only(make: Callable[[], Schedule]) -> list[Schedule]:
+    return [make()]
+
+
 def _candidates(
     costs: Figures,
     max_chunks: int,
@@ -168,7 +204,7 @@ def _candidates(
     placements: Sequence[PlacementChoice],
     objective: Metric,
     refit: bool,
-) -> Iterator[_Candidate]:
+) -> Iterator[_Named]:
     """Yield one candidate per row of the table, of whole sequences."""
     p, m = costs.num_ranks, costs.num_microbatches
     for recipe in SCHEDULES.values():
@@ -192,7 +228,7 @@ def _sliced(
     limit: float,
     placements: Sequence[PlacementChoice],
     objective: Metric,
-) -> Iterator[_Candidate]:
+) -> Iterator[_Named]:
     """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
     if not slices:
         return
@@ -234,8 +270,17 @@ def _fitted(name: str, costs: Figures, objective: Metric) -> Schedule:
     return replace(fitted(schedule, costs, objective), name=f"{name} {FITTED}")
 
 
+def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoice, float]:
+    """Return the lowest bound per placement, which holds for the schedules of all variants."""
+    least: dict[PlacementChoice, float] = {}
+    for each in bounds:
+        for name, ms in each.items():
+            least[name] = min(ms, least.get(name, ms))
+    return least
+
+
 def _bounds(
-    costs: Figures,
+    variant: Variant,
     placements: Sequence[PlacementChoice],
     limit: float,
     objective: Metric,
@@ -243,10 +288,11 @@ def _bounds(
 ) -> dict[PlacementChoice, float]:
     """Return the lower bound for each placement on which some schedule fits the limit."""
     bounds: dict[PlacementChoice, float] = {}
+    costs = variant.costs
     for name in placements:
         placement = PLACEMENTS[name](costs.num_ranks)
         if max(least_memory(costs.on(placement)[1], placement, fused=True)) <= limit * (1 + 1e-9):
-            bounds[name] = bound(costs, placement, limit, objective, slices).value_ms
+            bounds[name] = bound(costs, placement, limit, objective, slices, variant.algorithm).value_ms
     return bounds
 
 

@@ -6,6 +6,7 @@ import argparse
 import math
 import shutil
 import time
+from collections.abc import Iterable
 from functools import partial
 
 from megatron.zero_bubble.analysis.period import period_ms
@@ -13,11 +14,13 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
+from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
@@ -31,6 +34,7 @@ from megatron.zero_bubble.planning.plans import (
     limit_verdict,
     rank_memory,
 )
+from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_variant, searched
 from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.render.text import headline
@@ -38,7 +42,6 @@ from megatron.zero_bubble.schedules import SCHEDULES, build, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
-from megatron.zero_bubble.search.timed import timed
 
 _WIDEST = 160
 """Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
@@ -74,6 +77,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     add_layout(verb)
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
+    add_vocabulary(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -152,13 +156,12 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     started = time.perf_counter()
     layouts = None
     if options.layout == BY_COST:
+        refuse_vocabulary(options, f"--layout {BY_COST}")
         layouts = _laid_out(options, costs.evenly(), cuts, file)
         timeline, costs = layouts.best.timeline, layouts.best.costs
     else:
-        schedule = file or _build(
-            options, costs, None if cuts is None else cuts.candidates(costs), options.placement or "auto"
-        )
-        timeline = timed(schedule, *costs.on(schedule.placement))
+        best = _shortest(options, costs, cuts, file)
+        timeline, costs = best.timeline, best.costs
     seconds = time.perf_counter() - started
     certificate = None
     if options.schedule == AUTO or options.memory_limit is not None:
@@ -204,6 +207,25 @@ def _laid_out(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fi
     return lay_out(costs, placements, make, None if limit is None else costs.limit(limit), options.objective)
 
 
+def _shortest(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> Planned:
+    """Plan the schedule, with vocabulary parallelism if that is requested."""
+    choices = variants_of(options, costs, file)
+    placement: PlacementChoice = options.placement or "auto"
+    text = options.memory_limit or ("1p" if options.schedule == AUTO else None)
+    limit = None if text is None else costs.limit(text)
+
+    def make(variant: Variant) -> Iterable[Schedule]:
+        own = variant.costs
+        if file is not None:
+            return [file]
+        if variant.algorithm is not None and options.schedule == AUTO and cuts is None:
+            assert limit is not None, "a search has a limit"
+            return searched(variant, limit, placement, options.objective)
+        return [_build(options, own, None if cuts is None else cuts.candidates(own), placement)]
+
+    return best_variant(choices, make, limit, options.objective)
+
+
 def _build(
     options: argparse.Namespace, costs: Figures, slices: tuple[Slices, ...] | None, placement: PlacementChoice
 ) -> Schedule:
@@ -225,7 +247,7 @@ def _build(
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
     limit = costs.limit(options.memory_limit or "1p")
-    best = bound(costs, schedule.placement, limit, options.objective, schedule.slices)
+    best = bound(costs, schedule.placement, limit, options.objective, schedule.slices, algorithm_of(schedule))
     return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
 
 

@@ -9,6 +9,7 @@ from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.schedules import SCHEDULES, build
@@ -58,9 +59,24 @@ def _sliced_auto(
     return sliced_auto(*costs.on(finest), placements, costs.num_microbatches, limit, slices, objective, known)
 
 
-def bound(costs: Figures, placement: Placement, limit: float, objective: Metric, slices: Slices = WHOLE) -> Bound:
-    """Return the lower bound for one placement, and for these slices."""
-    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective, slices=slices)
+def bound(
+    costs: Figures,
+    placement: Placement,
+    limit: float,
+    objective: Metric,
+    slices: Slices = WHOLE,
+    vocabulary: Algorithm | None = None,
+) -> Bound:
+    """Return the lower bound for one placement, these slices, and this algorithm of vocabulary parallelism."""
+    return lower_bound(
+        *costs.on(placement),
+        placement,
+        costs.num_microbatches,
+        limit,
+        objective,
+        slices=slices,
+        vocabulary=vocabulary,
+    )
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:

@@ -5,7 +5,7 @@ gap. Every bound holds for all schedules of whole microbatches, or of given slic
 or fused backwards, and any order of microbatches. ``setting`` explains why these schedules can be treated alike;
 ``windows`` and ``ways`` derive the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive
 one-machine schedule, and ``trial`` those of small pipelines, by contradiction. Slices have bounds of their own
-(``sliced``).
+(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``).
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from megatron.zero_bubble.analysis.bounds.paths import Paths
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.bounds.sliced import by_slices
 from megatron.zero_bubble.analysis.bounds.trial import Effort, by_contradiction
+from megatron.zero_bubble.analysis.bounds.vocabulary import by_vocabulary
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.analysis.bounds.windows import by_area, by_head_chain, by_waits
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 
 __all__ = ["Bound", "least_memory", "lower_bound"]
 
@@ -77,6 +79,7 @@ def lower_bound(
     fused: bool = False,
     effort: int = _EFFORT,
     slices: Slices = WHOLE,
+    vocabulary: Algorithm | None = None,
 ) -> Bound:
     """Compute a lower bound on ``objective`` (ms) over all schedules within ``memory_limit`` on every rank.
 
@@ -84,6 +87,7 @@ def lower_bound(
     restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed;
     longest paths are computed from as many ranks as fit into ``effort`` visited passes, so the result does not depend
     on the speed of the machine. With ``slices``, all schedules with these cuts are considered, by a bound of their own.
+    With ``vocabulary``, schedules have the passes of this algorithm, whose times ``costs`` must have.
     In small pipelines, what is left of ``effort`` makes their heads and tails longer, and
     ends that no order of passes reaches are refuted.
 
@@ -98,6 +102,8 @@ def lower_bound(
     setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused)
     closed = _closed_forms(setting, objective)
     best = max(closed, key=lambda bound: bound.value_ms)
+    if vocabulary is not None:
+        best = max(best, Bound(*by_vocabulary(setting, costs, vocabulary, objective)), key=lambda bound: bound.value_ms)
     chain = by_head_chain(setting, objective, best.value_ms)
     if chain > best.value_ms:
         best = Bound(chain, "waits of neighbouring ranks")

@@ -1,0 +1,84 @@
+"""Flags for vocabulary parallelism."""
+
+from __future__ import annotations
+
+import argparse
+
+from megatron.zero_bubble.costs.units import refuse_huge
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.vocabulary import CHOICES, Choice, Variant, variants, with_times
+
+_TIMES = ("output_ms", "output_wgrad_ms", "embedding_ms", "embedding_wgrad_ms", "collective_ms")
+
+
+def add_vocabulary(verb: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    verb.add_argument(
+        "--vocabulary",
+        choices=CHOICES,
+        help="vocabulary parallelism, which divides the output layer and the embedding over all ranks: off, with two "
+        "barriers per microbatch (1) or one (2), or whichever is shortest within the memory limit (auto) (default: "
+        "auto if the costs have the times of S and T, else off)",
+    )
+    for flag, metavar, text in (
+        ("--output-ms", "S", ("time of S, the forward of a rank's shard of the output layer, in ms; the times of F, B "
+         "and W are then without the output layer and the embedding")),
+        ("--output-wgrad-ms", "T", "time of T, the weight gradient of a rank's shard of the output layer, in ms"),
+        ("--embedding-ms", "I", "time of I, the look-up in a rank's shard of the embedding, in ms (default: 0)"),
+        ("--embedding-wgrad-ms", "J", "time of J, the gradient of a rank's shard of the embedding, in ms (default: 0)"),
+        ("--collective-ms", "C", ("time that a collective of all ranks takes in addition to --comm-ms, in ms "
+         "(default: 0)")),
+    ):  # fmt: skip
+        verb.add_argument(flag, type=float, metavar=metavar, help=text)
+    verb.add_argument(
+        "--recompute-logits",
+        action="store_true",
+        help="T computes the logits again, so that only the hidden states are kept from S to T; for estimates of "
+        "--vocabulary",
+    )
+
+
+def variants_of(options: argparse.Namespace, costs: Figures, file: Schedule | None = None) -> tuple[Variant, ...]:
+    """Return the variants that the flags request; ``file`` is the schedule of a file, whose passes decide.
+
+    Raises:
+        UserError: for flags that contradict each other, the costs or the file, or if times are missing.
+    """
+    costs = _with_flags(options, costs)
+    choice: Choice | None = options.vocabulary
+    own = None if file is None else algorithm_of(file)
+    if own is not None:
+        if choice not in (None, str(own)):
+            raise UserError(
+                f"--vocabulary must be that of the schedule file, {own}; got {choice}; leave out --vocabulary"
+            )
+        choice = "1" if own == 1 else "2"
+    if options.recompute_logits and choice == "off":
+        raise UserError("--recompute-logits applies only to --vocabulary 1, 2 or auto; leave it out")
+    return variants(costs, choice, options.recompute_logits)
+
+
+def refuse_vocabulary(options: argparse.Namespace, flag: str) -> None:
+    """Raise ``UserError`` if a flag of vocabulary parallelism is given, which ``flag`` does not support."""
+    given = [name for name in ("vocabulary", *_TIMES) if getattr(options, name) not in (None, "off")]
+    if given:
+        raise UserError(f"{flag} does not support vocabulary parallelism; leave out --{given[0].replace('_', '-')}")
+
+
+def _with_flags(options: argparse.Namespace, costs: Figures) -> Figures:
+    times = {name: getattr(options, name) for name in _TIMES if getattr(options, name) is not None}
+    if not times:
+        return costs
+    flags = [f"--{name.replace('_', '-')}" for name in times]
+    for name in ("costs", "config"):
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name} gives the times of all passes; leave out {flags[0]}")
+    for name in ("output_ms", "output_wgrad_ms"):
+        if name not in times:
+            raise UserError(f"{flags[0]} needs --{name.replace('_', '-')} as well; it is missing")
+    refuse_huge(**dict(zip(flags, times.values(), strict=True)))
+    return with_times(costs, VocabularyCosts.uniform(costs.num_ranks, **times))

@@ -1,0 +1,98 @@
+"""Plans with vocabulary parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble import PassMemory, Placement, Schedule, build
+from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.plans import peak_memory
+from megatron.zero_bubble.planning.vocabulary import (
+    Variant,
+    best_variant,
+    inserted,
+    searched,
+    variants,
+    with_times,
+)
+from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
+
+ROOT = Path(__file__).parents[2] / "configs" / "published" / "vocabulary_a100"
+
+
+def figures_of(name: str, num_microbatches: int = 24) -> Figures:
+    return measured(read_costs_file(ROOT / f"{name}.json"), 8, num_microbatches)
+
+
+def test_costs_with_s_and_t_are_only_for_divided_vocabularies() -> None:
+    costs = figures_of("vocabulary_2_64k")
+    assert [variant.algorithm for variant in variants(costs, None)] == [1, 2]
+    assert [variant.algorithm for variant in variants(costs, "2")] == [2]
+    with pytest.raises(UserError, match="do not suit a job that does not divide them; leave out --vocabulary off"):
+        variants(costs, "off")
+    with pytest.raises(UserError, match="--recompute-logits changes only estimated times"):
+        variants(costs, "2", recompute_logits=True)
+
+
+def test_costs_per_layer_are_for_all() -> None:
+    costs = figures_of("stock_64k")
+    assert [variant.algorithm for variant in variants(costs, None)] == [None]
+    assert [variant.algorithm for variant in variants(costs, "auto")] == [None, 1, 2]
+    (divided,) = variants(costs, "2")
+    on = Placement.linear(8)
+    (before, _), (after, memory) = costs.on(on), divided.costs.on(on)
+    assert after.forward_ms[-1] < before.forward_ms[-1] and len({*after.forward_ms}) == 1
+    assert after.vocabulary is not None and memory == PassMemory.uniform(on)
+    assert divided.costs.limit("1p") == costs.limit("1p") == 8.0
+
+
+def test_costs_of_whole_ranks_are_not_enough() -> None:
+    with pytest.raises(UserError, match="needs the times of its passes; got costs without them; give --output-ms"):
+        variants(figures_of("moved_layers_64k"), "2")
+    times = VocabularyCosts.uniform(8, 1.0, 1.0)
+    (variant,) = variants(with_times(figures_of("moved_layers_64k"), times), "2")
+    assert variant.costs.on(Placement.vee(8))[0].vocabulary == times
+
+
+def test_the_shortest_variant_within_the_limit_is_chosen() -> None:
+    """Undivided, 256k tokens take longest, but need the least memory; algorithm 1 needs the most."""
+    choices = variants(figures_of("stock_256k"), "auto")
+    peaks = {
+        variant.algorithm: peak_memory(inserted(_zb_h1(), variant, None, "span"), variant.costs) for variant in choices
+    }
+    assert peaks == {None: 8.0, 1: 10.0, 2: 9.0}
+    for limit, chosen in ((7.0, None), (8.0, None), (9.0, 2)):
+        best = best_variant(choices, lambda _: [_zb_h1()], limit, "span")
+        assert algorithm_of(best.timeline.schedule) == chosen
+    assert algorithm_of(best_variant(choices, lambda _: [_zb_h1()], None, "span").timeline.schedule) is not None
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+@pytest.mark.parametrize("name", ["stock_32k", "stock_256k"])
+def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, name: str) -> None:
+    (variant,) = variants(figures_of(name), "1" if algorithm == 1 else "2")
+    plain = build("1f1b", num_ranks=8, num_microbatches=24)
+    known = best_with_vocabulary(plain, *variant.costs.on(plain.placement), algorithm, "span")
+    limit = peak_memory(known, variant.costs)
+    best = best_variant([variant], lambda own: searched(own, limit, "linear", "span"), limit, "span")
+    validate(best.timeline.schedule)
+    assert best.timeline.span_ms < 0.97 * known.span_ms
+    assert peak_memory(best.timeline, variant.costs) <= limit * (1 + 1e-9)
+
+
+def test_a_schedule_with_passes_of_the_vocabulary_stays() -> None:
+    (variant,) = variants(figures_of("vocabulary_2_64k"), "2")
+    made = inserted(_zb_h1(), variant, None, "span").schedule
+    assert inserted(made, variant, None, "span").schedule is made
+    assert inserted(_zb_h1(), Variant(None, variant.costs), None, "span").schedule == _zb_h1()
+
+
+def _zb_h1() -> Schedule:
+    return build("zb-h1", num_ranks=8, num_microbatches=24)
