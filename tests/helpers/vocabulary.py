@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.parity import _under_each
+from tests.helpers.parity import Outcome, _under_each
 from tests.helpers.slices import Difference, Gradients, own_gradients_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -59,3 +59,30 @@ def differences(rank: int, flags: str, schedules: Sequence[str]) -> list[Differe
                 gradients.of[name] = gradients.of[name][:size]
         found.append(gradients)
     return [Difference.between(gradients, found[0]) for gradients in found[1:]]
+
+
+def distances_in_bf16(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:
+    """Return how far gradients in bfloat16 are from stock's in float32: stock's own, then those of each schedule."""
+    start = None
+    for _ in range(2):  # the reference has weights that bfloat16 represents exactly
+        for args, _pipeline in _under_each(flags, [None]):
+            exact, start = whole_gradients_of(args, start)
+            start = {name: weight.bfloat16().float() for name, weight in start.items()}
+    found = []
+    for args, _pipeline in _under_each(f"{flags} --bf16", [None, *schedules]):
+        found.append(whole_gradients_of(args, start)[0])
+    return [Difference.between(gradients, exact) for gradients in found]
+
+
+def largest_differences(found: Outcome, stock: Outcome) -> tuple[float, float]:
+    """The largest relative differences of a loss and of a gradient norm."""
+    return _largest(found.losses, stock.losses), _largest(found.grad_norms, stock.grad_norms)
+
+
+def _largest(found: Sequence[str], reference: Sequence[str]) -> float:
+    """The largest relative difference of hexadecimal numbers, which may follow words."""
+    assert len(found) == len(reference)
+    pairs = [(own.split()[-1], other.split()[-1]) for own, other in zip(found, reference, strict=True)]
+    numbers = [(float.fromhex(own), float.fromhex(other)) for own, other in pairs if "None" not in (own, other)]
+    assert all(own == other for own, other in pairs if "None" in (own, other))
+    return max((abs(own - other) / abs(other) for own, other in numbers), default=0.0)

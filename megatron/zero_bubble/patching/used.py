@@ -99,6 +99,7 @@ USED: tuple[Used, ...] = (
         "reduce_scatter_to_sequence_parallel_region set_tensor_model_parallel_attributes",
     ),
     *_of("megatron.core.transformer.module", "MegatronModule"),
+    *_of("megatron.core.dist_checkpointing", "from_rank_offsets", "ShardedTensor"),
     # gradients
     *_of(
         "megatron.core.tensor_parallel.layers",

@@ -18,6 +18,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import MegatronModule
 
+from megatron.zero_bubble.adapter.vocabulary.checkpoint import EMBEDDING, OUTPUT, sharded
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.kernels import vocabulary
@@ -30,13 +31,15 @@ class EmbeddingShard(torch.nn.Module):
     Args:
         weight: (v, h).
         rows: which rows of the vocabulary these are.
+        num_shards: shards of the whole vocabulary.
         scatters: whether the embedding's output is divided among tensor-parallel ranks along the sequence.
     """
 
-    def __init__(self, weight: torch.nn.Parameter, rows: Rows, scatters: bool) -> None:
+    def __init__(self, weight: torch.nn.Parameter, rows: Rows, num_shards: int, scatters: bool) -> None:
         super().__init__()
         self.weight = weight
         self.rows = rows
+        self.num_shards = num_shards
         self._scatters = scatters
         self._delivered: torch.Tensor | None = None
 
@@ -56,6 +59,10 @@ class EmbeddingShard(torch.nn.Module):
             )
         return tensor_parallel.reduce_from_tensor_model_parallel_region(self._delivered)
 
+    def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """The rows of this rank, for megatron-core's distributed checkpoints."""
+        return {f"{prefix}weight": sharded(f"{prefix}weight", self.weight, self.rows, self.num_shards)}
+
     @contextmanager
     def delivering(self, rows: torch.Tensor) -> Iterator[None]:
         """Context around the forward of the first stage, in which the embedding returns ``rows``, (b, s, h)."""
@@ -70,29 +77,30 @@ class OutputShard(torch.nn.Module):
     """This rank's rows of the output layer.
 
     Args:
-        weight: (v, h); None if the rows of ``tied_to`` are used.
-        rows: which rows of the vocabulary these are.
+        weight: (v, h); None if the output layer is tied to the embedding, whose weights are then used.
+        embedding: this rank's rows of the embedding, which has the same rows.
         sequence_parallel: whether hidden states are divided among tensor-parallel ranks along the sequence.
-        tied_to: the embedding with the same weights.
     """
 
-    def __init__(
-        self, weight: torch.nn.Parameter | None, rows: Rows, sequence_parallel: bool, tied_to: EmbeddingShard | None
-    ) -> None:
+    def __init__(self, weight: torch.nn.Parameter | None, embedding: EmbeddingShard, sequence_parallel: bool) -> None:
         super().__init__()
         if weight is not None:
             self.weight = weight
-        self.rows = rows
+        self.rows, self.num_shards = embedding.rows, embedding.num_shards
         self.sequence_parallel = sequence_parallel
-        self._tied = (tied_to,)  # a tuple, so that the embedding is no module of this one
+        self._embedding = (embedding,)  # a tuple, so that the embedding is no module of this one
         self._hidden: torch.Tensor | None = None
         self._labels: torch.Tensor | None = None
 
     @property
     def used_weight(self) -> torch.nn.Parameter:
         """The weights, (v, h), of this module or of the embedding."""
-        (tied,) = self._tied
-        return self.weight if tied is None else tied.weight
+        return self._embedding[0].weight if self.is_tied else self.weight
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the weights are those of the embedding."""
+        return "weight" not in self._parameters
 
     def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
         """Keep the hidden states, and return them in place of the logits; called by ``GPTModel.forward``.
@@ -100,10 +108,15 @@ class OutputShard(torch.nn.Module):
         Without hidden states, the weights, as from ``EmbeddingShard``.
         """
         if hidden is None:
-            (tied,) = self._tied
-            return self.weight if tied is None else tied(None)
+            return self._embedding[0](None) if self.is_tied else self.weight
         self._hidden = hidden
         return hidden, None
+
+    def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """The rows of this rank, for megatron-core's distributed checkpoints; none if the embedding has them."""
+        if self.is_tied:
+            return {}
+        return {f"{prefix}weight": sharded(f"{prefix}weight", self.weight, self.rows, self.num_shards)}
 
     def keep_labels(self, labels: torch.Tensor, _logits: torch.Tensor) -> torch.Tensor:
         """In place of ``GPTModel.compute_language_model_loss``: keep the labels, (b, s).
@@ -130,7 +143,7 @@ class OutputShard(torch.nn.Module):
 
 
 class Shards(NamedTuple):
-    """The shards of a rank."""
+    """The shards of a rank, which are an attribute of its first chunk."""
 
     embedding: EmbeddingShard
     output: OutputShard
@@ -143,14 +156,14 @@ class Shards(NamedTuple):
             UserError: the vocabulary of this model is not divided over the ranks.
         """
         model = gpt_of(chunk)
-        output = getattr(model, "output_layer", None)
-        if not isinstance(output, OutputShard):
+        shards = getattr(model, "vocabulary_shards", None)
+        if shards is None:
             raise UserError(
                 "vocabulary parallelism needs a model whose vocabulary is divided over the ranks of the pipeline; got "
                 "whole vocabulary layers; call shard_vocabulary(models, placement) before the model is wrapped, or "
                 "train with --zero-bubble-vocabulary-parallel off"
             )
-        return cls(model.embedding.word_embeddings, output)
+        return shards
 
 
 class _Embedding(MegatronModule):
@@ -199,25 +212,32 @@ def shard_vocabulary(models: Sequence[torch.nn.Module], placement: Placement) ->
     words = None if first is None else first.embedding.word_embeddings
     weight, rows = _own_rows(None if words is None else words.weight, home, roots[0], group)
     scatters = bool(words is not None and words.reduce_scatter_embeddings)
-    embedding = EmbeddingShard(weight, rows, scatters)
+    num_shards = group.size() * parallel_state.get_tensor_model_parallel_group().size()
+    embedding = EmbeddingShard(weight, rows, num_shards, scatters)
     own = None
     if not tied:
         own, _ = _own_rows(None if last is None else last.output_layer.weight, home, roots[1], group)
-    output = OutputShard(own, rows, config.sequence_parallel, embedding if tied else None)
+    output = OutputShard(own, embedding, config.sequence_parallel)
     for chunk in chunks:
         chunk.share_embeddings_and_output_weights = False  # their gradients are complete without a reduction
     if last is not None:
         last.compute_language_model_loss = output.keep_labels
-        last.output_layer = _Hidden(output)
+        last.output_layer = _LastOutput(output)
     if first is None:
         home.embedding = _Embedding(config, embedding)
     else:
         first.embedding.word_embeddings = embedding
-    home.output_layer = output
+    if not tied:
+        home.output_layer = output
+    home.vocabulary_shards = Shards(embedding, output)
 
 
-class _Hidden(torch.nn.Module):
-    """The output layer of a last stage that is not the rank's first chunk, which has the weights."""
+class _LastOutput(torch.nn.Module):
+    """The output layer of the last stage where another module has its weights: the first chunk, or the embedding.
+
+    megatron-core expects the weights of the last stage's output layer in a checkpoint, so they are an entry of this
+    module too, which is only loaded, and then dropped.
+    """
 
     def __init__(self, output: OutputShard) -> None:
         super().__init__()
@@ -225,7 +245,17 @@ class _Hidden(torch.nn.Module):
         self.sequence_parallel = output.sequence_parallel
 
     def forward(self, hidden: torch.Tensor, *_args: Any, **_kwargs: Any) -> tuple[torch.Tensor, None]:
+        """See ``OutputShard``."""
         return self._output[0](hidden)
+
+    def sharded_state_dict(self, prefix: str = "", *_args: Any, **_kwargs: Any) -> dict[str, Any]:
+        """See above."""
+        (output,) = self._output
+        key = f"{prefix.removesuffix(OUTPUT)}{EMBEDDING}weight" if output.is_tied else f"{prefix}weight"
+        return {f"{prefix}weight": sharded(key, output.used_weight, output.rows, output.num_shards, is_copy=True)}
+
+    def _load_from_state_dict(self, *_args: Any, **_kwargs: Any) -> None:
+        """Accept the entry."""
 
 
 def _own_rows(
@@ -238,10 +268,10 @@ def _own_rows(
         model: a chunk of this rank.
     """
     tensor, size = parallel_state.get_tensor_model_parallel_group(), group.size()
-    like = next(model.parameters())
+    device = next(model.parameters()).device
     rank, count = group.rank() * tensor.size() + tensor.rank(), size * tensor.size()
     rows = Rows.of(rank, count, model.vocab_size)
-    own = torch.empty(rows.num_rows, model.config.hidden_size, dtype=like.dtype, device=like.device)
+    own = torch.empty(rows.num_rows, model.config.hidden_size, dtype=model.config.params_dtype, device=device)
     parts = None
     if group.rank() == root:
         assert weight is not None, "the root has the layer"
