@@ -177,13 +177,13 @@ _NUMBER = re.compile(r"(loss|loss value|grad norm): ([\d.E+-]+)")
 
 
 def near(own: Log, expected: Log, rounding: float) -> None:
-    """Compare losses and norms; norms are printed with three decimals."""
+    """Compare losses and norms; norms are printed with three decimals, of which the last may be rounded differently."""
     assert own.exit_codes == expected.exit_codes, own.text[-4000:]
     numbers, wanted = (_NUMBER.findall("\n".join(log.figures)) for log in (own, expected))
     assert [name for name, _ in numbers] == [name for name, _ in wanted]
     assert len(numbers) >= 2 * 6
     for (name, number), (_, expected_number) in zip(numbers, wanted, strict=True):
-        absolute = 1e-3 if name == "grad norm" else 1e-6
+        absolute = 1.001e-3 if name == "grad norm" else 1e-6
         assert float(number) == pytest.approx(float(expected_number), rel=rounding, abs=absolute)
     assert len(own.of("zero-bubble: schedule ")) == 1
 

@@ -15,8 +15,10 @@ from megatron.zero_bubble.adapter.placement import (
     embedding_ranks,
     group_as,
     groups_as,
+    is_megatrons_own,
     megatron_rank,
 )
+from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.ir import Placement
 
 
@@ -30,10 +32,16 @@ def grouping_ends(initialize: Callable[..., None], placement: Placement) -> Call
 
 
 class Builder:
-    """Build model chunks, each as if on the pipeline rank where Megatron would place it."""
+    """Build model chunks, each as if on the pipeline rank where Megatron would place it.
 
-    def __init__(self, placement: Placement) -> None:
+    Args:
+        divides_vocabulary: whether the vocabulary layers of the chunks are divided over all pipeline ranks.
+    """
+
+    def __init__(self, placement: Placement, divides_vocabulary: bool) -> None:
         self._placement = placement
+        self._is_own = is_megatrons_own(placement)
+        self._divides_vocabulary = divides_vocabulary
         self._rank_of_chunk: int | None = None
 
     def building(self, build_chunks: Callable[..., Any]) -> Callable[..., Any]:
@@ -44,13 +52,23 @@ class Builder:
             built: list[torch.nn.Module] = []
 
             def build_where_placed(*groups: Any, **of_chunk: Any) -> torch.nn.Module:
-                built.append(self._build(build_chunk, *groups, **of_chunk))
-                copy_tied_embedding(built)
+                if self._is_own:
+                    built.append(build_chunk(*groups, **of_chunk))
+                else:
+                    built.append(self._build(build_chunk, *groups, **of_chunk))
+                    copy_tied_embedding(built)
+                if self._divides_vocabulary and len(built) == self._num_chunks:
+                    shard_vocabulary(built, self._placement)
                 return built[-1]
 
             return build_chunks(build_where_placed, *args, **kwargs)
 
         return build
+
+    @property
+    def _num_chunks(self) -> int:
+        """The number of chunks of this rank."""
+        return len(self._placement.stages_of(parallel_state.get_pipeline_model_parallel_group().rank()))
 
     def asked_for_group(self, get_group: Callable[..., Any]) -> Callable[..., Any]:
         """The replacement for the function from which a chunk gets its pipeline group."""

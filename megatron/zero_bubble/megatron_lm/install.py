@@ -144,14 +144,16 @@ def _put_in_force(
     if trace is not None:
         trace.pipeline = pipeline
     placement = source.placement
-    is_own = is_megatrons_own(placement)
+    builder = Builder(placement, config.vocabulary is not None)
+    models = [(seam, builder.building) for seam in seams.models]
     if config.post_validation:
         _placed.replace(JobSteps(pipeline, args, say).replacements(seams.loop))
-    if not is_own:
-        builder = Builder(placement)
+    if is_megatrons_own(placement):
+        _placed.replace(models if config.vocabulary is not None else [])
+    else:
         replacements: list[Replacement] = [
             (seams.process_groups, lambda initialize: grouping_ends(initialize, placement)),
-            *((seam, builder.building) for seam in seams.models),
+            *models,
         ]
         if seams.pipeline_group is not None:
             replacements.append((seams.pipeline_group, builder.asked_for_group))
