@@ -6,7 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.zero_bubble.job.rules import check_options
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.flags import parse_ours
+from megatron.zero_bubble.job.rules import Job, check_flags, check_options
 
 
 @pytest.mark.parametrize(
@@ -86,3 +89,43 @@ def test_delayed_scaling_is_rejected_with_post_validation() -> None:
         SimpleNamespace(fp8=None, fp8_recipe="delayed"),
     ):
         check_options(fine, post_validation=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("context_parallel_size", 2),
+        ("mtp_num_layers", 1),
+        ("label_smoothing_factor", 0.1),
+        ("logits_save_dir", "logits"),
+        ("defer_embedding_wgrad_compute", True),
+        ("use_mup", True),
+    ],
+)
+def test_vocabulary_parallelism_refuses_options(option: str, value: object) -> None:
+    values = SimpleNamespace(**{option: value})
+    check_options(values)
+    with pytest.raises(UserError, match=f"schedules with vocabulary parallelism need {option}="):
+        check_options(values, vocabulary=True)
+
+
+@pytest.mark.parametrize(
+    ("flags", "under_launcher", "words"),
+    [
+        ("", False, "needs a zero-bubble schedule and this package's training loop"),
+        ("--zero-bubble-schedule zb-h1", True, "needs a zero-bubble schedule and this package's training loop"),
+        ("--zero-bubble-schedule zb-h1 --zero-bubble-log-bubble", False, "does not measure the passes of"),
+    ],
+)
+def test_vocabulary_parallelism_refuses_flags(flags: str, under_launcher: bool, words: str) -> None:
+    options, _ = parse_ours([*flags.split(), "--zero-bubble-vocabulary-parallel", "2"])
+    with pytest.raises(UserError, match=words):
+        check_flags(Job(options, under_launcher=under_launcher))
+    options, _ = parse_ours(["--zero-bubble-schedule", "zb-h1", "--zero-bubble-vocabulary-parallel", "off"])
+    check_flags(Job(options, under_launcher=under_launcher))
+
+
+@pytest.mark.parametrize("given", [{"schedule": "zb-auto"}, {"schedule": "seq-zb-h1"}, {"schedule_file": "file"}])
+def test_vocabulary_parallelism_needs_a_named_schedule_of_whole_sequences(given: dict[str, str]) -> None:
+    with pytest.raises(UserError, match="vocabulary parallelism needs a schedule of whole sequences"):
+        ZeroBubbleConfig(vocabulary=2, **given)  # type: ignore[arg-type]

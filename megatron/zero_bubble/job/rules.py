@@ -17,7 +17,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import config_of, has_schedule, records
+from megatron.zero_bubble.job.flags import config_of, has_schedule, records, vocabulary_algorithm
 from megatron.zero_bubble.job.runnable import check_placement, check_runnable
 from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
@@ -82,9 +82,9 @@ _RULES = (
     ),
     _Rule(
         ("vocabulary-parallel",),
-        lambda job: job.has_schedule,
-        "needs a zero-bubble schedule, into which its passes are inserted, got none; give --zero-bubble-schedule zb-h1 "
-        "or drop the flag",
+        lambda job: job.has_schedule and not (job.under_launcher and vocabulary_algorithm(job.options)),
+        "needs a zero-bubble schedule and this package's training loop, because the model is divided when it is built; "
+        "got schedule {schedule}; give --zero-bubble-schedule zb-h1 to that loop, or drop the flag",
     ),
     _Rule(
         ("placement", "memory-limit"),
@@ -117,6 +117,11 @@ _RULES = (
         ("trace-iterations",),
         lambda job: records(job.options),
         "has no effect without --zero-bubble-trace or --zero-bubble-record-costs; give --zero-bubble-trace DIR",
+    ),
+    _Rule(
+        ("trace", "record-costs", "log-bubble"),
+        lambda job: vocabulary_algorithm(job.options) is None,
+        "does not measure the passes of --zero-bubble-vocabulary-parallel; drop one of the flags",
     ),
     _Rule(
         ("wgrad-stream",),
@@ -301,11 +306,7 @@ _OPTIONS = (
 
 
 def check_options(
-    values: Any,
-    in_place: bool = True,
-    post_validation: bool = False,
-    num_slices: int = 1,
-    vocabulary: bool = False,
+    values: Any, in_place: bool = True, post_validation: bool = False, num_slices: int = 1, vocabulary: bool = False
 ) -> None:
     """Reject Megatron options that zero-bubble schedules do not support.
 
