@@ -345,7 +345,7 @@ class Pipeline:
             if directions.backend == "nccl":
                 watchdog = Watchdog(select("cuda"), self._timeout)
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
-            self._lanes = Lanes(group, select(directions.device).lane, self._timeout)
+            self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas)
             if watchdog is not None:
                 watchdog.start()
         else:

@@ -84,7 +84,7 @@ class Collective(Op):
                         yield f"{op} is not for rank {rank}", rank
             orders.append(order)
         for rank, order in enumerate(orders):
-            for lane in orders[0].keys() | order.keys():
+            for lane in sorted(orders[0].keys() | order.keys()):
                 mine, theirs = order.get(lane, []), orders[0].get(lane, [])
                 if mine != theirs:
                     place = next(

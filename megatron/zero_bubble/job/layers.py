@@ -13,8 +13,7 @@ from megatron.zero_bubble.ir import Placement
 def layout_text(layout: Sequence[int]) -> str:
     """Write layers per stage as Megatron's ``--pipeline-model-parallel-layout``: ``(1, 3, 3, 0)`` is ``Et|(t*3|)*2L``.
 
-    Raises:
-        nothing: ``stage_layers`` reads what this writes.
+    ``stage_layers`` reads what this writes.
     """
     last = len(layout) - 1
     stages = [

@@ -70,7 +70,7 @@ def _has_experts(args: Any) -> list[bool]:
         return [False] * args.num_layers
     frequency = getattr(args, "moe_layer_freq", 1)
     if isinstance(frequency, int):
-        return [layer % frequency == 0 for layer in range(args.num_layers)]
+        return [frequency > 0 and layer % frequency == 0 for layer in range(args.num_layers)]
     return [bool(each) for each in frequency]
 
 

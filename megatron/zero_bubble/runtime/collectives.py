@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,9 +18,10 @@ import torch.distributed as dist
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Kind, Op, Plan, Value
 from megatron.zero_bubble.ir.collectives import Collective, Spread, Sum
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
-from megatron.zero_bubble.runtime.groups import backend_of, new_group
+from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.transport import lost_connection
 
 
@@ -38,18 +40,29 @@ class Transfers(Protocol):
 
 
 class Lanes:
-    """The lanes and process groups of one pipeline."""
+    """The lanes and process groups of one pipeline.
 
-    def __init__(self, group: dist.ProcessGroup, make_lane: Callable[[], Lane], timeout: timedelta | None) -> None:
-        self._group, self._make_lane, self._timeout = group, make_lane, timeout
+    Args:
+        group: the ranks of the pipeline.
+        make_lane: makes a lane.
+        timeout, nccl_ctas: see ``groups.Directions.of``.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        make_lane: Callable[[], Lane],
+        timeout: timedelta | None,
+        nccl_ctas: int = DEFAULT_NCCL_CTAS,
+    ) -> None:
+        self._make_group = partial(group_beside_passes, group, timeout, nccl_ctas)
+        self._make_lane = make_lane
         self._lanes: dict[str, tuple[Lane, dist.ProcessGroup]] = {}
 
     def open(self, kinds: Iterable[str]) -> None:
         """Make the lanes that are missing. A collective call of all ranks of the job, with the same kinds."""
-        ranks = dist.get_process_group_ranks(self._group)
         for kind in sorted(set(kinds) - self._lanes.keys()):
-            own = new_group(ranks, backend_of(self._group), self._timeout)
-            self._lanes[kind] = self._make_lane(), own
+            self._lanes[kind] = self._make_lane(), self._make_group()
 
     def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
         """Start ``work`` of an op, which gets the group of its kind.

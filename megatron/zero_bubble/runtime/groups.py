@@ -48,11 +48,8 @@ class Directions:
             timeout: maximum time that a message may take; None is the default of torch.distributed.
             nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
         """
-        backend, ranks, options = backend_of(group), dist.get_process_group_ranks(group), _no_options
-        if backend == "nccl":
-            timeout = timeout or DEFAULT_TIMEOUT
-            options = partial(options_beside_passes, group, nccl_ctas, timeout)
-        groups = {ascending: new_group(ranks, backend, timeout, options) for ascending in (True, False)}
+        backend, ranks = backend_of(group), dist.get_process_group_ranks(group)
+        groups = {ascending: group_beside_passes(group, timeout, nccl_ctas) for ascending in (True, False)}
         # torch.distributed sorts the ranks of a new group.
         peers = [dist.get_group_rank(groups[True], rank) for rank in ranks]
         return cls(group.rank(), peers, backend, "cpu" if backend == "gloo" else "cuda", groups)
@@ -62,6 +59,20 @@ class Directions:
         if dist.is_initialized():
             for group in self.groups.values():
                 dist.destroy_process_group(group)
+
+
+def group_beside_passes(
+    group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
+) -> dist.ProcessGroup:
+    """A new group of the ranks of ``group``, for transfers that run beside passes. A collective call of all ranks.
+
+    The arguments are those of ``Directions.of``.
+    """
+    backend, options = backend_of(group), _no_options
+    if backend == "nccl":
+        timeout = timeout or DEFAULT_TIMEOUT
+        options = partial(options_beside_passes, group, nccl_ctas, timeout)
+    return new_group(dist.get_process_group_ranks(group), backend, timeout, options)
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
