@@ -16,12 +16,13 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from site_parts import architecture, flags, gpu, refusals, schedules, slices, stored
+from site_parts import architecture, flags, gpu, refusals, schedules, slices, stored, vocabulary
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[], str]] = {
     **schedules.PARTS,
     **slices.PARTS,
+    **vocabulary.PARTS,
     **flags.PARTS,
     **refusals.PARTS,
     **stored.PARTS,
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="report stale parts instead of rewriting them")
     check = parser.parse_args(argv).check
     texts = {page: generated(page.read_text(encoding="utf-8")) for page in pages()}
-    texts |= {ROOT / "docs" / name: draw() for name, draw in {**schedules.PICTURES, **slices.PICTURES}.items()}
+    pictures = {**schedules.PICTURES, **slices.PICTURES, **vocabulary.PICTURES}
+    texts |= {ROOT / "docs" / name: draw() for name, draw in pictures.items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:
         for path in stale:
