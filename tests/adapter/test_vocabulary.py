@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
+from tests.adapter.test_slices_training import times_ready
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
@@ -118,3 +119,12 @@ def test_bf16_is_no_farther_from_float32_than_stock(ranks: RankPool, more: str) 
     flags = Layout(2).flags(3, f"{LLAMA} {ROPE} {UNTIED} {more}")
     for stock, *others in ranks.run(2, distances_in_bf16, flags, MANY, timeout=120):
         assert all(difference.whole <= 1.1 * stock.whole for difference in others), (stock, others)
+
+
+@pytest.mark.parametrize("options", ["", UNTIED])
+def test_every_weight_is_ready_for_its_reduction_once(ranks: RankPool, options: str) -> None:
+    """T and J both add to a tied weight, and the last of them makes it ready."""
+    flags = Layout(2).flags(3, f"--overlap-grad-reduce --no-align-grad-reduce {BUCKETS} {options}")
+    for schedule in MANY[1:3]:
+        for counts in ranks.run(2, times_ready, flags, schedule, timeout=60):
+            assert set(counts) == {1}
