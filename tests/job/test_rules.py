@@ -112,8 +112,8 @@ def test_vocabulary_parallelism_refuses_options(option: str, value: object) -> N
 @pytest.mark.parametrize(
     ("flags", "under_launcher", "words"),
     [
-        ("", False, "needs a zero-bubble schedule and this package's training loop"),
-        ("--zero-bubble-schedule zb-h1", True, "needs a zero-bubble schedule and this package's training loop"),
+        ("", False, "needs a zero-bubble schedule, into which its passes are inserted"),
+        ("", True, "needs a zero-bubble schedule, into which its passes are inserted"),
         ("--zero-bubble-schedule zb-h1 --zero-bubble-log-bubble", False, "does not measure the passes of"),
     ],
 )

@@ -82,9 +82,9 @@ _RULES = (
     ),
     _Rule(
         ("vocabulary-parallel",),
-        lambda job: job.has_schedule and not (job.under_launcher and vocabulary_algorithm(job.options)),
-        "needs a zero-bubble schedule and this package's training loop, because the model is divided when it is built; "
-        "got schedule {schedule}; give --zero-bubble-schedule zb-h1 to that loop, or drop the flag",
+        lambda job: job.has_schedule,
+        "needs a zero-bubble schedule, into which its passes are inserted, got none; give --zero-bubble-schedule zb-h1 "
+        "or drop the flag",
     ),
     _Rule(
         ("placement", "memory-limit"),
