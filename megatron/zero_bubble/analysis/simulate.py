@@ -15,10 +15,9 @@ from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps, s
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import PlanError, UserError
-from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Token, Value
+from megatron.zero_bubble.ir import Compute, Plan, Schedule, Token
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.ops import COMPUTE
-from megatron.zero_bubble.ir.passes import VOCABULARY
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -79,7 +78,7 @@ class Run:
         Raises:
             Blocked: when the ranks wait for each other.
         """
-        costs, free, slices, transfer_ms = self._costs, self.free, self._slices, self._transfer_ms
+        costs, free, slices, comm = self._costs, self.free, self._slices, self._costs.comm
         made: dict[Hashable, tuple[float, int | None]] = {token: (ms, None) for token, ms in given_ms.items()}
         ends: list[list[float]] = [[] for _ in free]
         self.spans: list[list[Span]] = [[] for _ in free]
@@ -95,7 +94,7 @@ class Run:
             for token in waits:
                 ms, source = made[token]
                 if source != rank and source is not None:
-                    ms += transfer_ms(source, rank, op, token)
+                    ms += comm(source, rank) + op.arrival_ms(costs, token)
                 if ms > start:
                     start = ms
             end = start + op.duration_ms(costs, slices)
@@ -110,16 +109,3 @@ class Run:
             own.append(end)
             for token in makes:
                 made[token] = end, rank
-
-    def _transfer_ms(self, source: int, rank: int, op: Op, token: Hashable) -> float:
-        """The time from when ``token`` holds on one rank to when ``op`` of another rank can start."""
-        ms, vocabulary = self._costs.comm(source, rank), self._costs.vocabulary
-        return ms if vocabulary is None or not _is_collective(op, token) else ms + vocabulary.collective_ms
-
-
-def _is_collective(op: Op, token: Hashable) -> bool:
-    """Whether all ranks take part in the transfer of ``token`` to ``op``: a pass of the vocabulary is at either end."""
-    producer = token.producer if isinstance(token, Value) else token
-    if not isinstance(op, Compute) or not isinstance(producer, Pass):
-        return False
-    return op.work.kind in VOCABULARY or producer.kind in VOCABULARY

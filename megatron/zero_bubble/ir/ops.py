@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.passes import F, Pass, later
+from megatron.zero_bubble.ir.passes import VOCABULARY, F, Pass, later
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
 
 if TYPE_CHECKING:
@@ -99,6 +99,10 @@ class Op:
         """How long the op occupies its lane."""
         return 0.0
 
+    def arrival_ms(self, times: Times, token: Hashable) -> float:
+        """How much longer than a message ``token`` takes from another rank to this op."""
+        return 0.0
+
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
         """The changes of its rank's memory at its start and at its end. An op that changes memory has a lane, even if
         it takes no time.
@@ -173,6 +177,13 @@ class Compute(Op):
 
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.duration(self.work, slices)
+
+    def arrival_ms(self, times: Times, token: Hashable) -> float:
+        """In a schedule without ops, passes are tokens, and all ranks take part in what passes of the vocabulary take
+        and make.
+        """
+        collective = isinstance(token, Pass) and (self.work.kind in VOCABULARY or token.kind in VOCABULARY)
+        return times.collective() if collective else 0.0
 
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
         return memory.changes(self.work, slices)

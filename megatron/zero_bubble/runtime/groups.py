@@ -64,9 +64,9 @@ class Directions:
 def group_beside_passes(
     group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
 ) -> dist.ProcessGroup:
-    """A new group of the ranks of ``group``, for transfers that run beside passes. A collective call of all ranks.
+    """A new group of the ranks of ``group``, for transfers that run concurrently with passes.
 
-    The arguments are those of ``Directions.of``.
+    A collective call of all ranks of the job; the arguments are those of ``Directions.of``.
     """
     backend, options = backend_of(group), _no_options
     if backend == "nccl":
