@@ -1,6 +1,6 @@
 """Vocabulary parallelism against stock megatron-core: equal up to rounding, in float32.
 
-A row combines options that do not mask each other's errors. ``test_vocabulary_full.py`` has the cross products.
+A row combines options that do not mask each other's errors.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ def look_ups(rank: int) -> list[str]:
     from megatron.zero_bubble.patching import used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    names = (*installed_seams().used, *used.POST_VALIDATION, *used.LATE_LINES, *used.DATA, *used.BUBBLE)
+    more = (used.POST_VALIDATION, used.VOCABULARY, used.LATE_LINES, used.DATA, used.BUBBLE)
+    names = (*installed_seams().used, *chain.from_iterable(more))
     return [f"{name.module}.{name.name}" for name in names]
 
 

@@ -83,11 +83,6 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.enums", "AttnMaskType"),
     *_of("megatron.core.transformer.identity_op", "IdentityOp"),
     # vocabulary parallelism
-    _function(
-        _SCHEDULES,
-        "forward_step_calc_loss",
-        "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches forward_data_store",
-    ),
     *_of(
         "megatron.core.models.gpt",
         "compute_language_model_loss config embedding output_layer vocab_size",
@@ -119,6 +114,15 @@ USED: tuple[Used, ...] = (
     *_of("megatron.core.transformer.moe.moe_utils", "get_moe_layer_wise_logging_tracker"),
 )
 """Used by every schedule, on every version."""
+
+VOCABULARY: tuple[Used, ...] = (
+    _function(
+        _SCHEDULES,
+        "forward_step_calc_loss",
+        "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches forward_data_store",
+    ),
+)
+"""Used with vocabulary parallelism; megatron-core 0.13 computes losses within its forward step instead."""
 
 POST_VALIDATION: tuple[Used, ...] = (
     *_of(
