@@ -36,6 +36,8 @@ _CUTS = (Slices.even(4), Slices((0.4, 0.3, 0.2, 0.1)))
 _ATTENTION = 0.3
 _OF_VOCABULARY = (4.0, 3.0, 0.5, 0.7)
 """S, T, I and J in ms."""
+_MOST_WITH_VOCABULARY = 4
+"""Most ranks with vocabulary parallelism: its cases make process groups, which takes a second each with 8 ranks."""
 
 
 def execute(
@@ -106,15 +108,15 @@ def virtual_iterations(
 def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
     """Yield every registered schedule with 1, P and 3P microbatches, each with three ratios of costs.
 
-    A schedule of slices comes with even and with uneven cuts; the others come, with P microbatches, also with both
-    algorithms of vocabulary parallelism.
+    A schedule of slices comes with even and with uneven cuts; the others come, with P microbatches on up to 4 ranks,
+    also with both algorithms of vocabulary parallelism.
     """
     for name, recipe in SCHEDULES.items():
         for num_microbatches, slices in product((1, num_ranks, 3 * num_ranks), _CUTS if recipe.sliced else (WHOLE,)):
             schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_slices=slices)
             for ratio in _COST_RATIOS:
                 yield schedule, PassCosts.uniform(schedule.placement, *ratio, attention=_ATTENTION)
-            if not recipe.sliced and num_microbatches == num_ranks:
+            if not recipe.sliced and num_microbatches == num_ranks <= _MOST_WITH_VOCABULARY:
                 costs = PassCosts.uniform(schedule.placement, *_COST_RATIOS[1])
                 costs = replace(costs, vocabulary=VocabularyCosts.uniform(num_ranks, *_OF_VOCABULARY))
                 for algorithm in FLOWS:
