@@ -346,9 +346,7 @@ def test_invalid_number_shows_plans_error(driver: WebDriver, address: str) -> No
     driver.get(f"{address}#{urlencode(SMALL | {'F': '-1'})}")
     settle(driver)
     reasons = driver.find_element("id", "absent").text
-    sentence = "forward_ms of stage 0 must be a finite number, 0 or above; got"
-    assert f"1f1b, zb-h1, zb-h2, zb-auto: {sentence} -1.0" in reasons
-    assert "interleaved-1f1b x2, breadth-first x2, zb-v, zb-v fitted, " in reasons
-    assert f"v-min fitted, dualpipe-v: {sentence} -0.5" in reasons
+    assert reasons.startswith("1f1b, interleaved-1f1b x2, breadth-first x2, zb-h1, ")
+    assert reasons.count("forward_ms of stage 0 must be a finite number, 0 or above; got -1.0") == 1
     assert driver.find_element("id", "best").text == "No schedule is within the limit."
     assert all("400" in message for message in console_errors(driver))
