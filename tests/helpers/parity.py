@@ -247,8 +247,7 @@ def own_rows(chunks: Any, weight: torch.Tensor, of_stock: torch.Tensor) -> torch
     pieces = [torch.empty_like(of_stock) for _ in range(tensor.size())]
     torch.distributed.all_gather(pieces, of_stock.contiguous(), group=tensor)
     rows = Shards.of(chunks[0]).output.rows
-    whole = torch.cat([*pieces, of_stock.new_zeros(weight.shape)])
-    return whole[rows.first : rows.first + rows.num_rows]
+    return torch.cat([*pieces, of_stock.new_zeros(weight.shape)])[rows.first : rows.first + rows.num_rows]
 
 
 def _train_once(
