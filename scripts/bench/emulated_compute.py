@@ -101,10 +101,11 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     rows = []
     for num_ranks in _virtual_ranks(options):
         groups = [dist.new_group(list(range(first, first + num_ranks))) for first in range(0, world, num_ranks)]
-        transport = Transport(Directions.of(groups[rank // num_ranks]), ())
+        own = groups[rank // num_ranks]
+        transport = Transport(Directions.of(own), ())
         worst: dict[str, tuple[float, str, int]] = {}
         for schedule, costs in virtual_cases(num_ranks):
-            deviation = virtual_deviation_ms(schedule, costs, transport, options.kib * 1024 // 8)
+            deviation = virtual_deviation_ms(schedule, costs, transport, own, options.kib * 1024 // 8)
             name = f"{schedule.name}, M={schedule.num_microbatches}"
             worst[name] = max(worst.get(name, (0.0, "", 0)), (*deviation, rank))
         everyone: list[Any] = [None] * world
@@ -143,7 +144,6 @@ def _wall(options: argparse.Namespace) -> dict[str, Any]:
 
 def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
     """All contestants, ready to run on this rank."""
-    import torch
     import torch.distributed as dist
 
     from bench import peers
@@ -156,14 +156,13 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
 
     assert dist.group.WORLD is not None
     transport = Transport(Directions.of(dist.group.WORLD), ())
-    like = torch.empty(emulation.message_shape)
 
     def ours(name: str) -> Contestant:
         schedule = build(name, num_ranks=emulation.num_ranks, num_microbatches=emulation.num_microbatches)
         costs = emulation.costs(schedule.placement)
         plan, stage = lower(schedule), SleepingStage(schedule, costs, emulation.message_shape)
         transport.open(plan.channels)
-        return peers.Contestant(schedule, costs, lambda: execute(plan, stage, transport, like))
+        return peers.Contestant(schedule, costs, lambda: execute(plan, stage, transport))
 
     return {
         STOCK: peers.stock(emulation),

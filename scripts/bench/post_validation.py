@@ -111,14 +111,13 @@ def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[st
     assert group is not None
     plan, transport = lower(schedule, (communicate, with_validation)), Transport(Directions.of(group), ())
     transport.open(plan.channels)
-    shape = (_KIB * 256,)
-    stage, like = SleepingStage(schedule, costs, shape), torch.empty(shape)
+    stage = SleepingStage(schedule, costs, (_KIB * 256,))
 
     def run(optimizer: SleepingOptimizer) -> float:
         dist.barrier()
         ends = []
         for _ in range(_IN_A_ROW):
-            execute(plan, stage, transport, like, optimizer.validate)
+            execute(plan, stage, transport, optimizer.validate)
             optimizer.step()
             ends.append(time.perf_counter())
         optimizer.settle()

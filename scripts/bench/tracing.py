@@ -59,7 +59,6 @@ class _Variant:
     """One schedule with passes that sleep, recorded or not."""
 
     def __init__(self, name: str, options: argparse.Namespace, transport: Any) -> None:
-        import torch
         import torch.distributed as dist
 
         from megatron.zero_bubble import PassCosts, build
@@ -71,8 +70,7 @@ class _Variant:
         schedule = build(name, num_ranks=options.num_ranks, num_microbatches=options.num_microbatches)
         costs = PassCosts.uniform(schedule.placement, *[options.pass_ms] * 3)
         self._name, self._plan, self._transport = name, lower(schedule), transport
-        self._like = torch.zeros(options.kib * 1024 // 4)
-        self._stage = SleepingStage(schedule, costs, tuple(self._like.shape))
+        self._stage = SleepingStage(schedule, costs, (options.kib * 1024 // 4,))
         self._recorder, self._marks = Recorder(select("cpu")), list[Marks]()
         self._group = dist.group.WORLD
         transport.open(self._plan.channels)
@@ -81,7 +79,7 @@ class _Variant:
         """Run one iteration."""
         from megatron.zero_bubble.emulate.execute import execute
 
-        execute(self._plan, self._stage, self._transport, self._like)
+        execute(self._plan, self._stage, self._transport)
 
     def start(self) -> None:
         """Start recording; this synchronizes the ranks, as the iteration's first messages would do otherwise."""
@@ -92,7 +90,7 @@ class _Variant:
         """Run the same iteration, recorded."""
         from megatron.zero_bubble.emulate.execute import execute
 
-        execute(self._plan, self._stage, self._transport, self._like, observer=self._recorder)
+        execute(self._plan, self._stage, self._transport, observer=self._recorder)
         self._marks.append(self._recorder.stop())
 
     def gather(self, rounds: int) -> list[Timeline]:

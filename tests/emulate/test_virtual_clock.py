@@ -20,9 +20,10 @@ Case = tuple[Schedule, PassCosts]
 
 def deviations(_rank: int, cases: list[Case]) -> list[tuple[float, str]]:
     """Run every case on this rank; return the largest deviation from the plan and its location, per case."""
-    assert dist.group.WORLD is not None
-    transport = Transport(Directions.of(dist.group.WORLD), [])
-    results = [virtual_deviation_ms(schedule, costs, transport) for schedule, costs in cases]
+    group = dist.group.WORLD
+    assert group is not None
+    transport = Transport(Directions.of(group), [])
+    results = [virtual_deviation_ms(schedule, costs, transport, group) for schedule, costs in cases]
     assert transport.num_in_flight == 0
     return results
 
@@ -48,6 +49,18 @@ def test_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Placement,
         tuple(3.0 + s for s in stages), tuple(5.0 - s / 2 for s in stages), tuple(2.0 for _ in stages), 0.5
     )
     assert_executed_as_planned(ranks, [(schedule, costs)])
+
+
+def worst_of_two_pipelines(rank: int) -> float:
+    groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
+    group = groups[rank // 2]
+    transport = Transport(Directions.of(group), [])
+    return max(virtual_deviation_ms(*case, transport, group)[0] for case in virtual_cases(2) if case[1].vocabulary)
+
+
+def test_two_pipelines_at_the_same_time(ranks: RankPool) -> None:
+    """The collectives of one pipeline do not wait for the other pipeline."""
+    assert max(ranks.run(4, worst_of_two_pipelines)) <= 0.01
 
 
 def ends_of_iterations(_rank: int, cases: list[Case], step_ms: float, ahead: bool) -> list[list[float]]:

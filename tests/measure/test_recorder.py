@@ -33,7 +33,7 @@ def recorded(_rank: int, schedule: Schedule) -> Trace:
     costs = PassCosts.uniform(schedule.placement, PASS_MS, PASS_MS, PASS_MS)
     recorder = Recorder(select("cpu"))
     recorder.start(dist.group.WORLD)
-    execute(plan, SleepingStage(schedule, costs, (8,)), transport, torch.zeros(8), observer=recorder)
+    execute(plan, SleepingStage(schedule, costs, (8,)), transport, observer=recorder)
     trace = gather_trace(schedule.name, recorder.stop(), dist.group.WORLD)
     assert not recorder.is_on
     return trace

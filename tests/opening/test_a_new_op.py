@@ -248,7 +248,6 @@ def run(rank: int, plan: Plan, costs: PassCosts) -> Ran:
         plan,
         VirtualStage(plan.schedule, costs, clock),
         VirtualLinks(transport, costs),
-        torch.empty(1, dtype=torch.float64),
         observer=recorder,
         more={Offload: copy, Reload: copy},
     )

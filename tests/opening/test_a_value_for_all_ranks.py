@@ -309,7 +309,6 @@ def run(rank: int, plan: Plan) -> Ran:
         plan,
         stage,
         VirtualLinks(transport, costs()),
-        torch.empty(2, dtype=torch.float64),
         observer=recorder,
         more={Spread: spread, Sum: add},
     )

@@ -17,14 +17,15 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.emulate.links import ExchangedTimes, VirtualLinks
 from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
-from megatron.zero_bubble.emulate.stages import VirtualStage
+from megatron.zero_bubble.emulate.stages import EmulatedStage, VirtualStage
 from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.collectives import Spread, Sum
 from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.executor import Executor, Handler
-from megatron.zero_bubble.runtime.handlers import Stage, handlers
+from megatron.zero_bubble.runtime.groups import new_group
+from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
@@ -42,21 +43,20 @@ _MOST_WITH_VOCABULARY = 4
 
 def execute(
     plan: Plan,
-    stage: Stage,
+    stage: EmulatedStage,
     transport: Transport | VirtualLinks,
-    like: torch.Tensor,
     validate: Callable[[], bool] = lambda: True,
     observer: IterationObserver | None = None,
     more: Mapping[type[Op], Handler] | None = None,
 ) -> None:
-    """Run this rank's part of ``plan``, with ``stage`` for all its stages; every message has the shape of ``like``.
+    """Run this rank's part of ``plan``, with ``stage`` for all its stages.
 
     Args:
         more: handlers for ops other than passes and messages.
     """
     rank = transport.rank
     stages = dict.fromkeys(plan.schedule.placement.stages_of(rank), stage)
-    own = handlers(stages, transport, lambda _message: torch.empty_like(like), observer, validate)
+    own = handlers(stages, transport, stage.new_buffer, observer, validate)
     Executor(plan, rank, {**own, **(more or {})}, observer).run()
 
 
@@ -67,10 +67,11 @@ def virtual_collectives(
     """Context with the handlers of collectives on the virtual clock: they exchange the times at which ranks start them.
 
     Args:
-        group: a group of all ranks; groups of it are made for every kind of collective. A collective call.
+        group: the ranks of the pipeline, for which one group per kind of collective is made. A collective call of all
+            ranks of the job.
     """
     ranks = dist.get_process_group_ranks(group)
-    groups = {kind: dist.new_group(ranks, backend="gloo") for kind in sorted(collective_kinds(plan))}
+    groups = {kind: new_group(ranks, "gloo") for kind in sorted(collective_kinds(plan))}
     exchanges: list[ExchangedTimes] = []
 
     def start(op: Spread | Sum, inputs: Sequence[torch.Tensor]) -> list[ExchangedTimes]:
@@ -95,10 +96,9 @@ def virtual_iterations(
     clock = VirtualClock()
     assert dist.group.WORLD is not None
     optimizer = VirtualOptimizer(clock, step_ms, ahead, dist.group.WORLD)
-    stage, like = VirtualStage(schedule, costs, clock), torch.empty(1, dtype=torch.float64)
-    links, ends = VirtualLinks(transport, costs), []
+    stage, links, ends = VirtualStage(schedule, costs, clock), VirtualLinks(transport, costs), []
     for _ in range(count):
-        execute(plan, stage, links, like, optimizer.validate)
+        execute(plan, stage, links, optimizer.validate)
         optimizer.step()
         ends.append(clock.now_ms)
     optimizer.settle()
@@ -124,11 +124,13 @@ def virtual_cases(num_ranks: int) -> Iterator[tuple[Schedule, PassCosts]]:
 
 
 def virtual_deviation_ms(
-    schedule: Schedule, costs: PassCosts, transport: Transport, num_elements: int = 1024
+    schedule: Schedule, costs: PassCosts, transport: Transport, group: dist.ProcessGroup, num_elements: int = 1024
 ) -> tuple[float, str]:
     """Execute ``schedule`` on virtual clocks and compare each pass of this rank with the simulation.
 
     Args:
+        group: the ranks of the pipeline. With vocabulary parallelism, this is a collective call of all ranks of the
+            job.
         num_elements: number of float64 elements per message.
 
     Returns:
@@ -137,11 +139,9 @@ def virtual_deviation_ms(
     plan = lower_training(schedule)
     transport.open(plan.channels)
     clock = VirtualClock()
-    like = torch.empty(num_elements, dtype=torch.float64)
-    assert dist.group.WORLD is not None
     stage, links = VirtualStage(schedule, costs, clock, num_elements), VirtualLinks(transport, costs)
-    with virtual_collectives(plan, costs, clock, dist.group.WORLD) as collectives:
-        execute(plan, stage, links, like, more=collectives)
+    with virtual_collectives(plan, costs, clock, group) as collectives:
+        execute(plan, stage, links, more=collectives)
     planned = simulate(plan, costs).spans[transport.rank]
     if [span.pass_ for span in clock.spans] != [span.pass_ for span in planned]:
         return math.inf, "order"

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Protocol
 
 import torch
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock, sleep_until
-from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.ir import Message, Pass, Schedule
+from megatron.zero_bubble.runtime.handlers import Stage
+
+
+class EmulatedStage(Stage, Protocol):
+    """A stage that also knows the shapes of messages."""
+
+    def new_buffer(self, message: Message) -> torch.Tensor:
+        """An uninitialized tensor with the shape of ``message``."""
+        ...
 
 
 class VirtualStage:
@@ -27,15 +38,25 @@ class VirtualStage:
         made = torch.full((self._num_elements,), self._clock.now_ms, dtype=torch.float64)
         return [made] * len(self._schedule.flow.outputs(work))
 
+    def new_buffer(self, _message: Message) -> torch.Tensor:
+        return torch.empty(self._num_elements, dtype=torch.float64)
+
 
 class SleepingStage:
-    """Stages whose passes take their planned time on the wall clock; tensors are float32 with ``shape``."""
+    """Stages whose passes take their planned time on the wall clock.
+
+    Their tensors are float32 with ``shape``, whose first dimension is the sequence; those of a slice have its share.
+    """
 
     def __init__(self, schedule: Schedule, costs: PassCosts, shape: tuple[int, ...]) -> None:
         self._schedule = schedule
         self._costs = costs
-        self._output = torch.zeros(shape)
+        ends = schedule.slices.in_tokens(shape[0])
+        self._outputs = [torch.zeros(end - start, *shape[1:]) for start, end in pairwise((0, *ends))]
 
     def run(self, work: Pass, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         sleep_until(time.perf_counter() + self._costs.duration(work, self._schedule.slices) / 1e3)
-        return [self._output] * len(self._schedule.flow.outputs(work))
+        return [self._outputs[work.slice]] * len(self._schedule.flow.outputs(work))
+
+    def new_buffer(self, message: Message) -> torch.Tensor:
+        return torch.empty_like(self._outputs[message.producer.slice])
