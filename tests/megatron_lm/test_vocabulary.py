@@ -7,10 +7,9 @@ import pytest
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt, stock
 from tests.megatron_lm.test_parity import COMBINED, PLAIN, Row, job_of, near
 
-CHECKOUTS = [checkout for checkout in checkouts() if checkout.minor != "0.13"]
-TOO_OLD = [checkout for checkout in checkouts() if checkout.minor == "0.13"]
+CHECKOUTS = checkouts()
 pytestmark = [
-    pytest.mark.skipif(not checkouts(), reason=f"{VARIABLE} names no checkout of Megatron-LM"),
+    pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
     pytest.mark.timeout(1200),
 ]
 ROWS = {
@@ -49,12 +48,4 @@ def test_what_it_does_not_support_is_refused(checkout: Checkout, flags: str, mes
     own = pretrain_gpt(*job_of(checkout, 2, PLAIN, flags), "zb-h1", ("--zero-bubble-vocabulary-parallel", "2"))
     assert all(own.exit_codes)
     assert message in own.text, own.text[-3000:]
-    assert "Traceback" not in own.text
-
-
-@pytest.mark.parametrize("checkout", TOO_OLD, ids=str)
-def test_a_core_without_a_separate_loss_is_refused(checkout: Checkout) -> None:
-    own = pretrain_gpt(*job_of(checkout, 2, PLAIN), "zb-h1", ("--zero-bubble-vocabulary-parallel", "2"))
-    assert all(own.exit_codes)
-    assert "has no forward_step_calc_loss, which zero-bubble training uses" in own.text, own.text[-3000:]
     assert "Traceback" not in own.text

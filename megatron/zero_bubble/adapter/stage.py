@@ -199,12 +199,18 @@ class MegatronStage:
 
     def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
         """Run the model's forward; returns its output."""
-        return self._forward_step(self._step.forward_step_func, work, x, self._facts.is_last)
+        step = self._step
+        return self._forward_step(work, x, step.forward_step_func, self._reports, step.collect_non_loss_data)
 
     def _forward_step(
-        self, forward_step_func: Callable[..., Any], work: Pass, x: torch.Tensor | None, is_last: bool
+        self,
+        work: Pass,
+        x: torch.Tensor | None,
+        forward_step_func: Callable[..., Any],
+        reports: list[Any],
+        collect_non_loss_data: bool,
     ) -> torch.Tensor:
-        """Call megatron-core's forward step; with ``is_last``, it also computes the loss."""
+        """Call megatron-core's forward step, which also computes the loss on the last stage."""
         step = self._step
         y, num_tokens = schedules.forward_step(
             forward_step_func,
@@ -212,16 +218,16 @@ class MegatronStage:
             self._model,
             step.num_microbatches,
             x,
-            self._reports,
+            reports,
             step.config,
-            collect_non_loss_data=step.collect_non_loss_data,
+            collect_non_loss_data=collect_non_loss_data,
             checkpoint_activations_microbatch=self._recomputes(work.microbatch),
             is_first_microbatch=schedules.check_first_val_step(
                 step.first_val_step, step.forward_only, work.microbatch == work.slice == 0
             ),
             current_microbatch=work.microbatch,
             vp_stage=self._facts.vp_stage,
-            **supported_kwargs(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=is_last),
+            **supported_kwargs(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=self._facts.is_last),
         )
         if work.slice == 0:  # the number of tokens of the whole microbatch
             self._results.num_tokens += num_tokens

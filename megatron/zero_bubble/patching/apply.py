@@ -61,8 +61,7 @@ def apply(
     """
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
-    more = (*(used.POST_VALIDATION if config.post_validation else ()), *(used.VOCABULARY if config.vocabulary else ()))
-    used.look_up((*seams.used, *more))
+    used.look_up((*seams.used, *(used.POST_VALIDATION if config.post_validation else ())))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source
     pipeline = _pipeline(config, sources, observers, say)
     forward_backward = pipeline.forward_backward

@@ -115,15 +115,6 @@ USED: tuple[Used, ...] = (
 )
 """Used by every schedule, on every version."""
 
-VOCABULARY: tuple[Used, ...] = (
-    _function(
-        _SCHEDULES,
-        "forward_step_calc_loss",
-        "model output_tensor loss_func config vp_stage collect_non_loss_data num_microbatches forward_data_store",
-    ),
-)
-"""Used with vocabulary parallelism; megatron-core 0.13 computes losses within its forward step instead."""
-
 POST_VALIDATION: tuple[Used, ...] = (
     *_of(
         "megatron.core.optimizer.optimizer",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
-from megatron.zero_bubble.adapter.vocabulary.passes import LossFunctions, TensorParallel, VocabularyStage
+from megatron.zero_bubble.adapter.vocabulary.passes import TensorParallel, VocabularyStage
 from megatron.zero_bubble.adapter.vocabulary.shards import Shards
 from megatron.zero_bubble.adapter.vocabulary.stages import FirstStage, LastStage
 from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes, VocabularyTransfers
@@ -45,26 +45,25 @@ class VocabularyStages:
         """The stages of the rank, which also run the passes of the vocabulary."""
         shards = Shards.of(parts[0].model)
         stages: dict[int, MegatronStage] = {}
-        losses = read_tokens = None
+        loss_of = read_tokens = None
         for own in parts:
             if own.facts.is_last:
-                losses = LossFunctions(own.model, own.facts.vp_stage)
-                stages[own.facts.stage] = LastStage(own, shards.output, losses, self.facts.algorithm)
+                stages[own.facts.stage] = last = LastStage(own, shards.output, self.facts.algorithm)
+                loss_of = last.loss
             elif own.facts.stage == 0:
                 stages[0] = first = FirstStage(own, shards.embedding)
                 read_tokens = first.read_tokens
             else:
                 stages[own.facts.stage] = MegatronStage(own)
-        step, results, *_, sync = parts[0]  # the first chunk has the shards
+        step, *_, sync = parts[0]  # the first chunk has the shards
         divides = step.config.sequence_parallel
         vocabulary = VocabularyStage(
             step,
-            results,
             self.facts,
             shards,
             self._shapes(shards),
             TensorParallel(self.tensor, divides),
-            losses,
+            loss_of,
             read_tokens,
             self.accumulate,
             sync,

@@ -9,10 +9,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
-from megatron.core.pipeline_parallel import schedules
 
-from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
-from megatron.zero_bubble.adapter.versions import supported_kwargs
+from megatron.zero_bubble.adapter.stage import StepArguments
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.adapter.vocabulary.shards import Shards
 from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes, Tensors
@@ -23,20 +21,6 @@ from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import Product
 
 _METHODS = {Kind.S: "_softmax", Kind.T: "_weights", Kind.L: "_loss", Kind.I: "_look_up", Kind.J: "_rows"}
-
-
-class LossFunctions(dict[int, Any]):
-    """The job's loss functions of the microbatches between F of the last stage and L, as its forward step returns them.
-
-    Attributes:
-        model: the chunk of the last stage.
-        vp_stage: its index among the rank's chunks; None if the rank has one chunk.
-    """
-
-    def __init__(self, model: torch.nn.Module, vp_stage: int | None) -> None:
-        super().__init__()
-        self.model = model
-        self.vp_stage = vp_stage
 
 
 class TensorParallel(NamedTuple):
@@ -76,12 +60,11 @@ class VocabularyStage:
 
     Args:
         step: arguments of the forward-backward function.
-        results: receives losses and token counts.
         facts: properties of the passes that follow from the schedule.
         shards: the rank's rows of embedding and output layer.
         shapes: shapes of a microbatch.
         tensor: the tensor-parallel ranks.
-        loss_functions: on the rank of the last stage, filled by its F.
+        loss_of: on the rank of the last stage, returns the loss of a microbatch from those of its tokens, (b, s).
         read_tokens: on the rank of the first stage, returns the tokens of a microbatch, (b, s).
         accumulate: accumulates the gradients of the weights.
         sync: gradient synchronization of the chunk with the shards; None if data parallelism reduces after the passes.
@@ -90,23 +73,21 @@ class VocabularyStage:
     def __init__(
         self,
         step: StepArguments,
-        results: StepResults,
         facts: VocabularyFacts,
         shards: Shards,
         shapes: Shapes,
         tensor: TensorParallel,
-        loss_functions: LossFunctions | None,
+        loss_of: Callable[[int, torch.Tensor], torch.Tensor] | None,
         read_tokens: Callable[[int], torch.Tensor] | None,
         accumulate: GradAccumulator,
         sync: GradSync | None,
     ) -> None:
         self._step = step
-        self._results = results
         self._facts = facts
         self._shards = shards
         self._shapes = shapes
         self._tensor = tensor
-        self._loss_functions = loss_functions
+        self._loss_of = loss_of
         self._read_tokens = read_tokens
         self._accumulate = accumulate
         self._sync = sync
@@ -134,27 +115,14 @@ class VocabularyStage:
 
     def _loss(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         losses, maximum, total, *gradient = inputs[0]
-        assert self._loss_functions is not None, "L runs where the last stage is"
-        step, config, calculate = self._step, self._step.config, schedules.forward_step_calc_loss
+        assert self._loss_of is not None, "L runs where the last stage is"
+        step, scaled = self._step, self._step.config.grad_scale_func
         leaf = losses.t().contiguous().requires_grad_(not step.forward_only)
-        if config.timers is not None:
-            config.timers("forward-compute", log_level=2).start()
-        loss, num_tokens = calculate(
-            self._loss_functions.model,
-            leaf,
-            self._loss_functions.pop(work.microbatch),
-            config,
-            self._loss_functions.vp_stage,
-            step.collect_non_loss_data,
-            step.num_microbatches,
-            self._results.forward_data,
-            **supported_kwargs(calculate, cp_group_size=step.cp_size, is_last_stage=True),
-        )
-        self._results.num_tokens += num_tokens
+        loss = self._loss_of(work.microbatch, leaf)
         if step.forward_only:
             return ()
-        if config.grad_scale_func is not None:
-            loss = config.grad_scale_func(loss)
+        if scaled is not None:
+            loss = scaled(loss)
         (of_losses,) = torch.autograd.grad(loss, leaf)
         of_losses = of_losses.t().float()
         factors = of_losses, maximum, total

@@ -4,6 +4,10 @@ A stock model is built first, and then loses its vocabulary layers: every rank g
 the output layer, as parameters of its first chunk with stock's names. The forward of the model stays megatron-core's.
 In it, the modules here hand over what the passes of the vocabulary compute: the embedding of the first stage returns
 rows that were delivered, and the output layer of the last stage keeps the hidden states.
+
+From 0.18 on, ``GPTModel.forward`` also takes an ``output_processor``, which gets the hidden states and labels. It would
+be a second way for some versions, and not replace the modules: they hold the weights under stock's names, and it is the
+job's forward step that passes arguments to the model.
 """
 
 from __future__ import annotations

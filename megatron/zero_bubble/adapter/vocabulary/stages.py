@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.pipeline_parallel import schedules
 
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
+from megatron.zero_bubble.adapter.versions import supported_kwargs
 from megatron.zero_bubble.adapter.vocabulary.batches import ReadAhead
-from megatron.zero_bubble.adapter.vocabulary.passes import LossFunctions
 from megatron.zero_bubble.adapter.vocabulary.shards import EmbeddingShard, OutputShard, gpt_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass
@@ -73,31 +74,52 @@ class FirstStage(MegatronStage):
 
 
 class LastStage(MegatronStage):
-    """The stage before the output layer: its F returns the hidden states and labels, and leaves the job's loss function
+    """The stage before the output layer: its F returns the hidden states and labels, and keeps the job's loss function
     for L; its B takes the gradient of the hidden states.
 
     Args:
         output: the rank's shard of the output layer.
-        loss_functions: receives the loss functions.
         algorithm: that of the schedule.
     """
 
-    def __init__(
-        self, parts: StageParts, output: OutputShard, loss_functions: LossFunctions, algorithm: Algorithm
-    ) -> None:
+    def __init__(self, parts: StageParts, output: OutputShard, algorithm: Algorithm) -> None:
         super().__init__(parts)
         self._shard = output
-        self._loss_functions = loss_functions
         self._algorithm = algorithm
+        self._loss_functions: dict[int, Any] = {}  # of the microbatches between F and L
         self._labels: torch.Tensor | None = None
 
+    def loss(self, microbatch: int, losses: torch.Tensor) -> torch.Tensor:
+        """The loss of a microbatch, from those of its tokens, (b, s).
+
+        megatron-core's forward step computes, scales, counts and reports it, and takes ``losses`` for the output of a
+        model: not all versions have a function for the loss alone.
+        """
+        step, output = self._step, (losses, self._loss_functions.pop(microbatch))
+        with self._as_stage_rank():
+            loss, num_tokens = schedules.forward_step(
+                lambda *_: output,
+                None,
+                self._model,
+                step.num_microbatches,
+                None,
+                self._results.forward_data,
+                step.config,
+                collect_non_loss_data=step.collect_non_loss_data,
+                vp_stage=self._facts.vp_stage,
+                **supported_kwargs(schedules.forward_step, cp_group_size=step.cp_size, is_last_stage=True),
+            )
+        self._results.num_tokens += num_tokens
+        return loss
+
     def _run_model(self, work: Pass, x: torch.Tensor | None) -> torch.Tensor:
-        def forward_step(*args: Any) -> tuple[torch.Tensor, None]:
+        def forward_step(*args: Any) -> tuple[torch.Tensor, Any]:
             _, self._loss_functions[work.microbatch] = self._step.forward_step_func(*args)
             hidden, self._labels = self._shard.take()
-            return hidden, None
+            return hidden, _no_loss
 
-        return self._forward_step(forward_step, work, x, is_last=False)
+        # On the last stage, a forward step returns an output without computing a loss only if it collects other data.
+        return self._forward_step(work, x, forward_step, [], collect_non_loss_data=True)
 
     def _output(self, y: torch.Tensor) -> Sequence[Any]:
         labels, self._labels = self._labels, None
@@ -107,3 +129,8 @@ class LastStage(MegatronStage):
     def _received(self, inputs: Sequence[Any]) -> tuple[tuple[Any, torch.Tensor], torch.Tensor | None]:
         gradient = inputs[0][0] if self._algorithm == 1 else inputs[0]
         return inputs[-1], gradient
+
+
+def _no_loss(_hidden: torch.Tensor, non_loss_data: bool) -> None:
+    """In place of the job's loss function in F of the last stage."""
+    assert non_loss_data, "L computes the loss"
