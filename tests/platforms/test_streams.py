@@ -29,7 +29,7 @@ def test_work_runs_in_order_and_its_memory_is_freed() -> None:
     assert kept() is not None
     go.set()
     assert result.wait() == 1
-    lane.close()
+    assert lane.close(10)
     assert seen == [1, 2]
     assert kept() is None
 
@@ -49,7 +49,7 @@ def test_nothing_runs_after_an_error() -> None:
             result.wait()
     with pytest.raises(ValueError, match="of the first"):
         lane.start(lambda: ran.append(2), ())
-    lane.close()
+    assert lane.close(10)
     assert not ran
 
 
@@ -63,3 +63,12 @@ raise SystemExit(3)
 
 def test_a_blocked_lane_does_not_keep_the_process_alive() -> None:
     assert subprocess.run([sys.executable, "-c", FAILING], timeout=60, check=False).returncode == 3
+
+
+def test_closing_does_not_wait_for_a_blocked_lane() -> None:
+    lane, go = ThreadLane(), threading.Event()
+    blocked = lane.start(go.wait, ())
+    assert not lane.close(0.1)
+    go.set()
+    assert blocked.wait()
+    assert lane.close(10)

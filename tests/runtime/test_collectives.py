@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -127,6 +128,28 @@ def miss_one(rank: int) -> str:
 def test_a_missing_rank_is_reported(ranks: RankPool) -> None:
     said = ranks.run(RANKS, miss_one)
     assert "pipeline rank 2 could not run 2L0: not all ranks took part in the collective for 0S0:part" in said[2]
+
+
+def close_while_one_is_missing(rank: int) -> float:
+    """Close the lanes while the collective of rank 0 waits for the others; return how long that took."""
+    assert dist.group.WORLD is not None
+    lanes, plan = Lanes(dist.group.WORLD, select("cpu").lane, None), plan_of("zb-h1", 2)
+    lanes.open(collective_kinds(plan))
+    part = next(op for op in plan.ops[rank] if isinstance(op, Sum) and op.value.producer.kind is Kind.S)
+    begin_s = time.monotonic()
+    if rank == part.root:
+        collective_handlers(plan, lanes, Numbers())[Sum](part, [torch.ones(1)])
+        lanes.close(timeout_s=0.5)
+    took_s = time.monotonic() - begin_s
+    dist.barrier()
+    if rank != part.root:
+        collective_handlers(plan, lanes, Numbers())[Sum](part, [torch.ones(1)])
+        lanes.close()
+    return took_s
+
+
+def test_lanes_are_closed_although_a_rank_is_missing(ranks: RankPool) -> None:
+    assert max(ranks.run(RANKS, close_while_one_is_missing)) < 10
 
 
 def test_parts_have_one_name() -> None:

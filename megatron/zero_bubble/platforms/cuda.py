@@ -47,8 +47,9 @@ class CudaLane:
             made = work()
             return CudaResult(made, self._stream.record_event())
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> bool:
         """Nothing to stop: the stream ends with its work."""
+        return True
 
 
 class CudaResult:

@@ -38,8 +38,8 @@ class Lane(Protocol):
         Raises what an earlier work item raised, if that is known.
         """
 
-    def close(self) -> None:
-        """Stop the lane when it has run all work items."""
+    def close(self, timeout_s: float) -> bool:
+        """Stop the lane when it has run all work items; returns whether it has, within the timeout."""
 
 
 class ThreadLane:
@@ -71,9 +71,10 @@ class ThreadLane:
         self._items.put(item)
         return ThreadResult(future)
 
-    def close(self) -> None:
+    def close(self, timeout_s: float) -> bool:
         self._items.put(None)
-        self._thread.join()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
         while (item := self._items.get()) is not None:

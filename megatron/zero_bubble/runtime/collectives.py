@@ -6,6 +6,7 @@ each other, so ranks may start collectives of different kinds in different order
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +24,12 @@ from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.transport import lost_connection
+
+_PATIENCE_S = 10.0
+"""Time that the collectives of all lanes have to complete when they are closed. Ranks close them after the same
+iteration, so only a lost rank takes longer."""
+_LEAST_S = 0.1
+"""Time that each lane has in any case, to end when it has nothing to run."""
 
 
 class Transfers(Protocol):
@@ -79,11 +86,16 @@ class Lanes:
         with _blaming_peers(op, op):
             return Collected(lane.start(run, uses), op)
 
-    def close(self) -> None:
-        """Stop the lanes, when all collectives are complete, and destroy their groups."""
+    def close(self, timeout_s: float = _PATIENCE_S) -> None:
+        """Stop the lanes, when all collectives are complete, and destroy their groups.
+
+        If another rank died or hangs, collectives may never be complete. After ``timeout_s`` seconds, their lanes and
+        groups are left as they are.
+        """
+        deadline_s = time.monotonic() + timeout_s
         for lane, group in self._lanes.values():
-            lane.close()
-            if dist.is_initialized():
+            stopped = lane.close(max(_LEAST_S, deadline_s - time.monotonic()))
+            if stopped and dist.is_initialized():
                 dist.destroy_process_group(group)
         self._lanes.clear()
 
