@@ -57,6 +57,12 @@ def test_layers_with_experts_take_longer_than_dense_ones() -> None:
     assert layers(experts, 1024) == found, "Megatron-LM's name for the number of experts"
 
 
+def test_a_list_of_layers_with_experts_has_one_entry_per_layer() -> None:
+    experts = job("--num-experts 8", moe_layer_freq=[1] * 17)
+    with pytest.raises(UserError, match="--moe-layer-freq must have one entry per layer, got 17 entries and 18 layers"):
+        uneven_layout(experts, LINEAR, 1024)
+
+
 def test_the_stated_vocabulary_is_padded() -> None:
     tensor = job("--tensor-model-parallel-size 2 --tokenizer-type NullTokenizer --vocab-size 255")
     assert stated_vocabulary(tensor) == 256

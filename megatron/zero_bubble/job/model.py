@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, Recompute, layer_costs
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.layers import layout_text
 from megatron.zero_bubble.search.cut import cut
@@ -52,7 +53,8 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
         vocabulary: the padded size of the vocabulary; None if it is not known yet.
 
     Raises:
-        UserError: for too few layers to fill every stage.
+        UserError: for too few layers to fill every stage, and for a list of layers with experts that has not one entry
+            per layer.
     """
     if vocabulary is None or not all(getattr(args, name, None) for name in _SHAPES):
         return layout_text(cut(placement, (1.0,) * args.num_layers, 1.0, 1.0))
@@ -65,12 +67,21 @@ def uneven_layout(args: Any, placement: Placement, vocabulary: int | None) -> st
 
 
 def _has_experts(args: Any) -> list[bool]:
-    """Return whether each layer has experts: every one, every n-th, or those of a list (``--moe-layer-freq``)."""
+    """Return whether each layer has experts: every one, every n-th, or those of a list (``--moe-layer-freq``).
+
+    Raises:
+        UserError: the list has not one entry per layer.
+    """
     if not _num_experts(args):
         return [False] * args.num_layers
     frequency = getattr(args, "moe_layer_freq", 1)
     if isinstance(frequency, int):
         return [frequency > 0 and layer % frequency == 0 for layer in range(args.num_layers)]
+    if len(frequency) != args.num_layers:
+        raise UserError(
+            f"--moe-layer-freq must have one entry per layer, got {len(frequency)} entries and {args.num_layers} "
+            "layers; change the list, or give a number"
+        )
     return [bool(each) for each in frequency]
 
 
