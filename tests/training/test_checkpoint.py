@@ -165,6 +165,24 @@ def test_checkpoint_of_another_model_is_rejected(ranks: RankPool, saved: Path, o
     assert "use the model flags it was saved with" in refusal(ranks, f"{PIPELINE} --load {saved} {other}")
 
 
+def test_an_optimizer_state_by_rank_needs_the_same_layers_per_stage(ranks: RankPool, tmp_path: Path) -> None:
+    by_rank = "--use-distributed-optimizer --no-dist-ckpt-optim-fully-reshardable --zero-bubble-schedule zb-h1"
+    flags = f"{PIPELINE} --num-layers 5 {by_rank}"
+    train(ranks, 2, f"{flags} --train-iters 2 --pipeline-model-parallel-layout Et|t*4L --save {tmp_path}")
+    assert (
+        "can only be loaded with the layers per stage it was saved with, 1, 4; this job has 3, 2; "
+        "give --pipeline-model-parallel-layout 'Et|t*4L', save with --dist-ckpt-optim-fully-reshardable, or add"
+    ) in refusal(ranks, f"{flags} --load {tmp_path}")
+    train(ranks, 2, f"{flags} --train-iters 3 --load {tmp_path} --no-load-optim")
+    common = checkpoint_path(tmp_path, 2) / "common.pt"
+    contents = torch.load(common, weights_only=False)
+    del contents["layers"]
+    torch.save(contents, common)
+    (checkpoint_path(tmp_path, 2) / MANIFEST).unlink()
+    said = refusal(ranks, f"{flags} --load {tmp_path}")
+    assert "saved with, with --pipeline-model-parallel-layout 'Et*3|ttL' if it was saved by version 0.1, or" in said
+
+
 def resume_with_a_smaller_batch(_rank: int, num_samples: int) -> None:
     """Check the data after four iterations of eight samples, with two iterations of four samples left."""
     args = Namespace(batch_sizes=BatchSizes(4, 4, 4, 0, 0), train_iters=6)

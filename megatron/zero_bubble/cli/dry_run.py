@@ -13,13 +13,14 @@ from typing import Any
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
-from megatron.zero_bubble.cli.job_figures import job_figures, job_layers
+from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.layers import job_layers
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue

@@ -9,26 +9,8 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.layers import stage_layers
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.planning.figures import Figures
-
-
-def job_layers(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the number of layers per stage, from checked ``args``.
-
-    Raises:
-        UserError: as ``stage_layers``.
-    """
-    return stage_layers(
-        args.placement,
-        args.num_layers,
-        args.pipeline_model_parallel_layout,
-        first=args.num_layers_in_first_pipeline_stage,
-        last=args.num_layers_in_last_pipeline_stage,
-        embedding=args.account_for_embedding_in_pipeline_split,
-        loss=args.account_for_loss_in_pipeline_split,
-    )
 
 
 def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:

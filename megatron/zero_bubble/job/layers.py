@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from itertools import groupby
+from typing import Any
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
@@ -75,6 +76,23 @@ def stage_layers(
     each[0] -= embedding
     each[-1] -= loss
     return tuple(each)
+
+
+def job_layers(args: Any) -> tuple[int, ...]:
+    """Return the number of layers per stage, from checked ``args``.
+
+    Raises:
+        UserError: as ``stage_layers``.
+    """
+    return stage_layers(
+        args.placement,
+        args.num_layers,
+        args.pipeline_model_parallel_layout,
+        first=args.num_layers_in_first_pipeline_stage,
+        last=args.num_layers_in_last_pipeline_stage,
+        embedding=args.account_for_embedding_in_pipeline_split,
+        loss=args.account_for_loss_in_pipeline_split,
+    )
 
 
 def _unrolled(layout: str) -> str:

@@ -32,6 +32,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
+from megatron.zero_bubble.job.layers import job_layers, layout_text, stages_text
+from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.optimizer import random_state
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.transport import lost_connection
@@ -125,6 +127,7 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     contents = _contents(args, trained, metadata)
     contents["train_state"] = asdict(state)
     contents["layout"] = _layout(args)
+    contents["layers"] = list(job_layers(args))
     on_disk = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     dist_checkpointing.save(contents, str(writing), content_metadata=on_disk)
     dist.barrier()
@@ -150,22 +153,26 @@ def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
         return None
     path = checkpoint_path(args.load, iteration)
     agree(incompleteness(path))
+    common: dict[str, Any] = {}
     try:
         common = dist_checkpointing.load_common_state_dict(str(path))
-        metadata = {**_metadata(args), **(common.get("content_metadata") or {})}
+        metadata = _merged_metadata(args, common)
         same_layout = _saved_layout(common) == _layout(args)
-        _check_layout(args, metadata, same_layout)
+        _check_layout(args, path, common, same_layout)
         _allocate_optimizer_state(trained.optimizer)
         request = _contents(args, trained, metadata, loading=True, random_states=same_layout)
         _restore(trained, request.keys(), dist_checkpointing.load(request, str(path)))
         return TrainState() if args.finetune else _train_state(common)
+    except UserError:
+        raise
     except _LOAD_ERRORS as error:
         if lost_connection(error) or isinstance(error, torch.OutOfMemoryError):
             raise
         text = " ".join(str(error).split())[:300]
         raise UserError(
             f"the checkpoint {path} cannot be loaded into this model ({type(error).__name__}: {text}); use the model "
-            f"flags it was saved with, or write an earlier iteration into {Path(args.load) / TRACKER}",
+            f"flags it was saved with{_layout_of_0_1(args, common)}, or write an earlier iteration into "
+            f"{Path(args.load) / TRACKER}",
             everywhere=False,
         ) from error
 
@@ -177,13 +184,36 @@ def _saved_layout(common: dict[str, Any]) -> dict[str, Any]:
     return layout
 
 
-def _check_layout(args: argparse.Namespace, metadata: dict[str, Any], same_layout: bool) -> None:
-    fixed = args.use_distributed_optimizer and metadata.get("distrib_optim_sharding_type") == "dp_reshardable"
-    if fixed and not same_layout and args.load_optim and not args.finetune:
-        raise ValueError(
-            "the state of its distributed optimizer can only be loaded under the layout of ranks and stages it was "
-            "saved with; use that layout, save with --dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
-        )
+def _loads_optimizer_by_rank(args: argparse.Namespace, common: dict[str, Any]) -> bool:
+    """Whether the job loads an optimizer state that belongs to the parameters of a rank, not to those of the model."""
+    by_rank = _merged_metadata(args, common).get("distrib_optim_sharding_type") == "dp_reshardable"
+    return by_rank and args.use_distributed_optimizer and args.load_optim and not args.finetune
+
+
+def _check_layout(args: argparse.Namespace, path: Path, common: dict[str, Any], same_layout: bool) -> None:
+    if not _loads_optimizer_by_rank(args, common):
+        return
+    saved, own = common.get("layers"), list(job_layers(args))
+    if not same_layout:
+        what, use = "layout of ranks and stages it was saved with", "use that layout"
+    elif saved not in (None, own):
+        what = f"layers per stage it was saved with, {stages_text(saved)}; this job has {stages_text(own)}"
+        use = f"give --pipeline-model-parallel-layout '{layout_text(saved)}'"
+    else:
+        return
+    raise UserError(
+        f"the state of the distributed optimizer in {path} can only be loaded with the {what}; {use}, save with "
+        "--dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
+    )
+
+
+def _layout_of_0_1(args: argparse.Namespace, common: dict[str, Any]) -> str:
+    """A remedy for checkpoints that do not tell how many layers their stages have; empty for others."""
+    uneven = args.num_layers % args.placement.num_stages
+    if not (common and uneven and "layers" not in common and _loads_optimizer_by_rank(args, common)):
+        return ""
+    layout = uneven_layout(args, args.placement, vocabulary=None)
+    return f", with --pipeline-model-parallel-layout '{layout}' if it was saved by version 0.1"
 
 
 def _agreed_iteration(directory: str) -> int | None:
@@ -303,6 +333,11 @@ def _metadata(args: argparse.Namespace) -> dict[str, Any]:
         metadata["distrib_optim_sharding_type"] = "fully_reshardable" if reshardable else "dp_reshardable"
     metadata["dp_cp_group"] = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return metadata
+
+
+def _merged_metadata(args: argparse.Namespace, common: dict[str, Any]) -> dict[str, Any]:
+    """The metadata of a saved checkpoint, completed by this job's."""
+    return {**_metadata(args), **(common.get("content_metadata") or {})}
 
 
 def _layout(args: argparse.Namespace) -> dict[str, Any]:
