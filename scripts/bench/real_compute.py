@@ -278,7 +278,7 @@ class _Variant:
         finally:
             revert()
         if _is_recorded(self._schedule.name):
-            timeline = gather_trace(self._schedule.name, marks, self._group, self._schedule.slices).timeline
+            timeline = gather_trace(self._schedule.name, marks, self._group).timeline
             if timeline.schedule.order != self._schedule.order:
                 raise RuntimeError(f"{self._schedule.name} ran in another order than planned; its figures are invalid")
             self.costs.append(median_costs([timeline]))

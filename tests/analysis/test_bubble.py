@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import build, simulate
+from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.analysis.bubble import Bubble, RankIteration, RankIterations, bubble_of
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import costs_for, schedules
 
 
@@ -25,7 +28,8 @@ def as_measured(timeline: Timeline, iterations: int = 1) -> Bubble:
         work_ms = sum(end - start for _, start, end in spans)
         iteration = RankIteration(spans[-1].end_ms - spans[0].start_ms, work_ms)
         pass_ms = {key: sum(times) / len(times) for key, times in durations.items()}
-        rows.append(RankIterations((iteration,) * iterations, tuple(span.pass_ for span in spans), pass_ms))
+        order = tuple(span.pass_ for span in spans)
+        rows.append(RankIterations((iteration,) * iterations, order, pass_ms, timeline.schedule.make_flow))
     return bubble_of(rows)
 
 
@@ -39,6 +43,16 @@ def test_run_equal_to_its_plan_has_the_plans_bubble(data: st.DataObject) -> None
     assert bubble.num_iterations == 3
     assert bubble.measured == pytest.approx(timeline.bubble_rate("span"), abs=1e-9)
     assert bubble.planned == pytest.approx(instant.bubble_rate("span"), abs=1e-9)
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_bubble_of_a_divided_vocabulary_is_the_plans(algorithm: Algorithm) -> None:
+    schedule = build("zb-h1", num_ranks=3, num_microbatches=5)
+    costs = PassCosts.uniform(schedule.placement, 5, 6, 4)
+    costs = replace(costs, vocabulary=VocabularyCosts.uniform(3, 2.0, 1.0))
+    timeline = simulate(with_vocabulary(schedule, costs, algorithm, delay=True), costs)
+    bubble = as_measured(timeline)
+    assert bubble.planned == pytest.approx(bubble.measured) == pytest.approx(timeline.bubble_rate("span"))
 
 
 def test_iterations_are_weighted_by_length_and_use_their_busiest_rank() -> None:

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 
-from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build
+from megatron.zero_bubble import PassCosts, PassMemory, Schedule, build, simulate
 from megatron.zero_bubble.analysis.trace import RankTrace, Settled, Trace, Validated
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.trace import Recording, read_trace_file, trace_from_json, trace_to_json
 from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.delayed import run
 from tests.helpers.strategies import schedules
 
@@ -158,3 +164,27 @@ def test_error_names_the_file(tmp_path: Path) -> None:
 
 def test_passes_are_parsed() -> None:
     assert trace_from_json(trace_to_json(recording())).traces[8].timeline.spans[0][0].pass_ == Pass.parse("0F0")
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_divided_vocabulary_is_read_as_it_was_written(algorithm: Algorithm) -> None:
+    """With its costs, its memory, and the collectives on their lanes."""
+    costs = replace(COSTS, vocabulary=VocabularyCosts((3.0, 2.0), (1.0, 2.0), (0.5, 0.25), (0.25, 0.5), 0.75))
+    memory = replace(PassMemory.uniform(SCHEDULE.placement, 64e6, 16e6), logits=(5e6, 6e6))
+    plan = lower_training(with_vocabulary(SCHEDULE, costs, algorithm, delay=True))
+    planned = simulate(plan, costs)
+    rows = tuple(map(RankTrace, planned.spans))
+    rows = tuple(replace(row, lanes=lanes) for row, lanes in zip(rows, planned.lanes, strict=True))
+    trace = Trace.of("zb-h1", rows, make_flow=plan.schedule.make_flow)
+    written = Recording(costs, {3: trace}, memory)
+    text = trace_to_json(written)
+    assert trace_from_json(text) == written
+    content = json.loads(text)
+    assert content["vocabulary"] == algorithm and content["output_ms"] == [3.0, 2.0] and content["logits"] == [5e6, 6e6]
+    compared = written.compared(3)
+    assert compared.memory is not None
+    assert compared.difference.makespan_ms == pytest.approx(
+        trace.timeline.makespan_ms - compared.planned.makespan_ms, abs=1e-6
+    )
+    with pytest.raises(UserError, match="the algorithm of its vocabulary passes, 1 or 2"):
+        trace_from_json(json.dumps(content | {"vocabulary": 3}))

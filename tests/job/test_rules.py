@@ -114,7 +114,6 @@ def test_vocabulary_parallelism_refuses_options(option: str, value: object) -> N
     [
         ("", False, "needs a zero-bubble schedule, into which its passes are inserted"),
         ("", True, "needs a zero-bubble schedule, into which its passes are inserted"),
-        ("--zero-bubble-schedule zb-h1 --zero-bubble-log-bubble", False, "does not measure the passes of"),
     ],
 )
 def test_vocabulary_parallelism_refuses_flags(flags: str, under_launcher: bool, words: str) -> None:

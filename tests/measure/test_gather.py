@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, Slices, build, simulate
+from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.costs.vocabulary import VOCABULARY_TIMES, VocabularyCosts
+from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.measure.gather import attention_share, median_costs
+from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import costs_for, cuts
+
+LATER = (Kind.T, Kind.BW, Kind.J)
 
 
 @given(st.data())
@@ -38,3 +47,37 @@ def test_fused_backwards_count_as_b() -> None:
     schedule = build("seq-1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
     found = median_costs([simulate(schedule, PassCosts((1.0,) * 2, (2.0,) * 2, (3.0,) * 2))])
     assert (found.backward_ms, found.wgrad_ms) == ((5.0, 5.0), (0.0, 0.0))
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+def test_costs_of_shards_are_those_that_they_were_simulated_with(name: str, algorithm: Algorithm) -> None:
+    """The recorded costs then predict the iteration."""
+    schedule = build(name, num_ranks=3, num_microbatches=6)
+    costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0, comm_ms=0.5)
+    shards = VocabularyCosts((3.0, 2.0, 2.5), (1.0, 2.0, 1.5), (0.3, 0.2, 0.1), (0.4, 0.5, 0.6), collective_ms=0.7)
+    costs = replace(costs, vocabulary=shards)
+    timeline = simulate(with_vocabulary(schedule, costs, algorithm, delay=True), costs)
+    found = median_costs([timeline])
+    assert found.vocabulary is not None
+    for key in VOCABULARY_TIMES:
+        assert getattr(found.vocabulary, key) == pytest.approx(getattr(shards, key))
+    assert found.vocabulary.collective_ms == pytest.approx(0.7)
+    assert found.comm_ms == pytest.approx(0.5)
+    fused = name == "1f1b"
+    assert found.wgrad_ms == pytest.approx((0.0,) * 3 if fused else costs.wgrad_ms)
+    assert simulate(timeline.schedule, found).makespan_ms == pytest.approx(timeline.makespan_ms)
+
+
+def test_time_of_the_loss_function_is_part_of_its_collective() -> None:
+    schedule = build("1f1b", num_ranks=2, num_microbatches=1)
+    costs = replace(PassCosts.uniform(schedule.placement, 1, 1, 1), vocabulary=VocabularyCosts((2, 1), (1, 1)))
+    timeline = simulate(with_vocabulary(schedule, costs, 2), costs)
+    later = [
+        tuple(Span(p, start + 3 * (p.kind in LATER), end + 3 * (p.kind in (Kind.L, *LATER))) for p, start, end in row)
+        for row in timeline.spans
+    ]
+    assert any(span.pass_.kind is Kind.L and span.end_ms - span.start_ms == 3 for row in later for span in row)
+    found = median_costs([Timeline(timeline.schedule, tuple(later))])
+    assert found.vocabulary is not None
+    assert found.vocabulary.collective_ms == pytest.approx(1.5), "one for S takes no time, and one for L takes 3 ms"

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble import PassCosts, Schedule, build
+from megatron.zero_bubble import PassCosts, Schedule, build, simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import Trace
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.emulate.execute import execute
 from megatron.zero_bubble.emulate.stages import SleepingStage
-from megatron.zero_bubble.ir import Compute, Kind, Message, Pass, Recv, Send, Settle, Validate, Value
+from megatron.zero_bubble.ir import Compute, Kind, Message, Pass, Plan, Recv, Send, Settle, Validate, Value
+from megatron.zero_bubble.ir.collectives import Collective
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.measure.clocks import Offset
-from megatron.zero_bubble.measure.gather import gather_trace
-from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.plan import communicate, lower, with_validation
+from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.recorder import Marks, Recorder, _Origin
+from megatron.zero_bubble.plan import communicate, lower, lower_training, with_validation
 from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.platforms.cpu import CpuPlatform
 from megatron.zero_bubble.runtime.executor import STOP, Awaited
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.ranks import RankPool
 
 PASS_MS = 4.0
@@ -157,3 +165,73 @@ def test_stopped_recorder_records_nothing() -> None:
     recorder.restarted()
     with pytest.raises(AssertionError, match="without start"):
         recorder.stop()
+
+
+class Clock(CpuPlatform):
+    """A clock whose time is set by the test."""
+
+    now_ms = 0.0
+
+    def mark(self) -> float:
+        return self.now_ms / 1e3
+
+
+def replayed(plan: Plan, timeline: Timeline, rank: int) -> Marks:
+    """Record a rank that runs its plan exactly as simulated."""
+    clock = Clock()
+    recorder = Recorder(clock)
+    recorder._origin = _Origin(0.0, 0.0, 0.0)
+    recorder.planned(plan.schedule)
+    passes = {span.pass_: span for span in timeline.spans[rank]}
+    lanes = {span.op: span for span in timeline.lanes[rank]}
+    for op in plan.ops[rank]:
+        if isinstance(op, Compute):
+            clock.now_ms = passes[op.work].start_ms
+            recorder.begin(op)
+            clock.now_ms = passes[op.work].end_ms
+            recorder.end(op)
+        elif isinstance(op, Collective):
+            recorder.begin(op)
+            issued_ms, clock.now_ms = clock.now_ms, lanes[op].start_ms
+            recorder.started(op)
+            clock.now_ms = issued_ms
+            recorder.end(op)
+            clock.now_ms = lanes[op].end_ms
+            recorder.completed(op)
+            clock.now_ms = issued_ms
+    return recorder.stop()
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_recorded_costs_of_a_divided_vocabulary_predict_the_iteration(name: str, algorithm: Algorithm) -> None:
+    """On a virtual clock, so exactly; the collectives are recorded where they run, not where they are issued."""
+    schedule = build(name, num_ranks=3, num_microbatches=6)
+    costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0, comm_ms=0.5)
+    costs = replace(costs, vocabulary=VocabularyCosts.uniform(3, 3.0, 2.0, 0.3, 0.4, collective_ms=0.7))
+    plan = lower_training(with_vocabulary(schedule, costs, algorithm, lag=0.5, delay=True))
+    planned = simulate(plan, costs)
+    marks = [replayed(plan, planned, rank) for rank in range(3)]
+    ran = marks[0].schedule
+    assert ran is not None
+    trace = Trace.of(name, tuple(row.times() for row in marks), ran.slices, ran.make_flow)
+    assert trace.timeline.schedule.order == plan.schedule.order
+    assert algorithm_of(trace.timeline.schedule) == algorithm
+    for measured, due in zip(trace.timeline.lanes, planned.lanes, strict=True):
+        assert {(span.op, span.lane) for span in measured} == {(span.op, span.lane) for span in due}
+    lengths = {span.end_ms - span.start_ms for row in trace.ranks for span in row.lanes}
+    assert min(lengths) == pytest.approx(0.7) and max(lengths) == pytest.approx(0.7)
+    predicted = simulate(plan, median_costs([trace.timeline]))
+    assert predicted.makespan_ms == pytest.approx(trace.timeline.makespan_ms)
+
+
+def test_collectives_that_complete_after_the_iteration_are_forgotten() -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=1)
+    plan = lower_training(with_vocabulary(schedule, PassCosts.uniform(schedule.placement, 1, 1, 1), 2))
+    op = next(op for op in plan.ops[0] if isinstance(op, Collective))
+    recorder = Recorder(select("cpu"))
+    for _ in range(2):
+        recorder._origin = recorder._new_origin(Offset())
+        recorder.completed(op)  # that of the iteration before
+        recorder.started(op)
+        assert recorder.stop().lanes == []

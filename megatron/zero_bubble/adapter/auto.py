@@ -107,7 +107,7 @@ class AutoSchedule(IterationObserver):
     def end_iteration(self, completed: bool) -> None:
         start, self._start = self._start, None
         if completed and start is not None:
-            trace = gather_trace("zb-auto", self._passes.stop(), start.group, self._options.slices)
+            trace = gather_trace("zb-auto", self._passes.stop(), start.group)
             self._timelines.append(trace.timeline)
             if len(self._timelines) == self._options.measured:
                 self._evaluate(start.group, start.num_microbatches)

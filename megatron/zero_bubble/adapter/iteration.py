@@ -30,7 +30,9 @@ class StageMaker(Protocol):
     def make(self, parts: Sequence[StageParts]) -> Mapping[int, Stage]:
         """The stages by number; ``parts`` are those of each chunk."""
 
-    def handlers(self, plan: Plan, parts: Sequence[StageParts]) -> Mapping[type[Op], Handler]:
+    def handlers(
+        self, plan: Plan, parts: Sequence[StageParts], observer: IterationObserver | None
+    ) -> Mapping[type[Op], Handler]:
         """The handlers of ops that the stages need in addition to the basic ones."""
 
 
@@ -41,7 +43,9 @@ class ChainStages:
         """See ``StageMaker``."""
         return {own.facts.stage: MegatronStage(own) for own in parts}
 
-    def handlers(self, _plan: Plan, _parts: Sequence[StageParts]) -> Mapping[type[Op], Handler]:
+    def handlers(
+        self, _plan: Plan, _parts: Sequence[StageParts], _observer: IterationObserver | None
+    ) -> Mapping[type[Op], Handler]:
         """See ``StageMaker``."""
         return {}
 
@@ -117,5 +121,5 @@ class Iteration:
                 parts.append(StageParts(self.step, self.results, facts, chunk, slices, self.store, sync))
             stages = self.maker.make(parts)
             by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
-            by_op.update(self.maker.handlers(self.plan, parts))
+            by_op.update(self.maker.handlers(self.plan, parts, self.observer))
             return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

@@ -31,7 +31,7 @@ from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import WHOLE, Plan, Schedule, Slices
+from megatron.zero_bubble.ir import Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options
@@ -68,7 +68,6 @@ class Pipeline:
         post_receives, nccl_ctas: see ``ZeroBubbleConfig``.
 
     Attributes:
-        slices: the cuts of the sequences in the last iteration.
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
     """
 
@@ -86,7 +85,6 @@ class Pipeline:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self.histories = Histories()
-        self.slices = WHOLE
         self.microbatch = 0, 0
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
@@ -214,14 +212,15 @@ class Pipeline:
         step, config, chunks = call.step, call.step.config, call.chunks
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
-        self.slices = prepared.schedule.slices
-        boundary = call.boundary(self.slices)
+        boundary = call.boundary(prepared.schedule.slices)
         losses = [] if self._reports is None else Collected()
         results = StepResults(torch.zeros([], dtype=torch.int, device=boundary.device), losses)
         self.store.clear()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
         assert self._transport is not None
+        if observer is not None:
+            observer.planned(prepared.schedule)
         iteration = Iteration(
             prepared.plan,
             prepared.stages,

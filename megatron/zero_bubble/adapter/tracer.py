@@ -16,7 +16,7 @@ from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.costs import SliceTokens
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
-from megatron.zero_bubble.ir import WHOLE
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.recorder import Marks, Recorder
 from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens
@@ -107,12 +107,14 @@ class Tracer(IterationObserver):
         # Passes of Megatron's interleaved schedule and of its pipeline of one rank cannot be observed.
         recorded = [(iteration, marks) for iteration, marks in self._recorded.items() if marks.passes]
         self._recorded.clear()
-        slices = WHOLE if pipeline is None else pipeline.slices
-        traces = {iteration: gather_trace(self._name, marks, group, slices) for iteration, marks in recorded}
+        traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
         memory = pipeline.memory.gather(group) if pipeline is not None and traces else None
         tokens = None
         if pipeline is not None and traces and costs_file:
-            least = gather_least_tokens(self._recorder.platform, self._chunks, *pipeline.microbatch, group)
+            # Vocabulary parallelism does not support slices.
+            divides = any(algorithm_of(trace.timeline.schedule) is not None for trace in traces.values())
+            sizes = self._recorder.platform, self._chunks, *pipeline.microbatch, group
+            least = None if divides else gather_least_tokens(*sizes)
             tokens = SliceTokens(pipeline.microbatch[0], least)
         if not _first_of_all():
             return []

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import WHOLE, Kind, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.ir import WHOLE, Flow, Kind, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.ir.schedule import chain_of
 
 
 class RankIteration(NamedTuple):
@@ -30,11 +31,13 @@ class RankIterations(NamedTuple):
     Attributes:
         order: the passes of the last iteration.
         pass_ms: mean time of a pass by stage, kind and slice.
+        make_flow: makes the flow of the last iteration's schedule.
     """
 
     iterations: tuple[RankIteration, ...]
     order: tuple[Pass, ...]
     pass_ms: Mapping[tuple[int, Kind, int], float]
+    make_flow: Callable[[Schedule], Flow] = chain_of
 
 
 @dataclass(frozen=True)
@@ -73,6 +76,7 @@ def _schedule(ranks: Sequence[RankIterations]) -> Schedule:
         1 + max(work.microbatch for work in passes),
         tuple(row.order for row in ranks),
         Slices.even(1 + max(work.slice for work in passes)),
+        ranks[0].make_flow,
     )
 
 

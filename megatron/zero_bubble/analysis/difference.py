@@ -24,7 +24,7 @@ from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Pass
+from megatron.zero_bubble.ir import Compute, Pass
 
 
 class Step(NamedTuple):
@@ -242,7 +242,7 @@ class _Both:
         comm = 0.0
         if needs is not None:
             producer = self._places[needs.producer]
-            comm = self._costs.comm(producer.rank, place.rank)
+            comm = self._transfer_ms(producer, place)
             if producer.measured.end_ms + comm > measured_free:
                 after = needs.producer
                 planned_free, measured_free = producer.planned.end_ms, producer.measured.end_ms
@@ -268,20 +268,27 @@ class _Both:
         return before.planned.end_ms, before.measured.end_ms
 
     def _input(self, place: _Place) -> _Input | None:
+        """Return the input of a pass from another rank, the last one if there are several."""
+        producers = self._planned.schedule.dependencies(place.measured.pass_)
+        inputs = (self._input_from(self._places[p], place) for p in producers if self._places[p].rank != place.rank)
+        return max(inputs, key=lambda given: given.arrived_ms, default=None)
+
+    def _input_from(self, source: _Place, place: _Place) -> _Input:
         """Return the recorded input of a pass; without a record, it arrives after the planned transfer time."""
-        for producer in self._planned.schedule.dependencies(place.measured.pass_):
-            source = self._places[producer]
-            if source.rank == place.rank:
-                continue
-            free, start = self._free(place)[1], place.measured.start_ms
-            received = self._received[place.rank].get(producer)
-            if received is not None:
-                # The first wait of a rank may begin before time 0, the start of the first pass over all ranks.
-                awaited, arrived = (max(free, at - self._measured.start_ms) for at in received[3:])
-                return _Input(producer, awaited, arrived)
-            here = source.measured.end_ms + self._costs.comm(source.rank, place.rank)
-            return _Input(producer, free, max(free, min(start, here)))
-        return None
+        producer = source.measured.pass_
+        free, start = self._free(place)[1], place.measured.start_ms
+        received = self._received[place.rank].get(producer)
+        if received is not None:
+            # The first wait of a rank may begin before time 0, the start of the first pass over all ranks.
+            awaited, arrived = (max(free, at - self._measured.start_ms) for at in received[3:])
+            return _Input(producer, awaited, arrived)
+        here = source.measured.end_ms + self._transfer_ms(source, place)
+        return _Input(producer, free, max(free, min(start, here)))
+
+    def _transfer_ms(self, source: _Place, place: _Place) -> float:
+        """Return the planned time from the end of a pass to the arrival of its output on another rank."""
+        op = Compute(place.measured.pass_)
+        return self._costs.comm(source.rank, place.rank) + op.arrival_ms(self._costs, source.measured.pass_)
 
 
 def _from(span: Span, timeline: Timeline) -> Span:

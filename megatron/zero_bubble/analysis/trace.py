@@ -6,11 +6,13 @@ waits distinguish late inputs from a slow host, which the times of the passes al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
-from megatron.zero_bubble.ir import Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.ir import Flow, Pass, Placement, Schedule, Slices
+from megatron.zero_bubble.ir.schedule import chain_of
 
 
 class Sent(NamedTuple):
@@ -87,12 +89,19 @@ class Trace:
     ranks: tuple[RankTrace, ...]
 
     @classmethod
-    def of(cls, name: str, ranks: tuple[RankTrace, ...], slices: Slices | None = None) -> Trace:
+    def of(
+        cls,
+        name: str,
+        ranks: tuple[RankTrace, ...],
+        slices: Slices | None = None,
+        make_flow: Callable[[Schedule], Flow] = chain_of,
+    ) -> Trace:
         """Combine the ranks, with time 0 at the start of the first pass.
 
         Args:
             name: the name of the schedule.
             slices: the cuts of the sequence; even ones if not given.
+            make_flow: makes the flow of the schedule.
         """
         zero = min(row.spans[0].start_ms for row in ranks if row.spans)
         ranks = tuple(row.shifted(zero) for row in ranks)
@@ -102,6 +111,11 @@ class Trace:
         order = tuple(tuple(span.pass_ for span in row) for row in spans)
         num_microbatches = 1 + max(p.microbatch for row in order for p in row)
         num_slices = 1 + max(p.slice for row in order for p in row)
-        lanes = tuple(row.lanes for row in ranks) if any(row.lanes for row in ranks) else ()
-        schedule = Schedule(name, placement, num_microbatches, order, slices or Slices.even(num_slices))
+        lanes = tuple(tuple(map(_from_zero, row.lanes)) for row in ranks) if any(row.lanes for row in ranks) else ()
+        schedule = Schedule(name, placement, num_microbatches, order, slices or Slices.even(num_slices), make_flow)
         return cls(Timeline(schedule, spans, lanes=lanes), ranks)
+
+
+def _from_zero(span: LaneSpan) -> LaneSpan:
+    """A rank takes part in the first collective, and so waits on its lane, before any rank has started a pass."""
+    return span._replace(start_ms=max(0.0, span.start_ms), end_ms=max(0.0, span.end_ms))

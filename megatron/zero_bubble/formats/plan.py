@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron.zero_bubble.analysis.bounds import Bound
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
@@ -18,8 +18,9 @@ from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
-from megatron.zero_bubble.ir import Placement, Schedule, Slices
-from megatron.zero_bubble.ir.vocabulary import FLOWS, algorithm_of
+from megatron.zero_bubble.ir import Flow, Placement, Schedule, Slices
+from megatron.zero_bubble.ir.schedule import chain_of
+from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 
 VOCABULARY = "vocabulary"
 
@@ -106,9 +107,7 @@ def schedule_from_json(text: str) -> Schedule:
     num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
     slices = slices_from(content) or Slices.even(num_slices)
     schedule = replace(flat, slices=slices)
-    if VOCABULARY in content:
-        algorithm = read_key(content, VOCABULARY, "the algorithm of its vocabulary passes, 1 or 2", FLOWS.__contains__)
-        schedule = replace(schedule, make_flow=FLOWS[algorithm])
+    schedule = replace(schedule, make_flow=flow_from(content))
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):
         if content.get(key, value) != value:
             raise UserError(f"{key} must agree with stage_to_rank, which gives {value}; got {content[key]!r}")
@@ -116,6 +115,22 @@ def schedule_from_json(text: str) -> Schedule:
         raise UserError(f"num_slices must agree with the order, which has {num_slices}; got {len(slices)}")
     validate(schedule)
     return schedule
+
+
+def flow_from(content: Mapping[str, Any]) -> Callable[[Schedule], Flow]:
+    """Read what makes the flow of a schedule with or without passes of the vocabulary."""
+    algorithm = algorithm_from(content)
+    return chain_of if algorithm is None else FLOWS[algorithm]
+
+
+def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
+    """Read the algorithm of vocabulary parallelism; None if the schedule is without it."""
+    if VOCABULARY not in content:
+        return None
+    form = "the algorithm of its vocabulary passes, 1 or 2"
+    return cast(
+        Algorithm, read_key(dict(content), VOCABULARY, form, lambda value: type(value) is int and value in FLOWS)
+    )
 
 
 def read_schedule_file(path: str | Path) -> Schedule:

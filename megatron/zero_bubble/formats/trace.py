@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -23,8 +24,13 @@ from megatron.zero_bubble.costs.memory import HISTORY, MEMORY
 from megatron.zero_bubble.costs.passes import ATTENTION, TIMES
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.plan import VOCABULARY, flow_from
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
+from megatron.zero_bubble.formats.vocabulary import vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Op, Pass
+from megatron.zero_bubble.ir.collectives import collectives_of
+from megatron.zero_bubble.ir.ops import parse_op
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 
 FORMAT = 1
 
@@ -80,11 +86,13 @@ def trace_to_json(recording: Recording) -> str:
         "num_ranks": schedule.num_ranks,
         "num_microbatches": schedule.num_microbatches,
         **slices_content(schedule.slices),
+        **({} if (algorithm := algorithm_of(schedule)) is None else {VOCABULARY: algorithm}),
         **{key: getattr(costs, key) for key in TIMES},
         **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
         "comm_ms": costs.comm_ms,
         **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
         **({HISTORY: memory.history} if memory and any(memory.history) else {}),
+        **vocabulary_content(costs, memory),
         "planned": _figures([planned]),
         "measured": _figures([trace.timeline for trace in recording.traces.values()]),
     }
@@ -109,7 +117,7 @@ def trace_from_json(text: str) -> Recording:
     name = read_key(content, "schedule", "a string", lambda value: isinstance(value, str))
     iterations = read_key(content, "iterations", "a list of at least one iteration", _is_filled_list)
     traces: dict[int, Trace] = {}
-    slices = slices_from(content)
+    slices, make_flow = slices_from(content), flow_from(content)
     for iteration in iterations:
         if not isinstance(iteration, dict):
             raise UserError(f"every iteration must be an object; got {json.dumps(iteration)[:60]}")
@@ -117,19 +125,25 @@ def trace_from_json(text: str) -> Recording:
         if number in traces:
             raise UserError(f"iteration numbers must be unique; got {number} twice; remove one of them")
         ranks = read_key(iteration, "ranks", "a list of at least one rank", _is_filled_list)
-        rows = tuple(_rank_from(row, f"iteration {number}, rank {rank}") for rank, row in enumerate(ranks))
-        traces[number] = Trace.of(name, rows, slices)
+        rows = tuple(_rank_from(row, rank, len(ranks), number) for rank, row in enumerate(ranks))
+        traces[number] = Trace.of(name, rows, slices, make_flow)
         validate(traces[number].timeline.schedule)
     num_stages = {trace.timeline.schedule.num_stages for trace in traces.values()}
     if len(num_stages) > 1:
         raise UserError(f"all iterations must have the same number of stages; got {sorted(num_stages)}; split the file")
     f, b, w = (_per_stage(content, key) for key in TIMES)
     forward, backward = (_per_stage(content, key) if key in content else () for key in ATTENTION)
-    costs = PassCosts(f, b, w, read_key(content, "comm_ms", "a number", _is_number), {}, forward, backward)
+    figures = vocabulary_from(content)
+    num_ranks = next(iter(traces.values())).timeline.schedule.num_ranks
+    of_vocabulary = None if figures is None else figures.costs(num_ranks)
+    comm_ms = read_key(content, "comm_ms", "a number", _is_number)
+    costs = PassCosts(f, b, w, comm_ms, {}, forward, backward, of_vocabulary)
     memory = None
     if content.keys() & set(MEMORY):
         activation, wgrad = (_per_stage(content, key) for key in MEMORY)
-        memory = PassMemory(activation, wgrad, _per_stage(content, HISTORY) if HISTORY in content else ())
+        history = _per_stage(content, HISTORY) if HISTORY in content else ()
+        logits = () if figures is None else figures.memory(num_ranks)
+        memory = PassMemory(activation, wgrad, history, logits=logits)
     recording = Recording(costs, traces, memory)
     recording.compared(recording.typical)  # raises if costs or memory are for another number of stages
     return recording
@@ -165,7 +179,8 @@ def _cell(value: Pass | Op | str | float) -> str | float:
     return round(value, 4) if isinstance(value, int | float) else str(value)
 
 
-def _rank_from(row: object, where: str) -> RankTrace:
+def _rank_from(row: object, rank: int, num_ranks: int, iteration: int) -> RankTrace:
+    where = f"iteration {iteration}, rank {rank}"
     if not isinstance(row, dict):
         raise UserError(f"{where} must be an object; got {json.dumps(row)[:60]}")
     kinds: list[Any] = [tuple(_events(row, key, where)) for key in _ROWS]
@@ -177,7 +192,15 @@ def _rank_from(row: object, where: str) -> RankTrace:
         )
     error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
     lanes = tuple(_events(row, _LANES, where)) if _LANES in row else ()
+    lanes = tuple(span._replace(op=_collective(span.op, rank, num_ranks)) for span in lanes)
     return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
+
+
+def _collective(text: str, rank: int, num_ranks: int) -> Op | str:
+    """The collective that prints as ``text``; the text if it is another op."""
+    with suppress(UserError):
+        return parse_op(text, rank, collectives_of(num_ranks))
+    return text
 
 
 def _events(row: dict[str, Any], key: str, where: str) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import config_of, has_schedule, records, vocabulary_algorithm
+from megatron.zero_bubble.job.flags import config_of, has_schedule, records
 from megatron.zero_bubble.job.runnable import check_placement, check_runnable
 from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
@@ -117,11 +117,6 @@ _RULES = (
         ("trace-iterations",),
         lambda job: records(job.options),
         "has no effect without --zero-bubble-trace or --zero-bubble-record-costs; give --zero-bubble-trace DIR",
-    ),
-    _Rule(
-        ("trace", "record-costs", "log-bubble"),
-        lambda job: vocabulary_algorithm(job.options) is None,
-        "does not measure the passes of --zero-bubble-vocabulary-parallel; drop one of the flags",
     ),
     _Rule(
         ("wgrad-stream",),

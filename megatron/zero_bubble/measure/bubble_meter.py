@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.bubble import Bubble, RankIteration, RankIterations, bubble_of
-from megatron.zero_bubble.ir import Compute, Kind, Op, Pass
+from megatron.zero_bubble.ir import Compute, Flow, Kind, Op, Pass, Schedule
+from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
@@ -33,12 +35,16 @@ class BubbleMeter(IterationObserver):
         self._unread: deque[tuple[Any, _Marks]] = deque()
         self._iterations: list[RankIteration] = []
         self._order: tuple[Pass, ...] = ()
+        self._make_flow: Callable[[Schedule], Flow] = chain_of
         self._times: dict[tuple[int, Kind, int], tuple[float, int]] = {}
 
     def begin_iteration(self, start: IterationStart) -> None:
         while len(self._unread) > 1:
             self._take(*self._unread.popleft())
         self._running, self._started = [], None
+
+    def planned(self, schedule: Schedule) -> None:
+        self._make_flow = schedule.make_flow
 
     def end_iteration(self, completed: bool) -> None:
         if completed and self._running:
@@ -56,7 +62,8 @@ class BubbleMeter(IterationObserver):
             return None
         pass_ms = {key: total / count for key, (total, count) in self._times.items()}
         rows: list[Any] = [None] * group.size()
-        dist.all_gather_object(rows, RankIterations(tuple(self._iterations), self._order, pass_ms), group=group)
+        own = RankIterations(tuple(self._iterations), self._order, pass_ms, self._make_flow)
+        dist.all_gather_object(rows, own, group=group)
         self._iterations.clear()
         self._times.clear()
         return bubble_of(rows)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import mul
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch.distributed as dist
@@ -13,24 +14,28 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.ir import Kind, Slices
+from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.measure.recorder import Marks
 
 
-def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup, slices: Slices | None = None) -> Trace:
+def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
     """Combine the recordings of all ranks of an iteration. A collective call; every rank of ``group`` gets the result.
 
     Args:
         name: name for the schedule that ran.
-        slices: the cuts of its sequences; even ones if not given.
     """
     rows: list[Any] = [None] * group.size()
     dist.all_gather_object(rows, marks.times(), group=group)
-    return Trace.of(name, tuple(rows), slices)
+    ran = marks.schedule
+    return Trace.of(name, tuple(rows)) if ran is None else Trace.of(name, tuple(rows), ran.slices, ran.make_flow)
 
 
 def median_costs(timelines: list[Timeline]) -> PassCosts:
-    """Costs from measured iterations: the median pass times of every stage and the median transfer time.
+    """Costs from measured iterations: the median pass times of every stage and the median transfer time, and those of
+    vocabulary parallelism if the schedule has its passes.
 
     A fused BW counts as B with W = 0. If sequences are cut, the shares of attention follow from how much longer later
     slices take than their tokens alone would explain. A transfer can be measured only if its receiver was idle; its
@@ -40,13 +45,13 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
         timelines: measured iterations of one placement, without the first ones (cold caches, allocations).
     """
     durations: dict[tuple[int, Kind], dict[int, list[float]]] = {}
-    transfers: list[float] = []
+    transfers = _Transfers()
     for timeline in timelines:
         for row in timeline.spans:
             for work, start, end in row:
                 kind = Kind.B if work.kind is Kind.BW else work.kind
                 durations.setdefault((work.stage, kind), {}).setdefault(work.slice, []).append(end - start)
-        transfers.extend(_awaited_transfers(timeline))
+        transfers.add(timeline)
     schedule = timelines[0].schedule
 
     def medians(kind: Kind) -> list[list[float]]:
@@ -57,8 +62,15 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
     f, b, w = (medians(kind) for kind in (Kind.F, Kind.B, Kind.W))
     forward, backward, wgrad = (tuple(map(sum, times)) for times in (f, b, w))
     shares = (tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b))
-    costs = PassCosts(forward, backward, wgrad, median(transfers) if transfers else 0.0)
-    return costs.with_attention(*shares)
+    comm_ms = median(transfers.messages) if transfers.messages else 0.0
+    costs = PassCosts(forward, backward, wgrad, comm_ms).with_attention(*shares)
+    algorithm = algorithm_of(schedule)
+    if algorithm is None:
+        return costs
+    ranks = slice(schedule.num_ranks)  # passes of the vocabulary are named after the first stage of their rank
+    s, t, i, j = (tuple(map(sum, medians(kind)[ranks])) for kind in (Kind.S, Kind.T, Kind.I, Kind.J))
+    collective_ms = max(0.0, transfers.collective_ms(algorithm) - comm_ms)
+    return replace(costs, vocabulary=VocabularyCosts(s, t, i, j, collective_ms))
 
 
 def attention_share(times_ms: Sequence[float], slices: Slices) -> float:
@@ -75,11 +87,46 @@ def attention_share(times_ms: Sequence[float], slices: Slices) -> float:
     return min(1.0, max(0.0, fitted))
 
 
-def _awaited_transfers(timeline: Timeline) -> Iterator[float]:
-    ends = {span.pass_: span.end_ms for row in timeline.spans for span in row}
-    stage_to_rank = timeline.schedule.placement.stage_to_rank
-    for rank, row in enumerate(timeline.spans):
-        for previous, span in pairwise(row):
-            for needed in timeline.schedule.dependencies(span.pass_):
-                if stage_to_rank[needed.stage] != rank and ends[needed] > previous.end_ms:
-                    yield max(0.0, span.start_ms - ends[needed])
+_BARRIERS: dict[Algorithm, tuple[Kind, ...]] = {
+    1: (Kind.S, Kind.L, Kind.T, Kind.B, Kind.BW),
+    2: (Kind.S, Kind.L),
+}
+"""The passes between F and B of the last stage, with that B, that take the results of collectives."""
+
+
+class _Transfers:
+    """Times of transfers for which their receiver was idle.
+
+    Attributes:
+        messages: times of messages between two ranks.
+        collectives: times of collectives, by the kind of the pass that takes the result. That of the losses includes L,
+            which counts as a part of it (``VocabularyCosts``).
+    """
+
+    def __init__(self) -> None:
+        self.messages: list[float] = []
+        self.collectives: dict[Kind, list[float]] = {}
+
+    def add(self, timeline: Timeline) -> None:
+        """Add the transfers of an iteration."""
+        ends = {span.pass_: span.end_ms for row in timeline.spans for span in row}
+        stage_to_rank = timeline.schedule.placement.stage_to_rank
+        for rank, row in enumerate(timeline.spans):
+            for previous, (work, start_ms, end_ms) in pairwise(row):
+                needed = [p for p in timeline.schedule.dependencies(work) if stage_to_rank[p.stage] != rank]
+                last = max(needed, key=ends.__getitem__, default=None)  # a collective is complete when all have started
+                if last is None or ends[last] <= previous.end_ms:
+                    continue
+                if work.kind in VOCABULARY or last.kind in VOCABULARY:
+                    ready_ms = end_ms if work.kind is Kind.L else start_ms
+                    self.collectives.setdefault(work.kind, []).append(max(0.0, ready_ms - ends[last]))
+                else:
+                    self.messages.append(max(0.0, start_ms - ends[last]))
+
+    def collective_ms(self, algorithm: Algorithm) -> float:
+        """The mean of the median times of the collectives between F and B of the last stage, one of each kind after the
+        other, for which all ranks wait; without these, of the others.
+        """
+        medians = {kind: median(times) for kind, times in self.collectives.items()}
+        barriers = [ms for kind, ms in medians.items() if kind in _BARRIERS[algorithm]]
+        return mean(barriers or medians.values()) if medians else 0.0

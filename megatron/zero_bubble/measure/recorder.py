@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Validated
-from megatron.zero_bubble.ir import Compute, Message, Op, Pass
+from megatron.zero_bubble.ir import Compute, Message, Op, Pass, Schedule
 from megatron.zero_bubble.ir.ops import COMPUTE
 from megatron.zero_bubble.measure.clocks import GroupClock, Offset
 from megatron.zero_bubble.platforms import Platform
@@ -44,6 +44,7 @@ class Recorder(IterationObserver):
         self._mark = platform.mark
         self._origin: _Origin | None = None
         self._clock: GroupClock | None = None
+        self._schedule: Schedule | None = None
         self._clear()
 
     @property
@@ -71,6 +72,7 @@ class Recorder(IterationObserver):
         origin, self._origin = self._origin, None
         assert origin is not None, "stop() was called without start()"
         taken = self._events(origin, self.platform.elapsed_ms)
+        self._schedule = None
         self._clear()
         return taken
 
@@ -80,7 +82,9 @@ class Recorder(IterationObserver):
         self._received: list[tuple[Message, Any, Any, Any]] = []
         self._settled: list[tuple[Message, Any, Any]] = []
         self._validated: list[tuple[Any, Any]] = []
-        self._lanes: list[tuple[Op, Any, Any]] = []
+        # Ops that run in another thread may complete later than the iteration: new tables forget them.
+        self._lanes: dict[Op, tuple[Any, Any]] = {}
+        self._running: dict[Op, Any] = {}
         self._posted: dict[Message, Any] = {}
         self._begun: Any = None
         self._waiting: Any = None
@@ -94,13 +98,18 @@ class Recorder(IterationObserver):
             self._received,
             self._settled,
             self._validated,
-            self._lanes,
+            [(op, *marks) for op, marks in self._lanes.items()],
+            self._schedule,
         )
 
     def end_iteration(self, completed: bool) -> None:
         if not completed:
             self._origin = None
             self._clear()
+
+    def planned(self, schedule: Schedule) -> None:
+        if self._origin is not None:
+            self._schedule = schedule
 
     def begin(self, op: Op) -> None:
         if self._origin is not None:
@@ -112,7 +121,16 @@ class Recorder(IterationObserver):
         if isinstance(op, Compute):
             self._passes.append((op.work, self._begun, self._mark()))
         else:
-            self._lanes.append((op, self._begun, self._mark()))
+            # If the op has started to run meanwhile, ``completed`` replaces the time in which it was issued.
+            self._lanes.setdefault(op, (self._begun, self._mark()))
+
+    def started(self, op: Op) -> None:
+        if self._origin is not None:
+            self._running[op] = self._mark()
+
+    def completed(self, op: Op) -> None:
+        if self._origin is not None and (begun := self._running.pop(op, None)) is not None:
+            self._lanes[op] = begun, self._mark()
 
     def sent(self, message: Message) -> None:
         if self._origin is not None:
@@ -144,7 +162,7 @@ class Recorder(IterationObserver):
 
 
 class Marks(NamedTuple):
-    """A recorded iteration of one rank with unread marks."""
+    """A recorded iteration of one rank with unread marks; ``schedule`` is None for Megatron's own schedules."""
 
     origin: _Origin
     elapsed_ms: Callable[[Any, Any], float]
@@ -154,6 +172,7 @@ class Marks(NamedTuple):
     settled: list[tuple[Message, Any, Any]]
     validated: list[tuple[Any, Any]]
     lanes: list[tuple[Op, Any, Any]]
+    schedule: Schedule | None
 
     def times(self) -> RankTrace:
         """The recording in ms of the first rank's clock, which has an arbitrary zero. Waits for the device."""
@@ -169,5 +188,9 @@ class Marks(NamedTuple):
             tuple(Settled(m.producer, m.target, *ms(*marks)) for m, *marks in self.settled),
             tuple(Validated(*ms(*marks)) for marks in self.validated),
             origin.error_ms,
-            tuple(LaneSpan(op.lane or COMPUTE, op, *ms(*marks)) for op, *marks in self.lanes),
+            tuple(sorted((LaneSpan(op.lane or COMPUTE, op, *ms(*marks)) for op, *marks in self.lanes), key=_start)),
         )
+
+
+def _start(span: LaneSpan) -> float:
+    return span.start_ms

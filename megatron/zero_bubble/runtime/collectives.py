@@ -23,6 +23,7 @@ from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import lost_connection
 
 _PATIENCE_S = 10.0
@@ -135,25 +136,40 @@ def collective_kinds(plan: Plan) -> set[str]:
     return {op.lane for row in plan.stem.ops for op in row if isinstance(op, Collective)}
 
 
-def collective_handlers(plan: Plan, lanes: Lanes, transfers: Transfers) -> Mapping[type[Op], Handler]:
-    """The handlers of collectives for one iteration of ``plan``."""
+def collective_handlers(
+    plan: Plan, lanes: Lanes, transfers: Transfers, observer: IterationObserver | None = None
+) -> Mapping[type[Op], Handler]:
+    """The handlers of collectives for one iteration of ``plan``; ``observer`` is notified when they run."""
     flow = plan.schedule.flow
+
+    def start(op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Any) -> Awaited:
+        return lanes.start(op, work if observer is None else _observed(op, work, observer), tensors_of(uses))
 
     def spread(op: Spread, inputs: Sequence[Any]) -> Sequence[Any]:
         held = inputs[0] if op.is_root else None
-        result = lanes.start(op, lambda group: transfers.spread(op.value, held, op.root, group), tensors_of(held))
+        result = start(op, lambda group: transfers.spread(op.value, held, op.root, group), held)
         return () if op.is_root else (result,)
 
     def total(op: Sum, inputs: Sequence[Any]) -> Sequence[Any]:
         (part,) = inputs
         kind, microbatch = op.value.producer.kind, op.value.producer.microbatch
-        result = lanes.start(
-            op, lambda group: transfers.total(kind, microbatch, part, op.root, group), tensors_of(part)
-        )
+        result = start(op, lambda group: transfers.total(kind, microbatch, part, op.root, group), part)
         # The sum is in place of the first part.
         return (result, *(None for _ in op.effects(flow).gives[1:])) if op.is_root else ()
 
     return {Spread: spread, Sum: total}
+
+
+def _observed(
+    op: Collective, work: Callable[[dist.ProcessGroup], Any], observer: IterationObserver
+) -> Callable[[dist.ProcessGroup], Any]:
+    def run(group: dist.ProcessGroup) -> Any:
+        observer.started(op)
+        made = work(group)
+        observer.completed(op)
+        return made
+
+    return run
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.ir import Message, Op, Pass
+from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
 
 
 class IterationStart(NamedTuple):
@@ -18,7 +18,7 @@ class IterationStart(NamedTuple):
     Attributes:
         group: the process group of the pipeline.
         chunks: model chunks of this rank.
-        operands: returns the tensors that B has stored for a given W pass.
+        operands: returns the tensors that B has stored for a given W pass, or S for a given T pass.
         histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
     """
 
@@ -40,11 +40,20 @@ class IterationObserver:
     def begin_iteration(self, start: IterationStart) -> None:
         """Called before the plan is made and before the first op."""
 
+    def planned(self, schedule: Schedule) -> None:
+        """The schedule of the iteration is known; called before the first op, but not for Megatron's own schedules."""
+
     def begin(self, op: Op) -> None:
         """An op that occupies a lane begins and its inputs are ready; on lanes other than ``compute``, it is issued."""
 
     def end(self, op: Op) -> None:
         """The op has ended; on lanes other than ``compute``, it has been issued."""
+
+    def started(self, op: Op) -> None:
+        """An op on a lane other than ``compute`` starts to run there; may be called in another thread."""
+
+    def completed(self, op: Op) -> None:
+        """An op that ``started`` has run; may be called in another thread, also after ``end_iteration``."""
 
     def sent(self, message: Message) -> None:
         """A message was passed to the transport."""
@@ -91,6 +100,10 @@ class Observers(IterationObserver):
         for observer in self._observers:
             observer.begin_iteration(start)
 
+    def planned(self, schedule: Schedule) -> None:
+        for observer in self._observers:
+            observer.planned(schedule)
+
     def begin(self, op: Op) -> None:
         for observer in self._observers:
             observer.begin(op)
@@ -98,6 +111,14 @@ class Observers(IterationObserver):
     def end(self, op: Op) -> None:
         for observer in self._inner_first:
             observer.end(op)
+
+    def started(self, op: Op) -> None:
+        for observer in self._observers:
+            observer.started(op)
+
+    def completed(self, op: Op) -> None:
+        for observer in self._inner_first:
+            observer.completed(op)
 
     def sent(self, message: Message) -> None:
         for observer in self._inner_first:

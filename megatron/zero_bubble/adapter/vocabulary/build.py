@@ -20,6 +20,7 @@ from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers
 from megatron.zero_bubble.runtime.executor import Handler
 from megatron.zero_bubble.runtime.handlers import Stage
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
 
 
@@ -70,11 +71,13 @@ class VocabularyStages:
         )
         return {number: _WithVocabulary(stage, vocabulary) for number, stage in stages.items()}
 
-    def handlers(self, plan: Plan, parts: Sequence[StageParts]) -> Mapping[type[Op], Handler]:
+    def handlers(
+        self, plan: Plan, parts: Sequence[StageParts], observer: IterationObserver | None
+    ) -> Mapping[type[Op], Handler]:
         """The handlers of the collectives."""
         shapes = self._shapes(Shards.of(parts[0].model))
         transfers = VocabularyTransfers(shapes, self.facts.algorithm, trains=not parts[0].step.forward_only)
-        return collective_handlers(plan, self.lanes, transfers)
+        return collective_handlers(plan, self.lanes, transfers, observer)
 
     def _shapes(self, shards: Shards) -> Shapes:
         hidden, num_tokens = self.boundary.activation, self.boundary.ends[-1]
