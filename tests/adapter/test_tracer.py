@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble import Placement
+from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.formats.trace import read_trace_file
+from megatron.zero_bubble.ir.collectives import Spread, Sum
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import train
 
@@ -55,3 +59,42 @@ def test_megatrons_own_schedule_is_recorded(ranks: RankPool, tmp_path: Path) -> 
 def test_no_files_without_a_recorded_iteration(ranks: RankPool, tmp_path: Path) -> None:
     train(ranks, 2, f"{FLAGS} --zero-bubble-trace {tmp_path}/x --zero-bubble-trace-iterations 9")
     assert not list((tmp_path / "x").iterdir())
+
+
+@pytest.mark.parametrize(("schedule", "algorithm"), [("zb-h1", 2), ("zb-v", 1)])
+def test_divided_vocabulary_is_measured(
+    ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str], schedule: str, algorithm: Algorithm
+) -> None:
+    """The trace has the flow and the collectives, and the planner takes the costs."""
+    file = str(tmp_path / "costs.json")
+    lines = train(
+        ranks,
+        2,
+        f"{FLAGS} --zero-bubble-schedule {schedule} --zero-bubble-vocabulary-parallel {algorithm} --vocab-size 2000 "
+        f"--tokenizer-type NullTokenizer --zero-bubble-trace {tmp_path} --zero-bubble-record-costs {file} "
+        "--zero-bubble-log-bubble",
+        tmp_path / "metrics.jsonl",
+    )
+    bubbles = [line for line in lines if line["kind"] == "bubble"]
+    assert bubbles and all(0 < line["planned"] <= line["measured"] + 0.1 < 1 for line in bubbles)
+    recording = read_trace_file(tmp_path / "trace.json")
+    placement = Placement.vee(2) if schedule == "zb-v" else Placement.linear(2)
+    for trace in recording.traces.values():
+        assert algorithm_of(trace.timeline.schedule) == algorithm
+        assert trace.timeline.schedule.placement == placement
+        started = Counter(type(span.op) for row in trace.ranks for span in row.lanes)
+        assert started[Spread] and started[Sum]
+        for row in trace.ranks:
+            assert all(span.end_ms >= span.start_ms for span in row.lanes)
+    read = read_costs_file(file)
+    costs, memory = read.on(placement)
+    assert (costs, memory) == (recording.costs, recording.memory)
+    assert costs.vocabulary is not None and memory is not None
+    assert min(*costs.vocabulary.output_ms, *costs.vocabulary.output_wgrad_ms, *costs.vocabulary.embedding_ms) > 0
+    assert min(memory.logits) > 2 * 32 * 1000 * 4, "S keeps a softmax in float32"
+    assert read.tokens is not None and read.tokens.least is None, "slices are not supported"
+    sizes = ["--num-ranks", "2", "--num-microbatches", "8", "--memory-limit", "3p"]
+    assert main(["plan", "--schedule", "zb-auto", *sizes, "--costs", file, "--vocabulary", "auto"]) == 0
+    assert main(["trace", str(tmp_path / "trace.json")]) == 0
+    out = capsys.readouterr().out
+    assert "zb-auto (vocabulary " in out and "along the critical chain" in out

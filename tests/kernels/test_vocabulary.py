@@ -118,3 +118,25 @@ def test_shards_are_equally_large_and_complete() -> None:
     rows = [Rows.of(shard, 6, 9) for shard in range(6)]
     assert {row.num_rows for row in rows} == {2} and sum(row.num_used for row in rows) == 9
     assert [row.first for row in rows] == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize("with_gradient", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_softmax_in_blocks_equals_that_of_all_tokens(name: str, with_gradient: bool) -> None:
+    case = CASES[name]
+    for whole, shard, rows in zip(case.softmaxes(), case.shards, case.rows, strict=True):
+        statistics, *parts = vocabulary.softmax_in_blocks(case.hidden, shard, case.labels, rows, with_gradient)
+        torch.testing.assert_close(statistics, whole.statistics)
+        expected = vocabulary.hidden_gradient_parts(whole, shard) if with_gradient else ()
+        assert len(parts) == len(expected)
+        for part, other in zip(parts, expected, strict=True):
+            torch.testing.assert_close(part, other)
+
+
+@pytest.mark.parametrize(("num_tokens", "num_rows", "most"), [(1, 8, 1), (6, 8, 2), (100, 8, 25), (4096, 2**15, 256)])
+def test_blocks_are_short_and_cover_all_tokens(num_tokens: int, num_rows: int, most: int) -> None:
+    """At most a quarter of the tokens, and 2**24 logits of two sequences."""
+    found = vocabulary.blocks(torch.empty(num_tokens, 2, 1), torch.empty(num_rows, 1))
+    tokens = [token for block in found for token in range(num_tokens)[block]]
+    assert tokens == list(range(num_tokens))
+    assert max(len(range(num_tokens)[block]) for block in found) == most

@@ -7,7 +7,7 @@ results and the order of the steps after the passes are the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -27,11 +27,12 @@ from megatron.zero_bubble.adapter.prepared import Prepared, loss_rank
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
 from megatron.zero_bubble.adapter.vocabulary.build import VocabularyStages
+from megatron.zero_bubble.adapter.vocabulary.logits import KeptLogits, Logits, RecomputedLogits, SavedForT
 from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Plan, Schedule, Slices
+from megatron.zero_bubble.ir import Pass, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.job.rules import check_options
@@ -65,7 +66,7 @@ class Pipeline:
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
-        post_receives, nccl_ctas: see ``ZeroBubbleConfig``.
+        post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -81,10 +82,12 @@ class Pipeline:
         accumulate: GradAccumulator | None = None,
         post_receives: PostReceives = "early",
         nccl_ctas: int = DEFAULT_NCCL_CTAS,
+        recompute_logits: bool = False,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
         self.histories = Histories()
+        self.saved_for_t = SavedForT()
         self.microbatch = 0, 0
         self._make_schedule = make_schedule
         self._timeout = None if peer_timeout_s is None else timedelta(seconds=peer_timeout_s)
@@ -92,6 +95,7 @@ class Pipeline:
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._rollback = rollback
         self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
+        self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], Prepared] = {}
@@ -101,13 +105,19 @@ class Pipeline:
 
     @property
     def num_pending(self) -> int:
-        """Number of weight gradients not computed, keys and values not freed, messages not settled and optimizer steps
-        not validated.
+        """Number of weight gradients not computed, keys, values and logits not freed, messages not settled and
+        optimizer steps not validated.
 
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._transport, self._reports, self._optimizer)
-        return len(self.store) + len(self.histories) + sum(part.num_in_flight for part in under_way if part is not None)
+        kept = len(self.store) + len(self.histories) + len(self.saved_for_t)
+        return kept + sum(part.num_in_flight for part in under_way if part is not None)
+
+    def _operands(self, work: Pass) -> Iterator[torch.Tensor]:
+        """The tensors held in memory until ``work``, a W or T."""
+        yield from self.store.tensors(work)
+        yield from self.saved_for_t.tensors(work)
 
     def post_validated(
         self, optimizer: MegatronOptimizer, chunks: Sequence[DistributedDataParallel]
@@ -204,7 +214,7 @@ class Pipeline:
         if forward_only:
             return self._run(call, None)
         self.microbatch = decoder_seq_length or seq_length, micro_batch_size
-        start = IterationStart(groups.pp, num_microbatches, chunks, self.store.tensors, self.histories.tensors)
+        start = IterationStart(groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 
@@ -252,7 +262,8 @@ class Pipeline:
         if prepared.vocabulary is None:
             return ChainStages()
         assert self._lanes is not None
-        return VocabularyStages(prepared.vocabulary, boundary, call.groups.tp, self._lanes, self.accumulate)
+        facts, tensor = prepared.vocabulary, call.groups.tp
+        return VocabularyStages(facts, boundary, tensor, self._lanes, self.accumulate, self._logits, self.saved_for_t)
 
     def _train(self, iteration: Iteration, prepared: Prepared) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""

@@ -22,6 +22,10 @@ MAXIMUM, TOTAL, LABEL = range(3)
 shards that do not have the label. Statistics are one float32 tensor, (3, s, b)."""
 
 
+_FEWEST_BLOCKS, _MOST_LOGITS = 4, 2**24
+"""The logits of a block of tokens are at most a quarter of all, and 64 MiB in float32."""
+
+
 class Rows(NamedTuple):
     """The rows of the vocabulary that a shard has.
 
@@ -83,6 +87,35 @@ def local_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows) ->
     total = exponentials.sum(-1)
     statistics = torch.stack([maximum, total, of_label])
     return LocalSoftmax(exponentials.div_(total[..., None]), statistics, owned, local)
+
+
+def blocks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    """Blocks of tokens whose logits are computed at a time: at least ``_FEWEST_BLOCKS``, of at most ``_MOST_LOGITS``
+    logits if these are those of more than one token.
+
+    Args:
+        hidden: (s, b, h).
+        weight: (v, h).
+    """
+    num_tokens, logits = len(hidden), hidden.shape[1] * len(weight)
+    length = max(1, min(-(-num_tokens // _FEWEST_BLOCKS), _MOST_LOGITS // logits))
+    return [slice(first, first + length) for first in range(0, num_tokens, length)]
+
+
+def softmax_in_blocks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows, with_gradient: bool
+) -> tuple[Tensor, ...]:
+    """S that keeps no softmax, with the logits of one block of tokens at a time. Arguments as ``local_softmax``.
+
+    Returns:
+        the statistics, and ``with_gradient`` also the results of ``hidden_gradient_parts``.
+    """
+    found = []
+    for block in blocks(hidden, weight):
+        softmax = local_softmax(hidden[block], weight, labels[block], rows)
+        found.append((softmax.statistics, *(hidden_gradient_parts(softmax, weight) if with_gradient else ())))
+    statistics, *parts = zip(*found, strict=True)
+    return torch.cat(statistics, dim=1), *map(torch.cat, parts)
 
 
 def combined(parts: Sequence[Tensor]) -> Tensor:

@@ -3,8 +3,8 @@
 Sizes are counted from the tensors, so that CPU and GPU give the same figures. M_B is the total size of the storages
 that a forward saves for its backward, without parameters; with slices of sequences, of all slices of a microbatch, and
 with the keys and values that they share (the history). M_W is the size of the operands that deferred weight
-gradients hold between B and W, again of all slices. The peak is the maximum total size of these storages after any
-pass.
+gradients hold between B and W, again of all slices. With vocabulary parallelism, the size of what S saves for its T is
+measured as well. The peak is the maximum total size of these storages after any pass.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class MemoryMeter(IterationObserver):
         activation: M_B by stage, in bytes.
         wgrad: M_W by stage, in bytes.
         history: keys and values that the slices of a microbatch share, by stage, in bytes; none without slices.
+        logits: what S saves for T on the rank, by the stage of S, in bytes; none without vocabulary parallelism.
         peak: peak of the rank, in bytes.
     """
 
@@ -44,6 +45,7 @@ class MemoryMeter(IterationObserver):
         self.activation: dict[int, int] = {}
         self.wgrad: dict[int, int] = {}
         self.history: dict[int, int] = {}
+        self.logits: dict[int, int] = {}
         self.peak = 0
         self._counted: set[int] = set()
         self._split: dict[int, int] = {}  # by stage, the first microbatch whose backward is split
@@ -87,16 +89,23 @@ class MemoryMeter(IterationObserver):
             if not work.microbatch:
                 self._count_activation(work)
         elif work.kind is Kind.B:
-            w = Pass(work.stage, Kind.W, work.microbatch, work.slice)
-            tensors = list(self._operands(w))
+            size = self._defer(work, Kind.W)
             if work.microbatch == self._split.setdefault(work.stage, work.microbatch):
-                self.wgrad[work.stage] = self.wgrad.get(work.stage, 0) + storage_bytes(tensors)
-            self._deferred[w] = [_Kept(self._alive, tensor) for tensor in tensors]
-        elif work.kind is Kind.W:
+                self.wgrad[work.stage] = self.wgrad.get(work.stage, 0) + size
+        elif work.kind is Kind.S:
+            self.logits[work.stage] = self._defer(work, Kind.T)
+        elif work.kind in (Kind.W, Kind.T):
             self._deferred.pop(work, None)
         histories = _storages(self._histories())
         outside = sum(size for pointer, size in histories.items() if pointer not in self._alive.size)
         self.peak = max(self.peak, self._alive.num_bytes + outside)
+
+    def _defer(self, work: Pass, kind: Kind) -> int:
+        """Count what ``work`` has stored for its pass of ``kind`` as alive until that pass, and return its size."""
+        later = work._replace(kind=kind)
+        tensors = list(self._operands(later))
+        self._deferred[later] = [_Kept(self._alive, tensor) for tensor in tensors]
+        return storage_bytes(tensors)
 
     def _count_activation(self, work: Pass) -> None:
         """Add what a slice of microbatch 0 has saved, and what no earlier slice has."""
@@ -109,13 +118,16 @@ class MemoryMeter(IterationObserver):
             self.history[work.stage] = sum(history.values())
 
     def gather(self, group: dist.ProcessGroup) -> PassMemory:
-        """M_B, M_W and history of all stages, in bytes. A collective call of the pipeline's ``group``."""
+        """M_B, M_W and history of all stages, and what S saves on all ranks, in bytes.
+
+        A collective call of the pipeline's ``group``.
+        """
         figures: list[Any] = [None] * group.size()
-        dist.all_gather_object(figures, (self.activation, self.wgrad, self.history), group=group)
+        dist.all_gather_object(figures, (self.activation, self.wgrad, self.history, self.logits), group=group)
         of_stages = [{s: b for kept in kind for s, b in kept.items()} for kind in zip(*figures, strict=True)]
-        stages = sorted(of_stages[0])
+        stages, logits = sorted(of_stages[0]), of_stages.pop()
         activation, wgrad, history = (tuple(float(kind.get(stage, 0)) for stage in stages) for kind in of_stages)
-        return PassMemory(activation, wgrad, history)
+        return PassMemory(activation, wgrad, history, logits=tuple(float(logits[stage]) for stage in sorted(logits)))
 
     def _unhook(self) -> None:
         if self._hooks is not None:

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
-from megatron.zero_bubble.adapter.vocabulary.passes import TensorParallel, VocabularyStage
+from megatron.zero_bubble.adapter.vocabulary.logits import Logits, SavedForT
+from megatron.zero_bubble.adapter.vocabulary.passes import VocabularyStage
 from megatron.zero_bubble.adapter.vocabulary.shards import Shards
 from megatron.zero_bubble.adapter.vocabulary.stages import FirstStage, LastStage
+from megatron.zero_bubble.adapter.vocabulary.tensor_parallel import TensorParallel
 from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes, VocabularyTransfers
 from megatron.zero_bubble.ir import Op, Pass, Plan
 from megatron.zero_bubble.ir.passes import VOCABULARY
@@ -34,6 +36,8 @@ class VocabularyStages:
         tensor: the tensor-parallel group.
         lanes: run the collectives.
         accumulate: accumulates the gradients of the weights.
+        logits: computes logits, and their gradients.
+        saved: notes what S saves for T.
     """
 
     facts: VocabularyFacts
@@ -41,6 +45,8 @@ class VocabularyStages:
     tensor: dist.ProcessGroup
     lanes: Lanes
     accumulate: GradAccumulator
+    logits: Logits
+    saved: SavedForT
 
     def make(self, parts: Sequence[StageParts]) -> Mapping[int, Stage]:
         """The stages of the rank, which also run the passes of the vocabulary."""
@@ -64,6 +70,8 @@ class VocabularyStages:
             shards,
             self._shapes(shards),
             TensorParallel(self.tensor, divides),
+            self.logits,
+            self.saved,
             loss_of,
             read_tokens,
             self.accumulate,

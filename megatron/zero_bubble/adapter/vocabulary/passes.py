@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import tensor_parallel
 
 from megatron.zero_bubble.adapter.stage import StepArguments
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
+from megatron.zero_bubble.adapter.vocabulary.logits import Logits, SavedForT
 from megatron.zero_bubble.adapter.vocabulary.shards import Shards
-from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes, Tensors
+from megatron.zero_bubble.adapter.vocabulary.tensor_parallel import TensorParallel
+from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.kernels import vocabulary
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -21,38 +21,6 @@ from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import Product
 
 _METHODS = {Kind.S: "_softmax", Kind.T: "_weights", Kind.L: "_loss", Kind.I: "_look_up", Kind.J: "_rows"}
-
-
-class TensorParallel(NamedTuple):
-    """How tensor-parallel ranks share the work of a shard: each has rows of its own.
-
-    Attributes:
-        group: the tensor-parallel ranks.
-        divides_sequence: whether hidden states are divided among them along the sequence.
-    """
-
-    group: dist.ProcessGroup
-    divides_sequence: bool
-
-    def whole_sequence(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The hidden states of all tokens, (s, b, h)."""
-        return tensor_parallel.gather_from_sequence_parallel_region(hidden) if self.divides_sequence else hidden
-
-    def added(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Add what the ranks computed, (s, b, h) -> (s/t, b, h)."""
-        if self.divides_sequence:
-            return tensor_parallel.reduce_scatter_to_sequence_parallel_region(hidden)
-        return tensor_parallel.reduce_from_tensor_model_parallel_region(hidden)
-
-    def softmax(self, own: vocabulary.LocalSoftmax) -> vocabulary.LocalSoftmax:
-        """The softmax over the rows of all tensor-parallel ranks, from that over those of this rank."""
-        if self.group.size() == 1:
-            return own
-        parts = [torch.empty_like(own.statistics) for _ in range(self.group.size())]
-        dist.all_gather(parts, own.statistics, group=self.group)
-        whole = vocabulary.combined(parts)
-        probabilities = own.probabilities.mul_(vocabulary.share(own.statistics, whole)[..., None])
-        return own._replace(probabilities=probabilities, statistics=whole)
 
 
 class VocabularyStage:
@@ -64,6 +32,8 @@ class VocabularyStage:
         shards: the rank's rows of embedding and output layer.
         shapes: shapes of a microbatch.
         tensor: the tensor-parallel ranks.
+        logits: computes logits, and their gradients.
+        saved: notes what S saves for T.
         loss_of: on the rank of the last stage, returns the loss of a microbatch from those of its tokens, (b, s).
         read_tokens: on the rank of the first stage, returns the tokens of a microbatch, (b, s).
         accumulate: accumulates the gradients of the weights.
@@ -77,6 +47,8 @@ class VocabularyStage:
         shards: Shards,
         shapes: Shapes,
         tensor: TensorParallel,
+        logits: Logits,
+        saved: SavedForT,
         loss_of: Callable[[int, torch.Tensor], torch.Tensor] | None,
         read_tokens: Callable[[int], torch.Tensor] | None,
         accumulate: GradAccumulator,
@@ -87,6 +59,8 @@ class VocabularyStage:
         self._shards = shards
         self._shapes = shapes
         self._tensor = tensor
+        self._logits = logits
+        self._saved = saved
         self._loss_of = loss_of
         self._read_tokens = read_tokens
         self._accumulate = accumulate
@@ -98,20 +72,16 @@ class VocabularyStage:
         return run(work, inputs)
 
     @torch.no_grad()
-    def _softmax(self, _work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
+    def _softmax(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         hidden, labels = inputs[0]
         output, trains = self._shards.output, not self._step.forward_only
-        weight = output(None)
-        whole = self._tensor.whole_sequence(hidden)
-        own = vocabulary.local_softmax(whole, weight, labels.t().contiguous(), output.rows)
-        softmax = self._tensor.softmax(own)
+        prepares = trains and self._facts.algorithm == 2
+        made = self._logits.softmax(hidden, output(None), labels.t().contiguous(), output.rows, self._tensor, prepares)
+        part = made.statistics, *made.gradient
         if not trains:
-            return ((softmax.statistics,),)
-        gradient: Tensors = ()
-        if self._facts.algorithm == 2:
-            parts = vocabulary.hidden_gradient_parts(softmax, weight)
-            gradient = tuple(self._tensor.added(part) for part in parts)
-        return (softmax.statistics, *gradient), (softmax, hidden)
+            return (part,)
+        self._saved.add(work, made.saved)
+        return part, made.saved
 
     def _loss(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
         losses, maximum, total, *gradient = inputs[0]
@@ -133,16 +103,22 @@ class VocabularyStage:
 
     @torch.no_grad()
     def _weights(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
-        (of_losses, maximum, total), (softmax, hidden) = inputs
-        weight = self._shards.output.used_weight
+        (of_losses, maximum, total), saved = inputs
+        output = self._shards.output
+        weight, by_kernel = output.used_weight, self._step.config.gradient_accumulation_fusion
+        x = self._tensor.whole_sequence(saved.hidden)
         whole = torch.stack([maximum, total])
-        grad = vocabulary.logits_gradient(softmax, whole, of_losses).to(weight.dtype)
-        x = self._tensor.whole_sequence(hidden)
-        by_kernel = self._step.config.gradient_accumulation_fusion
-        product = Product(weight, None, x.flatten(0, 1), grad.flatten(0, 1), by_kernel)
-        with self._synchronized(work):
-            self._accumulate.add([[product]], ready=self._is_ready(work))
-        return ((self._tensor.added(torch.matmul(grad, weight)),),) if self._facts.algorithm == 1 else ()
+        of_hidden, done = [], 0
+        for block, of_logits in self._logits.gradients(saved, x, weight, output.rows, whole, of_losses):
+            grad = of_logits.to(weight.dtype)
+            done += len(block)
+            is_last = done == len(x)
+            product = Product(weight, None, block.flatten(0, 1), grad.flatten(0, 1), by_kernel)
+            with self._synchronized(work, is_last):
+                self._accumulate.add([[product]], ready=is_last and self._is_ready(work))
+            if self._facts.algorithm == 1:
+                of_hidden.append(torch.matmul(grad, weight))
+        return ((self._tensor.added(torch.cat(of_hidden)),),) if self._facts.algorithm == 1 else ()
 
     @torch.no_grad()
     def _look_up(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -168,7 +144,8 @@ class VocabularyStage:
         tied = self._shards.output.used_weight is self._shards.embedding.weight
         return self._sync is not None and self._facts.completes(work, tied)
 
-    def _synchronized(self, work: Pass) -> AbstractContextManager[None]:
+    def _synchronized(self, work: Pass, is_last: bool = True) -> AbstractContextManager[None]:
+        """Context around the accumulation of a gradient, which may be the last one of ``work``."""
         if self._sync is None:
             return nullcontext()
-        return self._sync.ready() if self._is_ready(work) else self._sync.paused()
+        return self._sync.ready() if is_last and self._is_ready(work) else self._sync.paused()
