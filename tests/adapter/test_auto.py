@@ -90,6 +90,20 @@ def test_schedules_of_slices_are_searched_for(ranks: RankPool, cuts: str) -> Non
     assert values(sliced.grad_norms) == pytest.approx(values(stock.grad_norms), rel=1e-4)
 
 
+@pytest.mark.parametrize("options", ["2 --zero-bubble-memory-limit 1.5p", f"1 {ON_A_V} --zero-bubble-recompute-logits"])
+def test_schedules_with_a_divided_vocabulary_are_searched_for(ranks: RankPool, options: str) -> None:
+    """Costs are measured with the passes of the vocabulary, and the losses are those of whole layers up to rounding."""
+    auto, first = f"zb-auto --zero-bubble-vocabulary-parallel {options}", "zb-v" if ON_A_V in options else None
+    flags = Layout(2, num_layers=4).flags(3, f"--train-iters {STEPS}")
+    results = ranks.run(2, train_and_wait_for_the_plan, flags, [first, auto], timeout=200)
+    algorithm = options.split(maxsplit=1)[0]
+    assert set(results[0][1]) == {f"switched to the planned schedule: zb-auto (vocabulary {algorithm}), 1 slices"}
+    for (whole, divided), _ in results:
+        assert len(values(divided.grad_norms)) >= STEPS
+        assert values(divided.losses) == pytest.approx(values(whole.losses), rel=5e-7)
+        assert values(divided.grad_norms) == pytest.approx(values(whole.grad_norms), rel=1e-6)
+
+
 def slices_measured_and_planned(rank: int, slices: Slices) -> list[Slices]:
     """Return the cuts of the first schedule, then those of the request to the planner."""
     from megatron.zero_bubble.adapter import auto

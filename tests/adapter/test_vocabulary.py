@@ -5,12 +5,17 @@ A row combines options that do not mask each other's errors.
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
 import pytest
 
+from megatron.zero_bubble.__main__ import main
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.adapter.test_slices_training import times_ready
 from tests.helpers.faults import Fault, train_with_faults
-from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers.parity import Layout, Outcome, _under_each, assert_same_bits, run_once, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.slices import Difference
 from tests.helpers.vocabulary import differences, distances_in_bf16, largest_differences
@@ -22,6 +27,7 @@ def divided(*schedules: str, more: str = "") -> list[str]:
 
 
 MANY = divided("1f1b", "zb-h1")
+AGAIN = "--zero-bubble-recompute-logits"
 FULL_RECOMPUTE = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 DISTRIBUTED = f"--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather {BUCKETS}"
 
@@ -32,6 +38,18 @@ ROWS = {
     "two stages per rank, tied": (Layout(2, num_layers=4), 3, "", divided("zb-v", "interleaved-1f1b")),
     "tp=2 and sequence parallel": (Layout(2, tensor=2), 3, f"--sequence-parallel {UNTIED} {ROPE}", MANY),
     "tp=2, tied": (Layout(2, tensor=2), 3, "", MANY[2:]),
+    "recomputed logits, padding, per-token loss": (
+        Layout(2),
+        3,
+        "--calculate-per-token-loss",
+        divided("zb-h1", more=AGAIN),
+    ),
+    "recomputed logits, tp=2 and sequence parallel": (
+        Layout(2, tensor=2),
+        3,
+        f"--sequence-parallel {UNTIED} {ROPE}",
+        divided("zb-h1", more=AGAIN),
+    ),
 }
 """Layout, number of microbatches, options, schedules."""
 
@@ -41,7 +59,7 @@ STEPS = {
         Layout(2, data=2),
         3,
         f"{UNTIED} {DISTRIBUTED} --zero-bubble-fuse-wgrad",
-        MANY,
+        [*MANY, *divided("zb-h1", more=AGAIN)],
     ),
     "dp=2, aligned reduction, tied": (Layout(2, data=2), 2, f"--overlap-grad-reduce {BUCKETS}", MANY[2:]),
     "dp=2, reduction without alignment, tied": (
@@ -125,6 +143,42 @@ def test_bf16_is_no_farther_from_float32_than_stock(ranks: RankPool, more: str) 
 def test_every_weight_is_ready_for_its_reduction_once(ranks: RankPool, options: str) -> None:
     """T and J both add to a tied weight, and the last of them makes it ready."""
     flags = Layout(2).flags(3, f"--overlap-grad-reduce --no-align-grad-reduce {BUCKETS} {options}")
-    for schedule in MANY[1:3]:
+    for schedule in (*MANY[1:3], *divided("zb-h1", more=AGAIN)):
         for counts in ranks.run(2, times_ready, flags, schedule, timeout=60):
             assert set(counts) == {1}
+
+
+def test_plan_of_a_file_equals_whole_layers(ranks: RankPool, tmp_path: Path) -> None:
+    """``zero-bubble plan --vocabulary`` writes what a run takes, with and without the flag."""
+    sizes = "--num-ranks 2 --num-microbatches 3 --forward-ms 1 --backward-ms 1 --wgrad-ms 1 --format json"
+    schedules = []
+    for algorithm, flags in (("1", ""), ("2", "--zero-bubble-vocabulary-parallel 2")):
+        file = tmp_path / f"{algorithm}.json"
+        shards = f"--output-ms 0.5 --output-wgrad-ms 0.3 --vocabulary {algorithm} --memory-limit 2p"
+        with redirect_stdout(StringIO()) as text:
+            assert main(f"plan --schedule zb-auto --placement linear {sizes} {shards}".split()) == 0
+        file.write_text(text.getvalue())
+        schedules.append(f"--zero-bubble-schedule-file {file} {flags}")
+    flags = Layout(2).flags(3, f"{UNTIED} --eval-iters 0")
+    check(ranks.run(2, differences, flags, schedules, timeout=120))
+
+
+def bytes_from_s_to_t(_rank: int, flags: str, schedules: list[str]) -> list[tuple[float, ...]]:
+    """Return what S keeps for T on all ranks, per schedule, as the planner gets it."""
+    from megatron.core import parallel_state
+
+    found = []
+    for args, pipeline in _under_each(flags, schedules):
+        run_once(args)
+        found.append(pipeline.memory.gather(parallel_state.get_pipeline_model_parallel_group()).logits)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_recomputed_logits_keep_only_hidden_states_and_labels(ranks: RankPool, tmp_path: Path, algorithm: int) -> None:
+    tokens, hidden, rows = 8 * 2, 16, 16  # of a microbatch, and of the shard
+    schedules = divided("zb-h1")[algorithm - 1 : algorithm] + divided("zb-h1", more=AGAIN)[algorithm - 1 : algorithm]
+    flags = Layout(2).flags(3, f"{UNTIED} --train-iters 1 --zero-bubble-record-costs {tmp_path}/costs.json")
+    for kept, again in ranks.run(2, bytes_from_s_to_t, flags, schedules, timeout=120):
+        assert set(again) == {tokens * (4 * hidden + 8)}, "hidden states in float32, and labels"
+        assert min(kept) >= again[0] + tokens * 4 * rows, "also the softmax in float32"

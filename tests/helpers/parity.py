@@ -173,7 +173,7 @@ def _under_each(flags: str, schedules: Sequence[str | None]) -> Iterator[tuple[A
             ours, words = parse_ours([*BASE_FLAGS.split(), *words])  # stock does not know our flags
             words += ["--zero-bubble-device", ours.zero_bubble_device]
         else:
-            words += ["--zero-bubble-schedule", *schedule.split()]
+            words += schedule.split() if schedule[0] == "-" else ["--zero-bubble-schedule", *schedule.split()]
             words += [] if "--zero-bubble-fuse-wgrad" in flags else ["--zero-bubble-exact"]
         args = parse([*BASE_FLAGS.split(), *words])
         check(args, torch.distributed.get_world_size())

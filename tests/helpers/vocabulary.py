@@ -23,8 +23,7 @@ def whole_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tupl
     """
     from megatron.core import parallel_state
 
-    from megatron.zero_bubble.job.flags import vocabulary_algorithm
-
+    divided = args.source is not None and args.source.vocabulary is not None
     own, start = own_gradients_of(args, start)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     tensor = parallel_state.get_tensor_model_parallel_group()
@@ -38,9 +37,7 @@ def whole_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tupl
         shards = [
             stages[stage][name] for stage in range(pipeline.size()) for stages in of_ranks if name in stages[stage]
         ]
-        if (
-            name == EMBEDDING and vocabulary_algorithm(args) is None
-        ):  # stock's tied output layer has no shard of its own
+        if name == EMBEDDING and not divided:  # stock's tied output layer has no shard of its own
             shards = shards[: tensor.size()]
         merged[name] = torch.cat(shards)
     return Gradients(own.losses, merged), start

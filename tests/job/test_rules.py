@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import parse_ours
-from megatron.zero_bubble.job.rules import Job, check_flags, check_options
+from megatron.zero_bubble.job.flags import config_of, parse_ours
+from megatron.zero_bubble.job.rules import Job, check_flags, check_options, place_stages
+from megatron.zero_bubble.job.runnable import check_runnable
+from tests.job.test_source import divided_plan
 
 
 @pytest.mark.parametrize(
@@ -124,7 +131,42 @@ def test_vocabulary_parallelism_refuses_flags(flags: str, under_launcher: bool, 
     check_flags(Job(options, under_launcher=under_launcher))
 
 
-@pytest.mark.parametrize("given", [{"schedule": "zb-auto"}, {"schedule": "seq-zb-h1"}, {"schedule_file": "file"}])
-def test_vocabulary_parallelism_needs_a_named_schedule_of_whole_sequences(given: dict[str, str]) -> None:
+def test_recomputed_logits_need_vocabulary_parallelism() -> None:
+    recompute = ["--zero-bubble-recompute-logits", "--zero-bubble-schedule", "zb-h1"]
+    for flags in ([], ["--zero-bubble-vocabulary-parallel", "off"]):
+        with pytest.raises(UserError, match="--zero-bubble-recompute-logits has no effect without vocabulary"):
+            check_flags(Job(parse_ours([*recompute, *flags])[0]))
+    with pytest.raises(UserError, match="recompute_logits has no effect without vocabulary parallelism"):
+        ZeroBubbleConfig("zb-h1", recompute_logits=True)
+    options, _ = parse_ours([*recompute, "--zero-bubble-vocabulary-parallel", "1"])
+    check_flags(Job(options))
+    assert config_of(options).recompute_logits
+
+
+@pytest.mark.parametrize("given", [{"schedule": "seq-zb-h1"}, {"schedule": "zb-auto", "num_slices": 2}])
+def test_vocabulary_parallelism_needs_whole_sequences(given: dict[str, Any]) -> None:
     with pytest.raises(UserError, match="vocabulary parallelism needs a schedule of whole sequences"):
-        ZeroBubbleConfig(vocabulary=2, **given)  # type: ignore[arg-type]
+        ZeroBubbleConfig(vocabulary=2, **given)
+
+
+def test_vocabulary_of_a_schedule_file_must_not_be_left_undivided(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(plan_to_json(divided_plan(2)))
+    job = SimpleNamespace(pipeline_model_parallel_size=2)
+    for flags in ([], ["--zero-bubble-vocabulary-parallel", "2"]):
+        options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), *flags])
+        assert place_stages(options, job, None, 1.0)[1].vocabulary == 2
+    options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), "--zero-bubble-vocabulary-parallel", "off"])
+    with pytest.raises(UserError, match="must be that of the schedule file, 2; got off with"):
+        place_stages(options, job, None, 1.0)
+
+
+@pytest.mark.parametrize("kind", ["I", "S", "T", "J"])
+def test_passes_of_the_vocabulary_must_be_in_the_order_of_the_data(kind: str) -> None:
+    schedule = divided_plan(2).schedule
+    check_runnable(schedule, 2, 3)
+    places = [at for at, p in enumerate(schedule.order[0]) if p.kind is Kind(kind)]
+    row = list(schedule.order[0])
+    row[places[0]], row[places[1]] = row[places[1]], row[places[0]]
+    with pytest.raises(UserError, match=f"runs the {kind} passes of rank 0 for microbatches 1, 0, 2; sort them"):
+        check_runnable(replace(schedule, order=(tuple(row), schedule.order[1])), 2, 3)

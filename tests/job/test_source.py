@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, ZeroBubbleConfig, build, simulate, validate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.job.source import ScheduleSource, even_costs
 
 
 def test_source_by_name() -> None:
@@ -72,3 +75,41 @@ def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> Non
         ZeroBubbleConfig("zb-h3").sources()
     with pytest.raises(ValueError, match="cannot read the schedule file"):
         ZeroBubbleConfig(schedule_file=str(tmp_path / "none.json")).sources()
+
+
+def divided_plan(algorithm: Algorithm) -> Timeline:
+    """The simulation of ``zb-h1`` for 2 ranks and 3 microbatches, with passes of the vocabulary."""
+    source = ZeroBubbleConfig("zb-h1", vocabulary=algorithm).sources()(2)
+    return simulate(source.make(3), even_costs(source.placement))
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_vocabulary_is_that_of_the_file(tmp_path: Path, algorithm: Algorithm) -> None:
+    file = tmp_path / "plan.json"
+    timeline = divided_plan(algorithm)
+    file.write_text(plan_to_json(timeline))
+    for given in (None, algorithm):
+        source = ZeroBubbleConfig(schedule_file=str(file), vocabulary=given, recompute_logits=True).sources()(2)
+        assert source.vocabulary == algorithm and source.make(3) == timeline.schedule
+    other: Algorithm = 2 if algorithm == 1 else 1
+    message = f"must be that of the schedule file, {algorithm}; got vocabulary={other}"
+    with pytest.raises(UserError, match=message):
+        ZeroBubbleConfig(schedule_file=str(file), vocabulary=other).sources()
+
+
+def test_file_without_vocabulary_passes_does_not_suit_a_divided_vocabulary(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=3)
+    file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
+    assert ZeroBubbleConfig(schedule_file=str(file)).sources()(2).vocabulary is None
+    with pytest.raises(UserError, match="which is without it; got vocabulary=2"):
+        ZeroBubbleConfig(schedule_file=str(file), vocabulary=2).sources()
+    with pytest.raises(UserError, match="recompute_logits has no effect .* is without it"):
+        ZeroBubbleConfig(schedule_file=str(file), recompute_logits=True).sources()
+
+
+@pytest.mark.parametrize(("placement", "first"), [("linear", "zb-h1"), ("vee", "zb-v")])
+def test_search_with_a_divided_vocabulary_starts_from_a_named_schedule(placement: str, first: str) -> None:
+    source = ZeroBubbleConfig("zb-auto", placement=placement, vocabulary=2).sources()(2)  # type: ignore[arg-type]
+    assert source.vocabulary == 2
+    assert source.make(4) == ZeroBubbleConfig(first, vocabulary=2).sources()(2).make(4)

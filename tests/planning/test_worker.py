@@ -13,13 +13,19 @@ from typing import Any, Literal
 
 import pytest
 
+from megatron.zero_bubble import Placement, simulate
 from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import schedule_from_json
 from megatron.zero_bubble.ir import WHOLE, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.planning import worker
 from megatron.zero_bubble.planning.worker import Request
 
@@ -104,3 +110,18 @@ def test_worker_process_has_the_lowest_priority() -> None:
                 time.sleep(0.02)
         finally:
             process.kill()
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_divided_vocabulary_is_planned_for(algorithm: Algorithm) -> None:
+    """The planned order is never longer than that of the first schedule of the run."""
+    costs = replace(PassCosts.uniform(Placement.linear(2), 3, 3, 2), vocabulary=VocabularyCosts.uniform(2, 2, 1))
+    memory = PassMemory((2.0**30,) * 2, (2.0**28,) * 2, logits=(2.0**27,) * 2)
+    request = Request(costs_to_json(costs, memory), 2, 6, "3p", "linear", "makespan", vocabulary=algorithm)
+    assert Request.from_json(request.to_json()) == request
+    timeline = worker.plan(request)
+    assert algorithm_of(timeline.schedule) == algorithm
+    first = ScheduleSource.automatic("linear", 2, vocabulary=algorithm).make(6)
+    assert timeline.makespan_ms <= simulate(first, costs).makespan_ms
+    assert max(most_kept(timeline, memory)) <= 6 * 2.0**30
+    check_runnable(timeline.schedule, 2, 6)

@@ -21,6 +21,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.post_validation import planned_gain
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
@@ -44,6 +45,7 @@ class AutoOptions:
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
         slices: the cuts of sequences; they do not change during the run.
+        vocabulary: the algorithm of vocabulary parallelism, if any; it does not change during the run.
     """
 
     memory_limit: str = "1p"
@@ -54,6 +56,7 @@ class AutoOptions:
     check_every: int = 100
     drift: float = 0.1
     slices: Slices = WHOLE
+    vocabulary: Algorithm | None = None
 
 
 class AutoSchedule(IterationObserver):
@@ -88,7 +91,8 @@ class AutoSchedule(IterationObserver):
         if size in self._planned:
             return self._planned[size]
         if size not in self._first:
-            source = ScheduleSource.automatic(self._options.placement, num_ranks, self._options.slices)
+            options = self._options
+            source = ScheduleSource.automatic(options.placement, num_ranks, options.slices, options.vocabulary)
             self._first[size] = source.make(num_microbatches)
         return self._first[size]
 
@@ -156,6 +160,7 @@ class AutoSchedule(IterationObserver):
                         options.placement,
                         "span" if options.post_validation else "makespan",
                         options.slices,
+                        options.vocabulary,
                     )
                 )
         self._waiting = bool(_from_first_rank(int(replan)))

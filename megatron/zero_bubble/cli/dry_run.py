@@ -26,6 +26,7 @@ from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
+from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build
 
@@ -119,7 +120,10 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
     if args.zero_bubble_schedule == AUTO:
         objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
         config = args.zero_bubble
-        return auto(costs, costs.limit(config.memory_limit), config.placement, objective, config.cuts() or WHOLE)
+        wanted = costs.limit(config.memory_limit), config.placement, objective
+        if config.vocabulary is not None:
+            return auto_with_vocabulary(costs, config.vocabulary, *wanted)
+        return auto(costs, *wanted, config.cuts() or WHOLE)
     if args.source is not None:
         source: ScheduleSource = args.source
         return source.make(num_microbatches)

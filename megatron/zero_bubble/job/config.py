@@ -34,7 +34,9 @@ class ZeroBubbleConfig:
         attention_share: share of a forward that attention takes, for cuts after which all slices take equal time; None
             for equally long slices.
         vocabulary: algorithm, 1 or 2, with which embedding and output layer are divided over all pipeline ranks; None
-            leaves them on the first and the last stage.
+            leaves them on the first and the last stage, or takes the algorithm of ``schedule_file``.
+        recompute_logits: with ``vocabulary``, compute the logits again for the weight gradient of the output layer
+            instead of keeping their softmax.
         placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
         schedule_file: a file written by ``zero-bubble plan --format json``.
         memory_limit: activation-memory limit per rank for ``zb-auto``, in the units of ``zero-bubble plan
@@ -64,6 +66,7 @@ class ZeroBubbleConfig:
     slice_ends: tuple[int, ...] | None = None
     attention_share: float | None = None
     vocabulary: Algorithm | None = None
+    recompute_logits: bool = False
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
     memory_limit: str = "1p"
@@ -101,12 +104,7 @@ class ZeroBubbleConfig:
                 f"{self.schedule or self.schedule_file}; leave it out"
             )
         self._check_slices()
-        if self.vocabulary is not None and (self.schedule_file is not None or self.schedule in (*sliced(), AUTO)):
-            raise UserError(
-                "vocabulary parallelism needs a schedule of whole sequences that is selected by name, into which its "
-                f"passes are inserted; got vocabulary={self.vocabulary} with {self.schedule or self.schedule_file}; "
-                "choose another schedule, for example zb-h1, or leave it out"
-            )
+        self._check_vocabulary()
         if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
             raise UserError(
                 f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
@@ -117,6 +115,20 @@ class ZeroBubbleConfig:
             raise UserError(f"nccl_ctas must be positive; got {self.nccl_ctas}; leave it out for {DEFAULT_NCCL_CTAS}")
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
+
+    def _check_vocabulary(self) -> None:
+        cuts = self.cuts()
+        if self.vocabulary is not None and (self.schedule in sliced() or (cuts is not None and len(cuts) > 1)):
+            raise UserError(
+                "vocabulary parallelism needs a schedule of whole sequences; got "
+                f"vocabulary={self.vocabulary} with slices of sequences under {self.schedule}; choose another "
+                "schedule, for example zb-h1, or leave one of them out"
+            )
+        if self.recompute_logits and self.vocabulary is None and self.schedule_file is None:
+            raise UserError(
+                "recompute_logits has no effect without vocabulary parallelism, whose passes compute the logits; got "
+                f"vocabulary=None with {self.schedule}; leave it out"
+            )
 
     def _check_slices(self) -> None:
         given = {name: getattr(self, name) for name in ("num_slices", "slice_ends", "attention_share")}
@@ -170,10 +182,25 @@ class ZeroBubbleConfig:
         """
         if self.schedule_file is not None:
             source = ScheduleSource.from_file(self.schedule_file)
+            self._check_file(source)
             return lambda _: source
+        cuts, vocabulary = self.cuts(), self.vocabulary
         if self.schedule == AUTO:
-            return functools.partial(ScheduleSource.automatic, self.placement, slices=self.cuts())
+            return functools.partial(ScheduleSource.automatic, self.placement, slices=cuts, vocabulary=vocabulary)
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
-        cuts, vocabulary = self.cuts(), self.vocabulary
         return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=cuts, vocabulary=vocabulary)
+
+    def _check_file(self, source: ScheduleSource) -> None:
+        has, wanted = source.vocabulary, self.vocabulary
+        if wanted not in (None, has):
+            raise UserError(
+                "the algorithm of vocabulary parallelism must be that of the schedule file, "
+                f"{has or 'which is without it'}; got vocabulary={wanted} with {self.schedule_file}; leave vocabulary "
+                f"out, or write another file with zero-bubble plan --vocabulary {wanted}"
+            )
+        if self.recompute_logits and has is None:
+            raise UserError(
+                "recompute_logits has no effect without vocabulary parallelism, whose passes compute the logits; the "
+                f"schedule file {self.schedule_file} is without it; leave it out"
+            )

@@ -61,6 +61,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "algorithm 1, all ranks wait for each other twice per microbatch, with algorithm 2 once, for one more product "
         "of matrices in the forward and one less in the backward; default: off",
     )
+    _add_switch(
+        add,
+        "--zero-bubble-recompute-logits",
+        "with --zero-bubble-vocabulary-parallel: compute the logits again, in blocks of tokens, for the weight "
+        "gradient of the output layer, instead of keeping their softmax, 4 bytes per token and entry of the rank's "
+        "part of the vocabulary",
+    )
     add(
         "--zero-bubble-placement",
         choices=("linear", "vee"),
@@ -221,6 +228,7 @@ def config_of(
         slice_ends=options.zero_bubble_slice_ends,
         attention_share=options.zero_bubble_attention_share,
         vocabulary=vocabulary_algorithm(options),
+        recompute_logits=bool(options.zero_bubble_recompute_logits),
         placement=options.zero_bubble_placement or "linear",
         memory_limit=options.zero_bubble_memory_limit or "1p",
         post_validation=bool(options.zero_bubble_post_validation),

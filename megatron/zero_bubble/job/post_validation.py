@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource
+from megatron.zero_bubble.job.source import AUTO, ScheduleSource, even_costs
 
 
 def forecast(source: ScheduleSource, num_microbatches: int) -> str:
@@ -27,7 +26,7 @@ def planned_gain(timeline: Timeline) -> str:
 
 def _of_equal_passes(schedule: Schedule) -> Timeline:
     """The timeline in units of the F of all stages of a rank, with F, B and W of equal length."""
-    return simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))
+    return simulate(schedule, even_costs(schedule.placement))
 
 
 def _gain(timeline: Timeline, unit: str = "") -> str:

@@ -17,10 +17,11 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import config_of, has_schedule, records
+from megatron.zero_bubble.job.flags import config_of, has_schedule, records, vocabulary_algorithm
 from megatron.zero_bubble.job.runnable import check_placement, check_runnable
 from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
+from megatron.zero_bubble.job.vocabulary import check_divided
 from megatron.zero_bubble.schedules import sliced
 
 
@@ -85,6 +86,11 @@ _RULES = (
         lambda job: job.has_schedule,
         "needs a zero-bubble schedule, into which its passes are inserted, got none; give --zero-bubble-schedule zb-h1 "
         "or drop the flag",
+    ),
+    _Rule(
+        ("recompute-logits",),
+        lambda job: vocabulary_algorithm(job.options) is not None or bool(job.options.zero_bubble_schedule_file),
+        "has no effect without vocabulary parallelism; give --zero-bubble-vocabulary-parallel 2 or drop the flag",
     ),
     _Rule(
         ("placement", "memory-limit"),
@@ -325,8 +331,7 @@ def check_options(
         )
         if applies and value not in (option.allowed, None):
             raise UserError(
-                f"{option.subject} need {option.name}="
-                f"{option.allowed!r}, because {option.why}; got {value!r}; "
+                f"{option.subject} need {option.name}={option.allowed!r}, because {option.why}; got {value!r}; "
                 + (option.remedy or f"drop --{option.name.replace('_', '-')}")
             )
     recipe = getattr(values, "fp8_recipe", None)
@@ -377,6 +382,7 @@ def place_stages(
     if config.takes_chunks:
         config = replace(config, num_chunks=num_chunks)
     source = config.sources()(ranks)
+    check_divided(options, source)
     placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks

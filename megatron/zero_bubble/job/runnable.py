@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind, Placement, Schedule
+from megatron.zero_bubble.ir.passes import VOCABULARY
 
 
 def check_placement(placement: Placement, num_ranks: int) -> None:
@@ -48,6 +49,7 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
         )
     placement = schedule.placement
     check_placement(placement, schedule.num_ranks)
+    _check_vocabulary(schedule)
     for stage, rank in enumerate(placement.stage_to_rank):
         row = [p for p in schedule.order[rank] if p.stage == stage]
         forward = [(p.microbatch, p.slice) for p in row if p.kind is Kind.F]
@@ -65,6 +67,18 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
                 f"exact and can be reduced after the last W; stage {stage} of {schedule.name!r} runs W of microbatch "
                 f"{_named([early])} too early; move it behind the W passes of earlier backwards"
             )
+
+
+def _check_vocabulary(schedule: Schedule) -> None:
+    for rank, row in enumerate(schedule.order):
+        for kind in VOCABULARY:
+            microbatches = [p.microbatch for p in row if p.kind is kind]
+            if microbatches != sorted(microbatches):
+                raise UserError(
+                    "each rank must run the passes of the vocabulary in the order of the data; "
+                    f"{schedule.name!r} runs the {kind} passes of rank {rank} for microbatches "
+                    f"{', '.join(map(str, microbatches))}; sort them"
+                )
 
 
 def _named(units: list[tuple[int, int]]) -> str:

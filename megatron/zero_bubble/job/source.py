@@ -12,7 +12,7 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.formats.plan import read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
-from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
@@ -31,11 +31,13 @@ class ScheduleSource:
         placement: placement of the stages, the same for every number of microbatches.
         make: returns the schedule for a number of microbatches. For a file, it returns the file's schedule whatever
             the number; for ``zb-auto``, the schedule that runs before the planned one.
+        vocabulary: the algorithm of vocabulary parallelism that all its schedules have; None without it.
     """
 
     name: str
     placement: Placement
     make: Callable[[int], Schedule]
+    vocabulary: Algorithm | None = None
 
     @classmethod
     def by_name(
@@ -61,7 +63,8 @@ class ScheduleSource:
 
         if vocabulary is None:
             return cls(name, placement, make)
-        return cls(name, placement, functools.cache(lambda count: _with_vocabulary(make(count), vocabulary)))
+        divided = functools.cache(lambda count: _with_vocabulary(make(count), vocabulary))
+        return cls(name, placement, divided, vocabulary)
 
     @classmethod
     def from_file(cls, path: str | Path) -> ScheduleSource:
@@ -71,21 +74,25 @@ class ScheduleSource:
             UserError: the file cannot be read or does not contain a valid schedule.
         """
         schedule = read_schedule_file(path)
-        return cls(str(path), schedule.placement, lambda _: schedule)
+        return cls(str(path), schedule.placement, lambda _: schedule, algorithm_of(schedule))
 
     @classmethod
     def automatic(
-        cls, placement: Literal["linear", "vee"], num_ranks: int, slices: Slices | None = None
+        cls,
+        placement: Literal["linear", "vee"],
+        num_ranks: int,
+        slices: Slices | None = None,
+        vocabulary: Algorithm | None = None,
     ) -> ScheduleSource:
         """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones."""
         if slices is None or len(slices) == 1:
-            first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks)
+            first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, vocabulary=vocabulary)
         elif placement == "linear":
             first = cls.by_name("seq-zb-h1", num_ranks, slices=slices)
         else:
             vee = Placement.vee(num_ranks)
             first = cls(AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
-        return cls(AUTO, first.placement, first.make)
+        return cls(AUTO, first.placement, first.make, vocabulary)
 
 
 def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:

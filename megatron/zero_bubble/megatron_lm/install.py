@@ -144,12 +144,13 @@ def _put_in_force(
     if trace is not None:
         trace.pipeline = pipeline
     placement = source.placement
-    builder = Builder(placement, config.vocabulary is not None)
+    divides_vocabulary = source.vocabulary is not None
+    builder = Builder(placement, divides_vocabulary)
     models = [(seam, builder.building) for seam in seams.models]
     if config.post_validation:
         _placed.replace(JobSteps(pipeline, args, say).replacements(seams.loop))
     if is_megatrons_own(placement):
-        _placed.replace(models if config.vocabulary is not None else [])
+        _placed.replace(models if divides_vocabulary else [])
     else:
         replacements: list[Replacement] = [
             (seams.process_groups, lambda initialize: grouping_ends(initialize, placement)),

@@ -142,7 +142,7 @@ def _pipeline(
     if config.schedule == AUTO:
         passes = Recorder(select("auto"))
         of_job = config.memory_limit, config.placement, config.post_validation
-        options = AutoOptions(*of_job, slices=config.cuts() or WHOLE)
+        options = AutoOptions(*of_job, slices=config.cuts() or WHOLE, vocabulary=config.vocabulary)
         assert memory is not None
         auto = AutoSchedule(options, passes, memory, say)
         make, observers = auto.make, (auto, *observers, passes)
@@ -150,8 +150,8 @@ def _pipeline(
         make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    transfers = config.post_receives, config.nccl_ctas
-    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *transfers)
+    more = config.post_receives, config.nccl_ctas, config.recompute_logits
+    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

@@ -166,6 +166,18 @@ def searched(variant: Variant, limit: float, placement: PlacementChoice, objecti
             yield replace(fitted(schedule, costs, objective), name=AUTO)
 
 
+def auto_with_vocabulary(
+    costs: Figures, algorithm: Algorithm, limit: float, placement: PlacementChoice, objective: Metric
+) -> Schedule:
+    """Return the shortest of the schedules that ``searched`` finds within the limit, or the one with the smallest peak.
+
+    Args:
+        costs: with the times of the passes of the vocabulary.
+    """
+    variant = Variant(algorithm, costs)
+    return shards_inserted(lambda: searched(variant, limit, placement, objective), variant, limit, objective)
+
+
 def with_times(costs: Figures, times: VocabularyCosts) -> Figures:
     """Return the costs with these times of the passes of the vocabulary."""
 

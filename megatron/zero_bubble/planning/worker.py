@@ -18,11 +18,13 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.files import json_object, read_key
-from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.formats.plan import VOCABULARY, algorithm_from, plan_to_json
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import WHOLE, Slices
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.plans import auto
+from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.search.timed import timed
 
 _LOWEST_PRIORITY = 19
@@ -53,6 +55,7 @@ class Request:
     Attributes:
         costs: the text of a costs file.
         slices: the cuts of every sequence.
+        vocabulary: the algorithm of vocabulary parallelism; None without it.
     """
 
     costs: str
@@ -62,10 +65,12 @@ class Request:
     placement: Literal["linear", "vee"]
     objective: Metric
     slices: Slices = WHOLE
+    vocabulary: Algorithm | None = None
 
     def to_json(self) -> str:
         """Write the request as JSON; ``from_json`` reads it back unchanged."""
-        return json.dumps({key: getattr(self, key) for key in _KEYS} | slices_content(self.slices))
+        content = {key: getattr(self, key) for key in _KEYS} | slices_content(self.slices)
+        return json.dumps(content | ({VOCABULARY: self.vocabulary} if self.vocabulary else {}))
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -76,7 +81,7 @@ class Request:
         """
         content = json_object(text)
         values = {key: read_key(content, key, form, fits) for key, (form, fits) in _KEYS.items()}
-        return cls(**values, slices=slices_from(content) or WHOLE)
+        return cls(**values, slices=slices_from(content) or WHOLE, vocabulary=algorithm_from(content))
 
 
 def plan(request: Request) -> Timeline:
@@ -87,7 +92,11 @@ def plan(request: Request) -> Timeline:
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
     limit = figures.limit(request.memory_limit)
-    schedule = auto(figures, limit, request.placement, request.objective, request.slices)
+    wanted = limit, request.placement, request.objective
+    if request.vocabulary is None:
+        schedule = auto(figures, *wanted, request.slices)
+    else:
+        schedule = auto_with_vocabulary(figures, request.vocabulary, *wanted)
     return timed(schedule, *figures.on(schedule.placement))
 
 

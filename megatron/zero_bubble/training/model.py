@@ -27,7 +27,6 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, copy_tied_embedding, groups_as, megatron_rank
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.flags import vocabulary_algorithm
 
 # Megatron's default for parameters per gradient bucket: at least 40 million, and 1 million per data-parallel rank.
 _SMALLEST_BUCKET = 40_000_000
@@ -131,7 +130,7 @@ def build_model(
         for parameter in module.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(module.to(device))
-    if vocabulary_algorithm(args) is not None:
+    if args.source is not None and args.source.vocabulary is not None:
         shard_vocabulary(chunks, args.placement)
     if args.bf16 or args.fp16:
         chunks = [Float16Module(config, module) for module in chunks]
