@@ -1,11 +1,16 @@
-"""A checkpoint of a divided vocabulary is one of whole layers: stock continues it, and the other way round."""
+"""A checkpoint of a divided vocabulary is one of whole layers: stock continues it, and the other way round.
+
+A vocabulary that is not divisible by the ranks has padding, whose size may differ between the checkpoints.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.helpers.checkpoints import pass_on, tensors
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import losses, train
 
@@ -38,3 +43,46 @@ def test_training_continues_with_another_division(
     assert list(begun) == [1, 2, 3] and list(whole) == list(moved) == [4, 5, 6]
     for iteration, (loss, *_) in whole.items():
         assert moved[iteration][0] == pytest.approx(loss, rel=1e-5), iteration
+
+
+def job(pipeline: int, tensor: int = 1, schedule: str = "") -> tuple[int, str]:
+    """Number of ranks and flags of a job."""
+    sizes = f"--pipeline-model-parallel-size {pipeline} --tensor-model-parallel-size {tensor}"
+    return pipeline * tensor, f"{MODEL} {sizes} {schedule}"
+
+
+ZB_H1 = "--zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 2"
+ZB_V = "--zero-bubble-schedule zb-v --zero-bubble-vocabulary-parallel 1"
+PADDING = "--make-vocab-size-divisible-by 1"
+# Not tied: in the state that is resharded, stock misplaces what follows the embedding of a tied last stage, if that
+# embedding is no multiple of 64 elements per rank.
+FULLY = f"{UNTIED} {DISTRIBUTED} --dist-ckpt-optim-fully-reshardable"
+JOBS = {
+    "tied": (job(2), job(4, 1, ZB_H1), job(1), ""),
+    "distributed optimizer, padding": (job(2), job(4, 1, ZB_H1), job(1), f"{FULLY} {PADDING}"),
+    "tensor parallel, padding, V": (job(2), job(2, 2, ZB_V), job(1, 2), f"{UNTIED} {PADDING}"),
+    "first divided, tied, padding": (job(4, 1, ZB_H1), job(2), job(2, 1, ZB_V), PADDING),
+}
+TOKENS = 257
+"""Without padding."""
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_a_checkpoint_is_the_same_bits_after_another_division(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """Weights and Adam moments, loaded and saved by a job with another division, and then by a third one."""
+    first, second, third, options = JOBS[name]
+    train(ranks, first[0], f"{first[1]} {options} --save {tmp_path}/0 --exit-interval 2")
+    for at, (num_ranks, flags) in enumerate((second, third)):
+        pass_on(ranks, num_ranks, f"{flags} {options} --load {tmp_path}/{at} --save {tmp_path}/{at + 1}")
+    begun, *later = (tensors(ranks, tmp_path / str(at)) for at in range(3))
+    moments = [key for key in begun if "exp_avg_sq" in key and "word_embeddings" in key]
+    assert moments and all(begun[key].any() for key in moments)
+    for found in later:
+        assert found.keys() == begun.keys()
+        for key, tensor in begun.items():
+            assert torch.equal(without_padding(key, found[key]), without_padding(key, tensor)), key
+
+
+def without_padding(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The rows of tokens, of a layer of the vocabulary; other tensors whole."""
+    return tensor[:TOKENS] if "word_embeddings" in key or "output_layer" in key else tensor

@@ -1,0 +1,59 @@
+"""Read checkpoints, and pass them on from one job to another, on the rank pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import SMALL
+
+
+def pass_on(ranks: RankPool, num_ranks: int, flags: str) -> None:
+    """Load the checkpoint under ``--load`` into a job with ``flags``, and save it under ``--save`` without a step."""
+    ranks.run(num_ranks, _load_and_save, num_ranks, [*SMALL.split(), *flags.split()], timeout=100)
+
+
+def _load_and_save(rank: int, num_ranks: int, flags: Sequence[str]) -> None:
+    from megatron.zero_bubble.patching import revert
+    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.training import checkpoint, model, pretrain
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
+    from megatron.zero_bubble.training.data import tokenizer
+    from megatron.zero_bubble.training.distributed import initialize
+    from megatron.zero_bubble.training.process import Launch
+    from megatron.zero_bubble.training.schedule import apply_schedule
+
+    args = parse(flags)
+    check(args, num_ranks)
+    device = select("cpu").device(rank)
+    initialize(args, Launch(rank, num_ranks, rank, num_ranks, under_torchrun=True), "gloo")
+    applied = apply_schedule(args)
+    try:
+        size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
+        trained = pretrain._build(args, model.build_config(args, device), size, device, applied.pipeline)
+        state = checkpoint.load(args, trained)
+        assert state is not None, "there is a checkpoint to load"
+        checkpoint.save(args, trained, state)
+    finally:
+        revert()
+
+
+def tensors(ranks: RankPool, directory: Path) -> dict[str, torch.Tensor]:
+    """All weights and optimizer states of the newest checkpoint in ``directory``, whole, by name."""
+    (found,) = ranks.run(1, _read, directory, timeout=60)
+    return dict(found)
+
+
+def _read(_rank: int, directory: Path) -> dict[str, torch.Tensor]:
+    from megatron.core import dist_checkpointing
+
+    from megatron.zero_bubble.training import checkpoint
+
+    iteration = checkpoint.latest_iteration(directory)
+    assert iteration is not None, "there is a checkpoint to read"
+    found = dist_checkpointing.load_plain_tensors(str(checkpoint.checkpoint_path(directory, iteration)))
+    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
