@@ -2,9 +2,9 @@
 
 ``--clock virtual``: passes do not sleep; every rank keeps a logical clock that travels with the tensors, so that the
 execution is compared with the plan exactly, for every schedule, 2, 4 and 8 ranks (up to ``--num-ranks``), 1, P and 3P
-microbatches and three ratios of costs. ``--clock wall``: passes sleep; every round runs one iteration of stock
-megatron-core, of our schedules and of those of torch.distributed.pipelining, and the table has the measured over the
-planned time of each.
+microbatches and three ratios of costs, and with both algorithms of vocabulary parallelism. ``--clock wall``: passes
+sleep; every round runs one iteration of stock megatron-core, of our schedules and of those of
+torch.distributed.pipelining, and the table has the measured over the planned time of each.
 
     bash scripts/bench.sh emulated_compute --clock virtual
     bash scripts/bench.sh emulated_compute --clock wall [--num-ranks 8] [--num-microbatches 16] [--pass-ms 50]
@@ -16,6 +16,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +94,8 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     """Compare every pass of every case with its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
     import torch.distributed as dist
 
-    from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms
+    from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_vocabulary_cases
+    from megatron.zero_bubble.emulate.links import VirtualCollectives
     from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
 
@@ -102,10 +104,10 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     for num_ranks in _virtual_ranks(options):
         groups = [dist.new_group(list(range(first, first + num_ranks))) for first in range(0, world, num_ranks)]
         own = groups[rank // num_ranks]
-        transport = Transport(Directions.of(own), ())
+        transport, collectives = Transport(Directions.of(own), ()), VirtualCollectives(own)
         worst: dict[str, tuple[float, str, int]] = {}
-        for schedule, costs in virtual_cases(num_ranks):
-            deviation = virtual_deviation_ms(schedule, costs, transport, own, options.kib * 1024 // 8)
+        for schedule, costs in chain(virtual_cases(num_ranks), virtual_vocabulary_cases(num_ranks)):
+            deviation = virtual_deviation_ms(schedule, costs, transport, collectives, options.kib * 1024 // 8)
             name = f"{schedule.name}, M={schedule.num_microbatches}"
             worst[name] = max(worst.get(name, (0.0, "", 0)), (*deviation, rank))
         everyone: list[Any] = [None] * world

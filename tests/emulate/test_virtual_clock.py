@@ -5,9 +5,15 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, Schedule, build, simulate
+from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.period import iterations, period_ms
-from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_iterations
+from megatron.zero_bubble.emulate.execute import (
+    virtual_cases,
+    virtual_deviation_ms,
+    virtual_iterations,
+    virtual_vocabulary_cases,
+)
+from megatron.zero_bubble.emulate.links import VirtualCollectives
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES
@@ -20,16 +26,16 @@ Case = tuple[Schedule, PassCosts]
 
 def deviations(_rank: int, cases: list[Case]) -> list[tuple[float, str]]:
     """Run every case on this rank; return the largest deviation from the plan and its location, per case."""
-    group = dist.group.WORLD
-    assert group is not None
-    transport = Transport(Directions.of(group), [])
-    results = [virtual_deviation_ms(schedule, costs, transport, group) for schedule, costs in cases]
+    assert dist.group.WORLD is not None
+    transport, collectives = Transport(Directions.of(dist.group.WORLD), []), VirtualCollectives(dist.group.WORLD)
+    results = [virtual_deviation_ms(schedule, costs, transport, collectives) for schedule, costs in cases]
     assert transport.num_in_flight == 0
+    collectives.close()
     return results
 
 
 def assert_executed_as_planned(ranks: RankPool, cases: list[Case]) -> None:
-    for rank, row in enumerate(ranks.run(cases[0][0].num_ranks, deviations, cases)):
+    for rank, row in enumerate(ranks.run(cases[0][0].num_ranks, deviations, cases, timeout=240)):
         for (schedule, costs), (deviation_ms, where) in zip(cases, row, strict=True):
             assert deviation_ms <= 0.01, (schedule.name, schedule.num_microbatches, costs, rank, where)
 
@@ -37,6 +43,14 @@ def assert_executed_as_planned(ranks: RankPool, cases: list[Case]) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int) -> None:
     assert_executed_as_planned(ranks, list(virtual_cases(num_ranks)))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_ranks", [2, 4, pytest.param(8, marks=pytest.mark.full)])
+def test_every_schedule_runs_as_planned_with_vocabulary(ranks: RankPool, num_ranks: int) -> None:
+    cases = list(virtual_vocabulary_cases(num_ranks))
+    assert all(any(p.kind is Kind.T for p in schedule.passes()) for schedule, _ in cases)
+    assert_executed_as_planned(ranks, cases)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda p: str(p.stage_to_rank))

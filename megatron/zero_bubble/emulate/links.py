@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.ir import Message
-from megatron.zero_bubble.runtime.executor import Awaited
+from megatron.zero_bubble.emulate.clock import VirtualClock
+from megatron.zero_bubble.ir import Message, Op, Plan
+from megatron.zero_bubble.ir.collectives import Spread, Sum
+from megatron.zero_bubble.runtime.collectives import collective_kinds
+from megatron.zero_bubble.runtime.executor import Awaited, Handler
+from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.transport import Transport
 
 
@@ -35,7 +42,45 @@ class _Late(Awaited):
         return tensor
 
 
-class ExchangedTimes(Awaited):
+class VirtualCollectives:
+    """Collectives on virtual clocks: the ranks exchange the times at which they start them, in a group per kind.
+
+    Args:
+        group: the ranks of the pipeline.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._groups: dict[str, dist.ProcessGroup] = {}
+
+    def open(self, plan: Plan) -> None:
+        """Make the groups that are missing. A collective call of all ranks of the job."""
+        for kind in sorted(collective_kinds(plan) - self._groups.keys()):
+            self._groups[kind] = group_beside_passes(self._group)
+
+    @contextmanager
+    def handlers(self, plan: Plan, costs: PassCosts, clock: VirtualClock) -> Iterator[dict[type[Op], Handler]]:
+        """Context with the handlers of the collectives of one iteration, which are complete at its end."""
+        exchanges: list[_ExchangedTimes] = []
+
+        def start(op: Spread | Sum, inputs: Sequence[torch.Tensor]) -> list[_ExchangedTimes]:
+            ready_ms = max((float(tensor[0]) for tensor in inputs), default=0.0)
+            end = clock.occupy(op, ready_ms, costs.collective())
+            exchanges.append(_ExchangedTimes(end, op.rank, self._groups[op.lane], costs))
+            return exchanges[-1:] * len(op.effects(plan.schedule.flow).gives)
+
+        yield {Spread: start, Sum: start}
+        for exchange in exchanges:
+            exchange.wait("end")
+
+    def close(self) -> None:
+        """Destroy the groups."""
+        for group in self._groups.values():
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+class _ExchangedTimes(Awaited):
     """The result of a collective: the time at which it is complete, from the times at which the ranks started it.
 
     Args:
