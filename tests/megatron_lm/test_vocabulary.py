@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.formats.trace import read_trace_file
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt, stock
 from tests.megatron_lm.test_parity import COMBINED, PLAIN, Row, job_of, near
 
@@ -49,3 +54,39 @@ def test_what_it_does_not_support_is_refused(checkout: Checkout, flags: str, mes
     assert all(own.exit_codes)
     assert message in own.text, own.text[-3000:]
     assert "Traceback" not in own.text
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_recorded_costs_make_a_plan_that_runs(
+    checkout: Checkout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured with recomputed logits; the file of the plan says that the vocabulary is divided."""
+    job, costs, plan = job_of(checkout, 2, PLAIN), str(tmp_path / "costs.json"), tmp_path / "plan.json"
+    recorded = pretrain_gpt(
+        *job,
+        "zb-h1",
+        (
+            *("--zero-bubble-vocabulary-parallel", "2", "--zero-bubble-recompute-logits"),
+            *("--zero-bubble-trace", str(tmp_path), "--zero-bubble-record-costs", costs, "--zero-bubble-log-bubble"),
+        ),
+    )
+    near(recorded, stock(*job), PLAIN.rounding)
+    assert len(recorded.of("zero-bubble: iteration ")) == 10
+    recording = read_trace_file(tmp_path / "trace.json")
+    assert {algorithm_of(trace.timeline.schedule) for trace in recording.traces.values()} == {2}
+    assert recording.memory is not None and len(recording.memory.logits) == 2
+    sizes = ["--num-ranks", "2", "--num-microbatches", "6", "--placement", "linear", "--memory-limit", "2p"]
+    options = ["--costs", costs, "--vocabulary", "auto", "--format", "json"]
+    assert main(["plan", "--schedule", "zb-auto", *sizes, *options]) == 0
+    plan.write_text(capsys.readouterr().out)
+    planned = pretrain_gpt(*job[:2], f"{job[2]} --zero-bubble-schedule-file {plan} --zero-bubble-exact", None)
+    near(planned, stock(*job), PLAIN.rounding)
+    assert planned.weights != stock(*job).weights
+
+
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_search_measures_a_divided_vocabulary(checkout: Checkout) -> None:
+    job = job_of(checkout, 2, PLAIN)
+    own = pretrain_gpt(*job, "zb-auto", ("--zero-bubble-vocabulary-parallel", "2"))
+    near(own, stock(*job), PLAIN.rounding)
+    assert "zb-auto: iteration 6, zb-h1 (vocabulary 2): predicted" in own.text, own.text[-3000:]
