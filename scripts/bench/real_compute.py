@@ -14,11 +14,12 @@ gradients as megatron-core does; "wgrad stream" computes them on a stream of the
 recorded passes. Memory is the peak of an iteration, on the rank where it is largest; without a GPU, that of the process
 so far. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as ``zero-bubble plan
 --objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds. (Fitting to
-consecutive iterations would fit it to the machine's state at that moment.)
+consecutive iterations would fit it to the machine's state at that moment.) A variant with vocabulary parallelism is
+compared with stock, whose last rank has the whole output layer; choose the size of the vocabulary.
 
     bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
-        [--dtype bfloat16] [--seq-length 4096] [--flags="--recompute-activations"]
+        [--dtype bfloat16] [--seq-length 4096] [--vocab-size 8192] [--flags="--recompute-activations"]
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, bu
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.ir.vocabulary import FLOWS
+from megatron.zero_bubble.job.source import ScheduleSource, even_costs
 from megatron.zero_bubble.search import fit
 
 STOCK = "stock 1f1b"
@@ -48,13 +51,16 @@ STREAM = ", wgrad stream"
 FITTED = " fitted"
 OURS = ("1f1b", SPLIT, SPLIT + EXACT, SPLIT + STREAM, "zb-h1", "zb-h2", "zb-v", "zb-v" + EXACT, "zb-v" + FITTED)
 SLICED = {f"seq-zb-h1, {number} slices": number for number in (2, 4)}
+DIVIDED = {f"{name}, vocabulary {algorithm}": (name, algorithm) for name in ("1f1b", "zb-h1") for algorithm in FLOWS}
+"""Schedule and algorithm of vocabulary parallelism by variant; all run on one model."""
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _TRIAL_ROUNDS = 8
-_SETTINGS = ("hidden_size", "seq_length", "dtype", "flags", "num_layers", "num_ranks", "rounds")
+_SETTINGS = ("hidden_size", "vocab_size", "seq_length", "dtype", "flags", "num_layers", "num_ranks", "rounds")
 _FLAGS = {
     STOCK: "",
     STOCK_INTERLEAVED: "--num-virtual-stages-per-pipeline-rank 2",
     "zb-v": "--zero-bubble-schedule zb-v",
+    next(iter(DIVIDED)): "--zero-bubble-schedule 1f1b --zero-bubble-vocabulary-parallel 1",
 }
 """Flags of each model, by the first variant that runs on it; all other variants run on the model of stock 1F1B."""
 
@@ -80,6 +86,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--seq-length", type=int, default=256, help="tokens per microbatch")
+    parser.add_argument("--vocab-size", type=int, default=256, help="rows of the embedding and of the output layer")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--flags", default="", help="more flags of the model, as pretrain_gpt.py takes them")
     parser.add_argument(
@@ -91,13 +98,13 @@ def _parse() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="variants to run in addition to stock 1f1b; default: all without slices",
+        help="variants to run in addition to stock 1f1b; default: all without slices and vocabulary parallelism",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
     usual = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT, SPLIT + STREAM)
-    known = (*usual, *SLICED) if options.num_ranks > 1 else usual
+    known = (*usual, *SLICED, *DIVIDED) if options.num_ranks > 1 else usual
     if unknown := sorted({*options.only} - {*known}):
         parser.error(
             f"--only takes names of {', '.join(known)} with --num-ranks {options.num_ranks}; got {', '.join(unknown)}; "
@@ -127,7 +134,7 @@ class _Job:
             f"--num-layers {options.num_layers} --hidden-size {options.hidden_size} --num-attention-heads "
             f"{num_heads} --seq-length {options.seq_length} --max-position-embeddings {options.seq_length} {precision} "
             "--micro-batch-size 1 --mock-data "
-            "--tokenizer-type NullTokenizer --vocab-size 255 --make-vocab-size-divisible-by 8 --attention-dropout 0 "
+            f"--tokenizer-type NullTokenizer --vocab-size {options.vocab_size - 1} --attention-dropout 0 "
             "--hidden-dropout 0 --lr 1e-4 --train-iters 1 --untie-embeddings-and-output-weights "
             f"--transformer-impl local --pipeline-model-parallel-size {options.num_ranks} "
             f"--zero-bubble-device {options.device} --global-batch-size {num_microbatches} {flags} "
@@ -139,7 +146,9 @@ class _Job:
         with quiet():
             self._build()
         generator = torch.Generator().manual_seed(1)
-        self.tokens = torch.randint(0, 256, (1, options.seq_length + 1), generator=generator).to(self.device)
+        self.tokens = torch.randint(0, options.vocab_size, (1, options.seq_length + 1), generator=generator).to(
+            self.device
+        )
 
     def _build(self) -> None:
         import torch.distributed as dist
@@ -155,7 +164,7 @@ class _Job:
         config = model.build_config(self.args, self.device)
         if self.args.zero_bubble_schedule:
             apply(self.args.zero_bubble)
-        self.chunks = model.build_model(self.args, config, 256, self.device)
+        self.chunks = model.build_model(self.args, config, self.args.vocab_size + 1, self.device)
         revert()
         model.connect(self.args, self.chunks, model.build_optimizer(self.args, self.chunks))
 
@@ -200,6 +209,9 @@ def _schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     if name in SLICED:
         size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
         return build("seq-zb-h1", **size, num_slices=SLICED[name])
+    if name in DIVIDED:
+        divided, algorithm = DIVIDED[name]
+        return ScheduleSource.by_name(divided, num_ranks, vocabulary=algorithm).make(num_microbatches)
     if name not in (*_STOCK, SPLIT):
         return build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
     plain = build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches)
@@ -217,6 +229,11 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
 def _base(name: str) -> str:
     """The name of a variant without its suffixes."""
     return name.removesuffix(EXACT).removesuffix(STREAM).removesuffix(FITTED)
+
+
+def _model(name: str) -> str:
+    """The variant that names the model of a variant in ``_FLAGS``, if it has a model of its own."""
+    return next(iter(DIVIDED)) if name in DIVIDED else _base(name)
 
 
 def _is_recorded(name: str) -> bool:
@@ -245,8 +262,7 @@ class _Variant:
 
     def _write(self) -> None:
         """Write the schedule to the file from which this rank reads it."""
-        on = self._schedule.placement
-        self._file.write_text(plan_to_json(simulate(self._schedule, PassCosts.uniform(on, 1, 1, 1))))
+        self._file.write_text(plan_to_json(simulate(self._schedule, even_costs(self._schedule.placement))))
 
     def fit(self) -> None:
         """Fit the schedule to the passes of all turns so far; all ranks compute the same schedule."""
@@ -314,15 +330,15 @@ class _Variant:
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
-    names = [name for name in (*_STOCK, *OURS, *SLICED) if name == STOCK or name in options.only]
-    models = {_base(name) for name in names}
+    names = [name for name in (*_STOCK, *OURS, *SLICED, *DIVIDED) if name == STOCK or name in options.only]
+    models = {_model(name) for name in names}
     jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
         if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
         schedules = {name: replace(_schedule(name, options.num_ranks, num_microbatches), name=name) for name in names}
         variants = {
-            name: _Variant(jobs.get(_base(name), jobs[STOCK]), schedule, Path(folder))
+            name: _Variant(jobs.get(_model(name), jobs[STOCK]), schedule, Path(folder))
             for name, schedule in schedules.items()
         }
         fitting = [variant for name, variant in variants.items() if name.endswith(FITTED)]
@@ -347,7 +363,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
                 "predicted_time_over_stock": _median_ratio(variant.planned()[turns], stock_ms),
                 "costs": [_json(costs) for costs in variant.costs[turns]],
             }
-            if name not in SLICED:
+            if name not in SLICED and name not in DIVIDED:
                 rows[name]["bound_over_predicted_stock"] = _median_ratio(variant.bounds()[turns], stock_ms)
     return {"num_microbatches": num_microbatches, **settings, "variants": rows}
 

@@ -16,14 +16,14 @@ from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.search import fit
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS = "--hidden-size 64 --num-layers 4 --num-microbatches 8 --rounds 2 --only".split()
+ARGUMENTS = "--hidden-size 64 --vocab-size 1024 --num-layers 4 --num-microbatches 8 --rounds 2 --only".split()
 
 
 @pytest.mark.timeout(300)
 def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
     """The bench itself rejects passes in another order than that of its prediction."""
-    file = tmp_path / "real_compute.json"
-    command = [sys.executable, "-m", "bench.real_compute", *ARGUMENTS, "zb-v fitted", "--output", str(file)]
+    file, only = tmp_path / "real_compute.json", ("zb-v fitted", "zb-h1, vocabulary 2")
+    command = [sys.executable, "-m", "bench.real_compute", *ARGUMENTS, *only, "--output", str(file)]
     done = subprocess.run(
         command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240, check=False
     )
@@ -38,6 +38,11 @@ def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
     ratios = [simulate(fitted, _costs(a)).makespan_ms / simulate(plain, _costs(b)).makespan_ms for a, b in rounds]
     assert own["predicted_time_over_stock"] == pytest.approx(median(ratios), rel=1e-12)
     assert own["bound_over_predicted_stock"] <= own["predicted_time_over_stock"]
+
+    divided = variants["zb-h1, vocabulary 2"]
+    assert divided["predicted_time_over_stock"] > 0
+    for costs in divided["costs"]:
+        assert len(costs["vocabulary"]["output_ms"]) == 2 and min(costs["vocabulary"]["output_wgrad_ms"]) > 0
 
 
 @pytest.mark.timeout(300)
