@@ -9,7 +9,7 @@ import pytest
 
 from tests.adapter.test_parity import DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.adapter.test_parity_full import ALL_TO_ALL, EXPERT_PARALLEL, RECOMPUTE, REDUCTIONS, WHOLE_EXPERTS
-from tests.adapter.test_vocabulary import check, check_steps, divided
+from tests.adapter.test_vocabulary import AGAIN, PADDING, check, check_steps, divided
 from tests.helpers.parity import Layout, train
 from tests.helpers.ranks import RankPool
 from tests.helpers.vocabulary import differences, distances_in_bf16
@@ -18,7 +18,6 @@ Row = tuple[Layout, int, str, list[str]]
 
 LINEAR = divided("1f1b", "zb-h1", "zb-h2")
 TWO_STAGES = divided("zb-v", "v-half", "interleaved-1f1b")
-PADDING = "--make-vocab-size-divisible-by 1 --vocab-size 36"  # 37 tokens
 SEQUENCE_PARALLEL = "--sequence-parallel"
 
 
@@ -43,6 +42,12 @@ def gradient_rows() -> Iterator[Row]:
         yield from on_each(2, 3, f"{experts} {recompute} --calculate-per-token-loss")
     yield from on_each(2, 3, f"{ALL_TO_ALL} {SEQUENCE_PARALLEL} {WHOLE_EXPERTS}", tensor=2)
     yield from on_each(2, 3, EXPERT_PARALLEL, data=2)
+    for layout, count, options, schedules in (
+        *on_each(2, 3, f"{UNTIED} {PADDING}"),
+        *on_each(3, 1, "--calculate-per-token-loss"),
+        *on_each(2, 3, f"{SEQUENCE_PARALLEL} {PADDING}", tensor=2),
+    ):
+        yield layout, count, options, [f"{name} {AGAIN}" for name in schedules]
     for option in (
         "--calculate-per-token-loss",
         "--zero-bubble-fuse-wgrad",
@@ -93,7 +98,8 @@ def half_rows() -> Iterator[Row]:
 def named(rows: Iterator[Row]) -> Iterator[object]:
     for layout, count, options, schedules in rows:
         text, stages = " ".join(options.split()), 2 if schedules[0].startswith("zb-v") else 1
-        yield pytest.param(layout, count, text, schedules, id=f"{layout.words} v={stages} m={count} {text}")
+        again = " recomputed logits" if AGAIN in schedules[0] else ""
+        yield pytest.param(layout, count, text, schedules, id=f"{layout.words} v={stages} m={count} {text}{again}")
 
 
 COLUMNS = ("layout", "num_microbatches", "options", "schedules")
