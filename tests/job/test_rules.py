@@ -105,8 +105,10 @@ def test_delayed_scaling_is_rejected_with_post_validation() -> None:
         ("mtp_num_layers", 1),
         ("label_smoothing_factor", 0.1),
         ("logits_save_dir", "logits"),
+        ("logits_load_dir", "logits"),
         ("defer_embedding_wgrad_compute", True),
         ("use_mup", True),
+        ("init_model_with_meta_device", True),
     ],
 )
 def test_vocabulary_parallelism_refuses_options(option: str, value: object) -> None:
