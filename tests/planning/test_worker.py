@@ -113,15 +113,17 @@ def test_worker_process_has_the_lowest_priority() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [1, 2])
-def test_divided_vocabulary_is_planned_for(algorithm: Algorithm) -> None:
-    """The planned order is never longer than that of the first schedule of the run."""
+@pytest.mark.parametrize("limit", ["1p", "3p"])
+def test_divided_vocabulary_is_planned_for(algorithm: Algorithm, limit: str) -> None:
+    """The plan is never longer than the first schedule of the run, and by default takes no more memory."""
     costs = replace(PassCosts.uniform(Placement.linear(2), 3, 3, 2), vocabulary=VocabularyCosts.uniform(2, 2, 1))
     memory = PassMemory((2.0**30,) * 2, (2.0**28,) * 2, logits=(2.0**27,) * 2)
-    request = Request(costs_to_json(costs, memory), 2, 6, "3p", "linear", "makespan", vocabulary=algorithm)
+    request = Request(costs_to_json(costs, memory), 2, 6, limit, "linear", "makespan", vocabulary=algorithm)
     assert Request.from_json(request.to_json()) == request
     timeline = worker.plan(request)
     assert algorithm_of(timeline.schedule) == algorithm
     first = ScheduleSource.automatic("linear", 2, vocabulary=algorithm).make(6)
-    assert timeline.makespan_ms <= simulate(first, costs).makespan_ms
-    assert max(most_kept(timeline, memory)) <= 6 * 2.0**30
+    known = simulate(first, costs, memory)
+    assert timeline.makespan_ms <= known.makespan_ms
+    assert max(most_kept(timeline, memory)) <= (max(most_kept(known, memory)) if limit == "1p" else 6 * 2.0**30)
     check_runnable(timeline.schedule, 2, 6)

@@ -120,10 +120,9 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
     if args.zero_bubble_schedule == AUTO:
         objective: Any = "span" if args.zero_bubble_post_validation else "makespan"
         config = args.zero_bubble
-        wanted = costs.limit(config.memory_limit), config.placement, objective
         if config.vocabulary is not None:
-            return auto_with_vocabulary(costs, config.vocabulary, *wanted)
-        return auto(costs, *wanted, config.cuts() or WHOLE)
+            return auto_with_vocabulary(costs, config.vocabulary, config.memory_limit, config.placement, objective)
+        return auto(costs, costs.limit(config.memory_limit), config.placement, objective, config.cuts() or WHOLE)
     if args.source is not None:
         source: ScheduleSource = args.source
         return source.make(num_microbatches)

@@ -12,7 +12,7 @@ from megatron.zero_bubble.costs.units import checked_share, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.schedules import recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
@@ -40,7 +40,7 @@ class ZeroBubbleConfig:
         placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
         schedule_file: a file written by ``zero-bubble plan --format json``.
         memory_limit: activation-memory limit per rank for ``zb-auto``, in the units of ``zero-bubble plan
-            --memory-limit``; ``1p`` is the peak of 1F1B.
+            --memory-limit``; ``1p`` is the peak of 1F1B, and, with ``vocabulary``, of the first schedule.
         post_validation: step the optimizer before the global gradient norm is known; validate in the next iteration.
         rollback: how to undo a rejected optimizer step. ``exact`` keeps a copy of the overwritten state until the step
             is validated; ``inverse`` inverts the Adam update, which needs no memory and is correct only up to rounding.
@@ -69,7 +69,7 @@ class ZeroBubbleConfig:
     recompute_logits: bool = False
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
-    memory_limit: str = "1p"
+    memory_limit: str = DEFAULT_LIMIT
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
     fuse_wgrad: bool = True
@@ -91,7 +91,7 @@ class ZeroBubbleConfig:
                 f"placement={self.placement!r} applies only to {AUTO}, because every other schedule defines its "
                 "placement; leave it out"
             )
-        if self.memory_limit != "1p" and self.schedule != AUTO:
+        if self.memory_limit != DEFAULT_LIMIT and self.schedule != AUTO:
             raise UserError(
                 f"memory_limit={self.memory_limit!r} applies only to {AUTO}, because every other schedule has a fixed "
                 "peak; leave it out"

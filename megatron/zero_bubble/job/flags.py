@@ -10,7 +10,7 @@ from typing import NoReturn
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS, ZeroBubbleConfig
-from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -77,7 +77,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--zero-bubble-memory-limit",
         metavar="LIMIT",
-        help=f"activation-memory limit per rank for {AUTO}, e.g. 1p (1F1B's peak) or 60GiB; default: 1p",
+        help=f"activation-memory limit per rank for {AUTO}, e.g. 1p (1F1B's peak) or 60GiB; default: {DEFAULT_LIMIT}, "
+        "with --zero-bubble-vocabulary-parallel the peak of the first schedule",
     )
     _add_switch(
         add,
@@ -230,7 +231,7 @@ def config_of(
         vocabulary=vocabulary_algorithm(options),
         recompute_logits=bool(options.zero_bubble_recompute_logits),
         placement=options.zero_bubble_placement or "linear",
-        memory_limit=options.zero_bubble_memory_limit or "1p",
+        memory_limit=options.zero_bubble_memory_limit or DEFAULT_LIMIT,
         post_validation=bool(options.zero_bubble_post_validation),
         rollback=options.zero_bubble_rollback or "exact",
         fuse_wgrad=_fuses(options),

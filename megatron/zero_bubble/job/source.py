@@ -18,6 +18,8 @@ from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 AUTO = "zb-auto"
+DEFAULT_LIMIT = "1p"
+"""Memory limit of ``zb-auto`` where none is given."""
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
 """The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement."""
 

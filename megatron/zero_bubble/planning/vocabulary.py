@@ -14,7 +14,7 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
-from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted, peak_memory
 from megatron.zero_bubble.schedules import build
@@ -167,15 +167,23 @@ def searched(variant: Variant, limit: float, placement: PlacementChoice, objecti
 
 
 def auto_with_vocabulary(
-    costs: Figures, algorithm: Algorithm, limit: float, placement: PlacementChoice, objective: Metric
+    costs: Figures, algorithm: Algorithm, memory_limit: str, placement: Literal["linear", "vee"], objective: Metric
 ) -> Schedule:
-    """Return the shortest of the schedules that ``searched`` finds within the limit, or the one with the smallest peak.
+    """Plan for a run: the shortest of its first schedule and of those that ``searched`` finds, within the memory limit.
+
+    If no schedule is within the limit, the result is the one with the smallest peak. The default limit is the peak of
+    the first schedule, because that of 1F1B leaves no room for the microbatches between the barriers.
 
     Args:
         costs: with the times of the passes of the vocabulary.
     """
-    variant = Variant(algorithm, costs)
-    return shards_inserted(lambda: searched(variant, limit, placement, objective), variant, limit, objective)
+    variant, limit = Variant(algorithm, costs), costs.limit(memory_limit)
+    source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=algorithm)
+    first = replace(source.make(costs.num_microbatches), name=f"{AUTO} (vocabulary {algorithm})")
+    if memory_limit == DEFAULT_LIMIT:
+        limit = max(limit, peak_memory(timed(first, *costs.on(first.placement)), costs))
+    found = searched(variant, limit, placement, objective)
+    return shards_inserted(lambda: (first, *found), variant, limit, objective)
 
 
 def with_times(costs: Figures, times: VocabularyCosts) -> Figures:

@@ -91,12 +91,11 @@ def plan(request: Request) -> Timeline:
         UserError: for invalid costs, or a memory limit that admits no schedule.
     """
     figures = measured(CostsFile.parse(request.costs), request.num_ranks, request.num_microbatches)
-    limit = figures.limit(request.memory_limit)
-    wanted = limit, request.placement, request.objective
+    wanted = request.placement, request.objective
     if request.vocabulary is None:
-        schedule = auto(figures, *wanted, request.slices)
+        schedule = auto(figures, figures.limit(request.memory_limit), *wanted, request.slices)
     else:
-        schedule = auto_with_vocabulary(figures, request.vocabulary, *wanted)
+        schedule = auto_with_vocabulary(figures, request.vocabulary, request.memory_limit, *wanted)
     return timed(schedule, *figures.on(schedule.placement))
 
 
