@@ -5,13 +5,13 @@ gap. Every bound holds for all schedules of whole microbatches, or of given slic
 or fused backwards, and any order of microbatches. ``setting`` explains why these schedules can be treated alike;
 ``windows`` and ``ways`` derive the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive
 one-machine schedule, and ``trial`` those of small pipelines, by contradiction. Slices have bounds of their own
-(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``).
+(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``, ``vocabulary_paths``).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -20,6 +20,7 @@ from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.bounds.sliced import by_slices
 from megatron.zero_bubble.analysis.bounds.trial import Effort, by_contradiction
 from megatron.zero_bubble.analysis.bounds.vocabulary import by_vocabulary
+from megatron.zero_bubble.analysis.bounds.vocabulary_paths import VocabularyPaths
 from megatron.zero_bubble.analysis.bounds.ways import by_ways
 from megatron.zero_bubble.analysis.bounds.windows import by_area, by_head_chain, by_waits
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -77,18 +78,18 @@ def lower_bound(
     memory_limit: float | Sequence[float] | None,
     objective: Metric = "span",
     fused: bool = False,
-    effort: int = _EFFORT,
+    effort: int | None = _EFFORT,
     slices: Slices = WHOLE,
     vocabulary: Algorithm | None = None,
 ) -> Bound:
     """Compute a lower bound on ``objective`` (ms) over all schedules within ``memory_limit`` on every rank.
 
     ``memory_limit`` is in the unit of ``memory``: one figure, or one figure per rank, or None for no limit. ``fused``
-    restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed;
-    longest paths are computed from as many ranks as fit into ``effort`` visited passes, so the result does not depend
-    on the speed of the machine. With ``slices``, all schedules with these cuts are considered, by a bound of their own.
-    With ``vocabulary``, schedules have the passes of this algorithm, whose times ``costs`` must have.
-    In small pipelines, what is left of ``effort`` makes their heads and tails longer, and
+    restricts the bound to schedules with fused backwards, for which it is higher. Closed forms are always computed, and
+    without ``effort`` (None) nothing else; longest paths are computed from as many ranks as fit into ``effort`` visited
+    passes, so the result does not depend on the speed of the machine. With ``slices``, all schedules with these cuts
+    are considered, by a bound of their own. With ``vocabulary``, schedules have the passes of this algorithm, and
+    ``costs`` must have their times. In small pipelines, what is left of ``effort`` makes heads and tails longer, and
     ends that no order of passes reaches are refuted.
 
     Raises:
@@ -107,14 +108,25 @@ def lower_bound(
     chain = by_head_chain(setting, objective, best.value_ms)
     if chain > best.value_ms:
         best = Bound(chain, "waits of neighbouring ranks")
+    if effort is None:
+        return best
     passes = 3 * setting.num_stages * setting.m
     effort = max(effort, passes if passes <= _ONE_RANK else 0)
+    if vocabulary is not None:
+        with_shards = VocabularyPaths(setting, costs, vocabulary)
+        affordable = max(effort // with_shards.size, int(passes <= _ONE_RANK))
+        best = _by_paths(with_shards.bound, _origins(closed, objective, affordable), best)
     paths = Paths(setting, _reach(setting, objective, effort))
-    for rank in _origins(closed, objective, effort // len(paths.length)):
-        value = paths.bound(rank)
+    best = _by_paths(paths.bound, _origins(closed, objective, effort // len(paths.length)), best)
+    return _by_contradiction(paths, objective, best, _COMPARED * effort) if paths.reach == setting.m else best
+
+
+def _by_paths(bound: Callable[[int | None], float], origins: Iterable[int | None], best: Bound) -> Bound:
+    for rank in origins:
+        value = bound(rank)
         if value > best.value_ms * (1 + 1e-12):
             best = Bound(value, "longest paths through one rank", rank)
-    return _by_contradiction(paths, objective, best, _COMPARED * effort) if paths.reach == setting.m else best
+    return best
 
 
 def _by_contradiction(paths: Paths, objective: Metric, best: Bound, pairs: float) -> Bound:

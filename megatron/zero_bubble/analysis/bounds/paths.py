@@ -52,7 +52,11 @@ class Paths:
     def before(self) -> Sequence[Sequence[tuple[int, float]]]:
         """For every pass, the passes that must end before it starts, and the transfer times between them."""
         s, step = self.setting, 3 * self.stages
-        turns = [list(self._forced_by_memory(stage)) for stage in range(self.stages)]
+        number = {Kind.B: self.b, Kind.W: self.w}
+        turns = [
+            [(number[kind](k, -lag), lag, ms) for kind, k, lag, ms in forced_by_memory(s, stage)]
+            for stage in range(self.stages)
+        ]
         by_kind = [list(self._fed_by(kind)) for kind in (Kind.F, Kind.B, Kind.W)]
         edges: list[list[tuple[int, float]]] = []
         for j in range(s.m):
@@ -82,35 +86,6 @@ class Paths:
             if source.stage != stage:
                 hop = s.activation_hop[stage - 1] if kind is Kind.F else s.gradient_hop[stage]
             yield [(number[source.kind](source.stage, 0), hop)]
-
-    def _forced_by_memory(self, stage: int) -> Iterator[tuple[int, int, float]]:
-        """Yield the passes that F on ``stage`` must follow: the number of the pass, relative to microbatch 0, the first
-        microbatch to which this applies, and the least time from its end to the start of F.
-
-        Assume that F(j) starts before B(i) of this chunk or a later one has ended. Until that B ends, microbatch i
-        occupies the memory of F on all chunks up to that of the B, and microbatches i+1 to j at least that of F up to
-        this chunk. If this exceeds the limit, F(j) comes after B(i). Assume that F(j) starts before W(i) of this chunk
-        or an earlier one has ended. Then microbatches i to j-1 occupy at least the memory of W, and j that of its F.
-        """
-        s = self.setting
-        rank = s.placement.stage_to_rank[stage]
-        chunks, limit = s.stages(rank), s.limit[rank]
-        upper = sum(s.a[k] for k in chunks if k <= stage)
-        between = 0.0
-        lags = {}
-        for k in chunks:
-            if k >= stage:
-                between += s.a[k] if k > stage else 0.0
-                lags[k] = max(1, s.fits(upper, limit - between))
-                yield self.b(k, -lags[k]), lags[k], 0.0
-            if k <= stage and s.g[k] > 0:
-                lag = s.fits(s.g[k], limit - upper) + 1
-                yield self.w(k, -lag), lag, 0.0
-        last = chunks[-1]
-        for lag in range(lags[last], min(lags[last] + _ROUNDS, s.m)):
-            # Passes of later chunks that F on this stage is known to follow.
-            counts = [lag + 1 if k <= stage else max(0, lag - lags[k] + 1) for k in chunks]
-            yield self.b(last, -lag), lag, max(0.0, time_to_make_room(s, rank, counts) - s.b[last])
 
     def heads(self, origin: int) -> list[float]:
         """Return the least time from the start of pass ``origin`` to the start of each pass; -inf without a path."""
@@ -181,3 +156,32 @@ class Paths:
                 for n in range(first, len(heads), 3 * self.stages):
                     if heads[n] > _NEVER and tails[n] > _NEVER:
                         yield heads[n], self.length[n], tails[n]
+
+
+def forced_by_memory(s: Setting, stage: int) -> Iterator[tuple[Kind, int, int, float]]:
+    """Yield the passes that F on ``stage`` must follow: their kind, their stage, by how many microbatches they are
+    earlier, and the least time from their end to the start of F.
+
+    Assume that F(j) starts before B(i) of this chunk or a later one has ended. Until that B ends, microbatch i
+    occupies the memory of F on all chunks up to that of the B, and microbatches i+1 to j at least that of F up to
+    this chunk. If this exceeds the limit, F(j) comes after B(i). Assume that F(j) starts before W(i) of this chunk
+    or an earlier one has ended. Then microbatches i to j-1 occupy at least the memory of W, and j that of its F.
+    """
+    rank = s.placement.stage_to_rank[stage]
+    chunks, limit = s.stages(rank), s.limit[rank]
+    upper = sum(s.a[k] for k in chunks if k <= stage)
+    between = 0.0
+    lags = {}
+    for k in chunks:
+        if k >= stage:
+            between += s.a[k] if k > stage else 0.0
+            lags[k] = max(1, s.fits(upper, limit - between))
+            yield Kind.B, k, lags[k], 0.0
+        if k <= stage and s.g[k] > 0:
+            lag = s.fits(s.g[k], limit - upper) + 1
+            yield Kind.W, k, lag, 0.0
+    last = chunks[-1]
+    for lag in range(lags[last], min(lags[last] + _ROUNDS, s.m)):
+        # Passes of later chunks that F on this stage is known to follow.
+        counts = [lag + 1 if k <= stage else max(0, lag - lags[k] + 1) for k in chunks]
+        yield Kind.B, last, lag, max(0.0, time_to_make_room(s, rank, counts) - s.b[last])
