@@ -14,9 +14,10 @@ from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import EVEN, MOVED, lay_out, moved
-from megatron.zero_bubble.planning.plans import auto, fitted
+from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
 from megatron.zero_bubble.schedules import recipe
 from megatron.zero_bubble.search import portfolio
+from megatron.zero_bubble.search.auto import PlacementChoice
 from megatron.zero_bubble.search.cut import even, least_layers
 from tests.helpers.layouts import all_layouts, random_layers
 
@@ -69,10 +70,11 @@ def test_no_layout_and_no_baseline_is_better(seeds: range) -> None:
 
 
 @pytest.mark.parametrize(("name", "limit"), [("zb-v", 1.0), ("zb-auto", 0.6)])
+@pytest.mark.parametrize("drafts", [False, True])
 def test_searched_schedules_are_never_longer_than_those_of_the_baselines(
-    name: str, limit: float, monkeypatch: pytest.MonkeyPatch
+    name: str, limit: float, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The schedule is made for the layout, and so are those that it is compared with."""
+    """The schedule is made for the layout, and so are those that it is compared with, unless a bound rules them out."""
     monkeypatch.setattr(portfolio, "_BUDGET", (30_000, 1_000_000))
     layers = LayerCosts((LAYER,) * 12, Part(0.1, 0.0, 0.1), LOSS, 0.1)
     costs = of(layers, 3, 8)
@@ -84,7 +86,10 @@ def test_searched_schedules_are_never_longer_than_those_of_the_baselines(
         return fitted(build(name, num_ranks=3, num_microbatches=8), own, "span")
 
     placements = [Placement.vee(3), *([Placement.linear(3)] if name == "zb-auto" else [])]
-    plan = lay_out(costs, placements, make, memory, "span")
+    search = auto_search(memory, "span") if name == "zb-auto" else fitting_search(name, "span")
+    plan = lay_out(costs, placements, make, memory, "span", search if drafts else None)
+    assert any(other.is_bound for other in plan.others.values()) == drafts
+    assert all(other.excess or other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
     for placement in placements:
         evenly = even(placement, 12)
         for layout in (evenly, moved(layers, placement, evenly)):
@@ -124,6 +129,26 @@ def test_without_any_schedule_the_reason_is_given() -> None:
 
     with pytest.raises(UserError, match="the memory limit admits no schedule"):
         lay_out(costs, [Placement.linear(4)], make, 1.0, "span")
+
+
+@pytest.mark.parametrize("loss", [0.3, 3.0, 12.0])
+def test_searching_for_128_layers_on_32_ranks_takes_seconds(loss: float) -> None:
+    """Two seconds of processor time on one core of a server; the bound here is for slower ones."""
+    layers = LayerCosts((LAYER,) * 128, Part(0.1, 0.0, 0.1), Part(loss, loss, loss, 1.0), 0.1)
+    costs = of(layers, 32, 128)
+    limit = 32 * costs.microbatch
+    names: dict[Placement, PlacementChoice] = {Placement.linear(32): "linear", Placement.vee(32): "vee"}
+    began = time.process_time()
+    plan = lay_out(
+        costs,
+        list(names),
+        lambda own, placement: auto(own, limit, names[placement], "span"),
+        limit,
+        "span",
+        auto_search(limit, "span"),
+    )
+    assert time.process_time() - began < 6
+    assert all(other.ms >= plan.best.ms * (1 - 1e-9) for other in plan.others.values())
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b"])

@@ -29,7 +29,8 @@ def layout_summary(plan: LayoutPlan) -> str:
     for name, gain in plan.gains().items():
         other = plan.others[name]
         more = "" if not other.excess else ", which exceeds the memory limit"
-        lines.append(f"{_compared(gain)} the {name} ({other.text}, {other.ms:.3f} ms){more}")
+        least = "at least " if other.is_bound else ""
+        lines.append(f"{least}{compared(gain)} the {name} ({other.text}, {least}{other.ms:.3f} ms){more}")
     return "\n".join(lines) + "\n"
 
 
@@ -38,9 +39,11 @@ def layout_content(plan: LayoutPlan) -> dict[str, Any]:
     return {
         "pipeline_model_parallel_layout": plan.best.text,
         "layers_per_stage": plan.best.layout,
+        # At least, where no schedule was made for the other layout.
         "shorter_than": {name.replace(" ", "_"): gain for name, gain in plan.gains().items()},
     }
 
 
-def _compared(gain: float) -> str:
+def compared(gain: float) -> str:
+    """Say how much shorter something is by a share, or longer."""
     return "as long as" if abs(gain) < 5e-5 else f"{gain:.2%} shorter than" if gain > 0 else f"{-gain:.2%} longer than"

@@ -29,8 +29,10 @@ from megatron.zero_bubble.planning.plans import (
     ADAPTING,
     PlannedSchedule,
     auto,
+    auto_search,
     bound,
     fitted,
+    fitting_search,
     limit_verdict,
     rank_memory,
 )
@@ -171,8 +173,11 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
 
 def searches(options: argparse.Namespace) -> bool:
     """Whether ``make_plan`` searches, which takes seconds, or only builds a known schedule."""
-    known = options.schedule != AUTO and (options.schedule not in ADAPTING or options.equal_passes)
-    return options.layout == BY_COST or not known
+    return options.layout == BY_COST or options.schedule == AUTO or _fits(options)
+
+
+def _fits(options: argparse.Namespace) -> bool:
+    return options.schedule in ADAPTING and not options.equal_passes
 
 
 def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
@@ -200,11 +205,18 @@ def _laid_out(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fi
         known = recipe(options.schedule)
         placements = [known.placement(costs.num_ranks, known.num_chunks(options.num_chunks))]
     candidates = None if cuts is None else cuts.candidates(costs)
+    most = None if limit is None else costs.limit(limit)
 
     def make(own: Figures, placement: Placement) -> Schedule:
         return file or _build(options, own, candidates, names.get(placement, "auto"))
 
-    return lay_out(costs, placements, make, None if limit is None else costs.limit(limit), options.objective)
+    search = None
+    if candidates is None and options.schedule == AUTO:
+        assert most is not None, "a search has a limit"
+        search = auto_search(most, options.objective)
+    elif candidates is None and _fits(options):
+        search = fitting_search(options.schedule, options.objective)
+    return lay_out(costs, placements, make, most, options.objective, search)
 
 
 def _shortest(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> Planned:

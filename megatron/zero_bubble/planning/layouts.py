@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from megatron.zero_bubble.analysis.memory import most_kept
@@ -19,6 +21,12 @@ from megatron.zero_bubble.search.timed import timed
 
 _MOST_ROUNDS = 3
 """How often a schedule is made again for the best layout, and the best layout found again for that schedule."""
+_EFFORT_BESIDES_SEARCH = 0.1
+"""How much effort goes into the layout for a draft, relative to that for a known schedule."""
+_CLOSE = 1.01
+"""Up to this factor above the best, a layout on another placement is improved, and a draft is followed by a search."""
+_NEAR_THE_BOUND = 2e-3
+"""A search that cannot make the best plan shorter by more than this share is left out."""
 _ROUNDING = 1e-9
 
 EVEN, MOVED = "even split", "even split with layers moved from the last stage"
@@ -59,15 +67,57 @@ class LaidOut:
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """A layout that a plan is compared with.
+
+    Attributes:
+        value: as that of ``LaidOut``.
+        is_bound: whether no schedule was made for it, because none is shorter than ``ms``, which is not below the plan.
+    """
+
+    layout: Layout
+    value: tuple[float, float]
+    is_bound: bool = False
+
+    @property
+    def excess(self) -> float:
+        """The peak memory if it is above the limit, else 0."""
+        return self.value[0]
+
+    @property
+    def ms(self) -> float:
+        """The objective, or a lower bound of it."""
+        return self.value[1]
+
+    @property
+    def text(self) -> str:
+        """Megatron's ``--pipeline-model-parallel-layout``."""
+        return layout_text(self.layout)
+
+
+@dataclass(frozen=True)
 class LayoutPlan:
     """The best layout that was found, and those that it is compared with, by name."""
 
     best: LaidOut
-    others: Mapping[str, LaidOut]
+    others: Mapping[str, Baseline]
 
     def gains(self) -> dict[str, float]:
-        """Return how much shorter the plan makes an iteration, as a share of the time with each other layout."""
+        """Return how much shorter the plan makes an iteration at least, as a share of the time with other layouts."""
         return {name: 1 - self.best.ms / other.ms if other.ms else 0.0 for name, other in self.others.items()}
+
+
+@dataclass(frozen=True)
+class Search:
+    """How to avoid searches for schedules, which take long, for layouts that do not become the best.
+
+    Attributes:
+        draft: as ``make`` of ``lay_out``, with little effort.
+        least: a lower bound on what ``make`` gives within a limit.
+    """
+
+    draft: Callable[[Figures, Placement], Schedule]
+    least: Callable[[Figures, Placement, float | None], float]
 
 
 def lay_out(
@@ -76,6 +126,7 @@ def lay_out(
     make: Callable[[Figures, Placement], Schedule],
     limit: float | None,
     objective: Metric,
+    search: Search | None = None,
 ) -> LayoutPlan:
     """Find the layout, the placement among ``placements`` and the schedule with the smallest ``objective``.
 
@@ -86,19 +137,41 @@ def lay_out(
         costs: the costs of the even split, ``Figures.evenly``.
         make: builds a schedule on a placement, or searches for one, for the costs of one layout.
         limit: memory limit per rank, or None.
+        search: if ``make`` searches: layouts are compared by drafts, and schedules are made for the best and for those
+            that are about as good.
 
     Raises:
         UserError: for too few layers, or when no layout has a schedule.
     """
     assert costs.layers is not None, "these are costs of Figures.evenly"
-    desks = [_Desk(costs, costs.layers, on, make, limit, objective) for on in placements]
-    plans, missing = _those_that_exist(desks, _Desk.plan)
-    if not plans:
+    desks: list[tuple[_Desk, dict[str, Layout]]] = []
+    options: dict[tuple[_Desk, Layout], LaidOut] = {}
+    missing: list[UserError] = []
+    # First two stages per rank: mostly, their schedules are the shortest.
+    for on in sorted(placements, key=lambda placement: -placement.num_stages):
+        desk = _Desk(costs, costs.layers, on, make, limit, objective, search)
+        try:
+            known, found = desk.plan(list(options.values()))
+        except UserError as error:
+            missing.append(error)
+            continue
+        desks.append((desk, known))
+        for option in found:
+            key = desk, option.layout
+            options[key] = _first((options.get(key, option), option))
+    if not options:
         raise missing[0]
-    names = dict.fromkeys(name for plan in plans for name in plan.others)
-    others = {name: _first(plan.others[name] for plan in plans if name in plan.others) for name in names}
-    best = _first(plan.best for plan in plans)
-    return lay_out(costs, placements, make, None, objective) if best.excess else LayoutPlan(best, others)
+    if search is not None:
+        options = _finished(options)
+    best = _first(options.values())
+    if best.excess:
+        return lay_out(costs, placements, make, None, objective, search)
+    others: dict[str, Baseline] = {}
+    for desk, known in desks:
+        for name, layout in known.items():
+            if (baseline := desk.baseline(layout, options.get((desk, layout)), best)) is not None:
+                others[name] = min(others.get(name, baseline), baseline, key=lambda one: one.value)
+    return LayoutPlan(best, others)
 
 
 def moved(layers: LayerCosts, placement: Placement, layout: Layout) -> Layout:
@@ -124,7 +197,7 @@ def moved(layers: LayerCosts, placement: Placement, layout: Layout) -> Layout:
     return min(candidates, key=difference)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Desk:
     """What layouts on one placement are made from and compared by."""
 
@@ -134,30 +207,81 @@ class _Desk:
     make: Callable[[Figures, Placement], Schedule]
     limit: float | None
     objective: Metric
+    search: Search | None
+    bounds: dict[Layout, float] = field(default_factory=dict)
 
-    def plan(self) -> LayoutPlan:
-        """Alternate between the best layout for a schedule and the best schedule for a layout."""
+    def plan(self, before: Sequence[LaidOut]) -> tuple[dict[str, Layout], list[LaidOut]]:
+        """Return the baselines by name, and plans for layouts on this placement.
+
+        With a search, they are drafts, and only of layouts that may be shorter than those ``before``.
+
+        Raises:
+            UserError: when there is no schedule for any layout.
+        """
         layers = self.layers
         evenly = even(self.placement, layers.num_layers)
         known = {EVEN: evenly, MOVED: moved(layers, self.placement, evenly)}
         least_work = cut(self.placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms)
-        starts = tuple(dict.fromkeys((*known.values(), least_work)))
-        options, missing = _those_that_exist(starts, self.made)
-        if not options:
+        starts = tuple(dict.fromkeys((least_work, *known.values())))
+        if self.search is not None and self.busiest(least_work) >= min(map(self.busiest, known.values())) * (
+            1 - _ROUNDING
+        ):
+            starts = tuple(dict.fromkeys(known.values()))
+        options: list[LaidOut] = []
+        missing: list[UserError] = []
+        for layout in starts:
+            if self.bound(layout) < _shortest((*before, *options)) * (1 - _ROUNDING):
+                try:
+                    options.append(self.drafted(layout))
+                except UserError as error:
+                    missing.append(error)
+        if missing and not options:
             raise missing[0]
-        best = _first(options)
+        if options and (self.search is None or _first(options).ms <= _CLOSE * _shortest(before)):
+            options += self.improved(_first(options), starts)
+        return known, options
+
+    def improved(self, best: LaidOut, starts: tuple[Layout, ...]) -> Iterator[LaidOut]:
+        """Alternate between the best layout for a schedule and the best schedule for a layout, while this helps."""
+        effort, starts = (1.0, starts) if self.search is None else (_EFFORT_BESIDES_SEARCH, ())
         for _ in range(_MOST_ROUNDS):
-            trial = Trial(layers, best.schedule, self.limit, self.objective)
-            layout = best_layout(trial, layers.num_layers, (best.layout, *starts))
+            trial = Trial(self.layers, best.schedule, self.limit, self.objective, effort)
+            layout = best_layout(trial, self.layers.num_layers, (best.layout, *starts))
             if layout == best.layout:
-                break
+                return
             best = self.laid_out(layout, best.schedule)
-            again, _missing = _those_that_exist((layout,), self.made)
+            yield best
+            again, _missing = _those_that_exist((layout,), self.drafted)
             if not again or not is_less(again[0].value, best.value):
-                break
+                return
             best = again[0]
-        by_layout = {option.layout: option for option in options}
-        return LayoutPlan(best, {name: by_layout[layout] for name, layout in known.items() if layout in by_layout})
+            yield best
+
+    def baseline(self, layout: Layout, option: LaidOut | None, best: LaidOut) -> Baseline | None:
+        """Return a baseline from its plan, if there is one; None if it has none, or the limit admits none."""
+        bound = self.bound(layout)
+        if option is not best and bound >= best.ms * (1 - _ROUNDING):
+            return Baseline(layout, (0.0, bound), is_bound=True)
+        return None if option is None else Baseline(layout, option.value)
+
+    def busiest(self, layout: Layout) -> float:
+        """The work of the busiest rank."""
+        return max(self.layers.rank_work_ms(self.placement, layout))
+
+    def bound(self, layout: Layout) -> float:
+        """A lower bound on the schedules of a layout; -1 if it is not known, or the limit admits no schedule."""
+        if layout not in self.bounds:
+            self.bounds[layout] = -1.0
+            if self.search is not None:
+                with suppress(UserError):
+                    costs = self.costs.laid_out(self.placement, layout)
+                    self.bounds[layout] = self.search.least(costs, self.placement, self.limit)
+        return self.bounds[layout]
+
+    def drafted(self, layout: Layout) -> LaidOut:
+        """Make a schedule for a layout, with little effort if it is searched for."""
+        make = self.make if self.search is None else self.search.draft
+        return self.laid_out(layout, make(self.costs.laid_out(self.placement, layout), self.placement))
 
     def made(self, layout: Layout) -> LaidOut:
         """Make a schedule for a layout."""
@@ -171,6 +295,21 @@ class _Desk:
         over = self.limit is not None and peak > self.limit * (1 + _ROUNDING)
         ms = timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms
         return LaidOut(layout, schedule, timeline, costs, (peak if over else 0.0, ms))
+
+
+def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Desk, Layout], LaidOut]:
+    """Search with full effort for the best drafts, shortest first, as long as this may give the best plan."""
+    made = dict(drafts)
+    for (desk, layout), draft in sorted(drafts.items(), key=lambda item: item[1].value):
+        shortest = _shortest(made.values())
+        if draft.ms <= _CLOSE * shortest and desk.bound(layout) < shortest * (1 - _NEAR_THE_BOUND):
+            made[desk, layout] = _first((draft, desk.made(layout)))
+    return made
+
+
+def _shortest(plans: Iterable[LaidOut]) -> float:
+    """Return the shortest length within the memory limit; infinity if there is none."""
+    return min((plan.ms for plan in plans if not plan.excess), default=math.inf)
 
 
 def _those_that_exist(of: Iterable[S], make: Callable[[S], T]) -> tuple[list[T], list[UserError]]:

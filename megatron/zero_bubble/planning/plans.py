@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
@@ -11,11 +12,13 @@ from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.layouts import LayoutPlan
+from megatron.zero_bubble.planning.layouts import LayoutPlan, Search
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.sliced import sliced_auto
 
+_LITTLE = 0.03
+"""Effort of the search for a draft."""
 ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 
@@ -32,17 +35,22 @@ class PlannedSchedule:
 
 
 def auto(
-    costs: Figures, limit: float, placement: PlacementChoice, objective: Metric, slices: Slices = WHOLE
+    costs: Figures,
+    limit: float,
+    placement: PlacementChoice,
+    objective: Metric,
+    slices: Slices = WHOLE,
+    effort: float = 1.0,
 ) -> Schedule:
     """Search with ``zb_auto``; for a V, or for the better of both placements, it gets one figure per half rank.
 
-    Schedules of several slices have a search of their own.
+    Schedules of several slices have a search of their own, without ``effort``.
     """
     finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
     if len(slices) > 1:
         return _sliced_auto(costs, limit, placement, objective, finest, slices)
     sizes = costs.num_ranks, costs.num_microbatches
-    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective)
+    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective, effort=effort)
 
 
 def _sliced_auto(
@@ -77,6 +85,38 @@ def bound(
         slices=slices,
         vocabulary=vocabulary,
     )
+
+
+def auto_search(limit: float, objective: Metric) -> Search:
+    """Return how layouts are compared before schedules are searched for with ``auto``."""
+
+    def draft(costs: Figures, placement: Placement) -> Schedule:
+        return auto(costs, limit, placement_name(placement), objective, effort=_LITTLE)
+
+    return Search(draft, partial(quick_bound, objective=objective))
+
+
+def fitting_search(name: str, objective: Metric) -> Search:
+    """Return the same for a schedule that is ``fitted``: its drafts are for equal passes."""
+
+    def draft(costs: Figures, _: Placement) -> Schedule:
+        return build(name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+
+    return Search(draft, partial(quick_bound, objective=objective))
+
+
+def placement_name(placement: Placement) -> PlacementChoice:
+    """Return the name of a placement that searches know."""
+    return next(name for name, place in PLACEMENTS.items() if place(placement.num_ranks) == placement)
+
+
+def quick_bound(costs: Figures, placement: Placement, limit: float | None, objective: Metric) -> float:
+    """Return a lower bound in ms on whole sequences for one placement, in closed form, which takes little time.
+
+    Raises:
+        UserError: when the limit admits no schedule.
+    """
+    return lower_bound(*costs.on(placement), placement, costs.num_microbatches, limit, objective, effort=None).value_ms
 
 
 def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:

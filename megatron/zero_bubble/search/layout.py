@@ -60,6 +60,7 @@ class Trial:
     Args:
         layers: costs of the parts of the model.
         limit: memory limit per rank, or None.
+        effort: the number of layouts to simulate, relative to the default.
 
     Attributes:
         value: simulates the schedule with a layout.
@@ -67,15 +68,22 @@ class Trial:
         most: the number of layouts to simulate at most, if not all are compared.
     """
 
-    def __init__(self, layers: LayerCosts, schedule: Schedule, limit: float | None, objective: Metric) -> None:
+    def __init__(
+        self,
+        layers: LayerCosts,
+        schedule: Schedule,
+        limit: float | None,
+        objective: Metric,
+        effort: float = 1.0,
+    ) -> None:
         self._layers, self.schedule, self._limit = layers, schedule, limit
         by_loops = _by_loops(schedule, objective, limit is not None)
         self._run = by_loops or _by_simulation(schedule, objective)
         self._work = [0.0, *accumulate((layers.embedding.work_ms, *layers.work_ms, layers.loss.work_ms))]
         self.value = cache(self._evaluated)
         self.least_ms = cache(self._least_ms)
-        budget = _BUDGET if by_loops and compiled() else _BUDGET_IN_PYTHON
-        self.most = budget // (sum(map(len, schedule.order)) + _OVERHEAD_PER_STAGE * schedule.num_stages)
+        budget = effort * (_BUDGET if by_loops and compiled() else _BUDGET_IN_PYTHON)
+        self.most = int(budget) // (sum(map(len, schedule.order)) + _OVERHEAD_PER_STAGE * schedule.num_stages)
 
     def _evaluated(self, layout: Layout) -> Value:
         peak, ms = self._run(*self._layers.on(layout))
@@ -210,14 +218,19 @@ def _most_held(schedule: Schedule, rank: int) -> list[tuple[tuple[int, int], ...
     places = (*stages, *(n + stage for stage in stages))
     now = dict.fromkeys(places, 0)
     moments = set()
-    for p in schedule.order[rank]:
+    row = schedule.order[rank]
+    for p, following in zip(row, (*row[1:], None), strict=True):
         if p.kind is Kind.W:
             now[n + p.stage] -= 1
-        else:
-            now[p.stage] += 1 if p.kind is Kind.F else -1
-            now[n + p.stage] += p.kind is Kind.B
-        moments.add(tuple(now.values()))
-    most = [one for one in moments if not any(one != other and _covers(other, one) for other in moments)]
+            continue
+        now[p.stage] += 1 if p.kind is Kind.F else -1
+        now[n + p.stage] += p.kind is Kind.B
+        if following is None or following.kind is not Kind.F:  # an F only adds
+            moments.add(tuple(now.values()))
+    most: list[tuple[int, ...]] = []
+    for one in sorted(moments, reverse=True):  # those that cover others come before these
+        if not any(_covers(other, one) for other in most):
+            most.append(one)
     return [tuple((place, count) for place, count in zip(places, one, strict=True) if count) for one in sorted(most)]
 
 
