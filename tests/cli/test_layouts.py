@@ -96,6 +96,36 @@ def test_slices_and_layouts_together(capsys: Capture) -> None:
     assert plan["shorter_than"]["even_split"] > 0.05 and plan["num_slices"] == 2
 
 
+def test_compare_has_rows_for_layouts_beside_the_even_split_and_a_divided_vocabulary(
+    capsys: Capture, costs: list[str]
+) -> None:
+    flags = ["compare", *costs[:2], "--num-ranks", "2", "--num-microbatches", "4", "--placement", "linear"]
+    flags += ["--max-chunks", "1", "--equal-passes", "--memory-limit", "2p", "--layout", "auto"]
+    table = run_json(capsys, *flags)
+    rows = {row["schedule"]: row for row in table["rows"]}
+    laid_out = [name for name, row in rows.items() if row["layout"] is not None]
+    assert {"1f1b (layout by cost)", "zb-v (layout by cost)", "zb-auto (layout by cost)"} <= set(laid_out)
+    for name in laid_out:
+        plain = rows[name.removesuffix(" (layout by cost)")]
+        assert plain["layout"] is None and rows[name]["span_ms"] <= plain["span_ms"] * (1 + 1e-9)
+        for algorithm in (1, 2):
+            assert rows[f"{plain['schedule']} (vocabulary {algorithm})"]["vocabulary"] == algorithm
+    flags_of_plan = ["plan", "--schedule", "zb-h1", *costs[:2], "--num-ranks", "2", "--num-microbatches", "4"]
+    plan = run_json(capsys, *flags_of_plan, "--layout", "auto")
+    row = rows["zb-h1 (layout by cost)"]
+    assert (row["layout"], row["span_ms"]) == (plan["pipeline_model_parallel_layout"], plan["span_ms"])
+    best = min((rows[name] for name in laid_out if rows[name]["within_limit"]), key=lambda row: float(row["span_ms"]))
+    divided = min(row["span_ms"] for row in rows.values() if row["vocabulary"] and row["within_limit"])
+    assert table["gain_of_vocabulary"] == pytest.approx(1 - divided / best["span_ms"])
+    text = run(capsys, *flags)
+    assert f"--pipeline-model-parallel-layout '{row['layout']}': " in text
+    assert f"best layout: '{best['layout']}' with {best['schedule']}, {best['span_ms']:.3f} ms" in text
+    assert f"{abs(table['gain_of_vocabulary']):.2%}" in text.split("vocabulary parallelism, ")[1].splitlines()[0]
+    assert "of equally many layers per stage within the limit" in text
+    without = run_json(capsys, *flags, "--vocabulary", "off")
+    assert without["gain_of_vocabulary"] is None and not any(row["vocabulary"] for row in without["rows"])
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

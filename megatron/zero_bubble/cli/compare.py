@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from itertools import chain, pairwise
+from itertools import chain, groupby, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made
 from megatron.zero_bubble.cli.figures import add_figures, figures
+from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
 from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
 from megatron.zero_bubble.cli.progress import progress
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
-from megatron.zero_bubble.job.source import AUTO
-from megatron.zero_bubble.planning.cuts import shortest
+from megatron.zero_bubble.ir import WHOLE, Placement, Slices
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import auto, bound, fitted, peak_memory
-from megatron.zero_bubble.planning.vocabulary import Variant, searched, shards_inserted
-from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
+from megatron.zero_bubble.planning.plans import bound, peak_memory
+from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
 from megatron.zero_bubble.search.timed import timed
 
 _MOST_CHUNKS = 4
-FITTED = "fitted"
-"""Suffix for the name of a schedule for equal passes that was refitted to the costs."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,9 @@ class Row:
 
     ``num_slices`` is the number of slices per sequence. ``peak_microbatches`` is in units of a microbatch's activation
     memory on its rank, ``peak_memory`` in the unit of the costs. ``messages`` is the number of messages between ranks
-    per iteration, ``message_bytes`` their total size; None if the size of a message is unknown.
+    per iteration, ``message_bytes`` their total size; None if the size of a message is unknown. ``layout`` is
+    Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost. ``vocabulary`` is the algorithm of
+    vocabulary parallelism, if the vocabulary is divided.
     """
 
     schedule: str
@@ -56,6 +55,8 @@ class Row:
     speedup_over_1f1b: float | None
     speedup_over_interleaved: float | None
     within_limit: bool
+    layout: str | None
+    vocabulary: int | None
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Table:
     """The content of ``--format json``; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules.
 
     ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
+    Both are for equally many layers per stage. ``gain_of_vocabulary`` is the share by which the shortest schedule with
+    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either.
     """
 
     objective: Metric
@@ -73,6 +76,12 @@ class Table:
     sliced_lower_bound_ms: dict[PlacementChoice, float]
     rows: tuple[Row, ...]
     absent: tuple[str, ...]
+    gain_of_vocabulary: float | None
+
+    def shortest(self, *, divided: bool) -> Row | None:
+        """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost."""
+        rows = (row for row in self.rows if row.within_limit)
+        return next((row for row in rows if (row.vocabulary if divided else row.layout) is not None), None)
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
@@ -96,6 +105,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
         "--config has fewer layers per rank)",
     )
     add_slices(verb, "default: no schedules of slices")
+    add_layout(verb)
     add_vocabulary(verb)
     verb.add_argument(
         "--equal-passes",
@@ -110,24 +120,24 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     costs = figures(options)
+    by_cost = options.layout == BY_COST
+    costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
     placements: Sequence[PlacementChoice] = [options.placement]
     if options.placement in (None, "auto"):
         placements = tuple(PLACEMENTS)
     chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
-    refit = not options.equal_passes
+    comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes)
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
-    variants = variants_of(options, costs)
-    candidates: list[_Candidate] = []
+    variants = variants_of(options, costs, default="auto" if by_cost else None)
+    candidates: list[Candidate] = []
     for variant in variants:
-        own = _candidates(variant.costs, chunks, limit, placements, options.objective, refit)
         if variant.algorithm is None:
-            own = chain(own, _sliced(costs, slices, chunks, limit, placements, options.objective))
+            candidates += chain(comparison.whole(costs), comparison.sliced(costs, slices))
         else:
-            own = _with_shards(own, variant, limit, placements, options.objective)
-        candidates += ((variant.costs, name, make) for name, make in own)
-    costs = variants[-1].costs
+            candidates += comparison.divided(variant)
+    candidates += comparison.laid_out(costs) if by_cost else ()
     rows, absent, best = _simulated(candidates, limit, options.objective)
     table = Table(
         objective=options.objective,
@@ -140,134 +150,35 @@ def compare(options: argparse.Namespace) -> str:
         else {},
         rows=_with_speedups(rows, options.objective),
         absent=tuple(absent),
+        gain_of_vocabulary=None,
     )
+    table = replace(table, gain_of_vocabulary=_gain(table))
+    costs = variants[-1].costs
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
     return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
 
 
-_Named = tuple[str, Callable[[], Schedule]]
-"""A name for messages, and a constructor, which raises ``UserError`` if the schedule does not exist."""
-_Candidate = tuple[Figures, str, Callable[[], Schedule]]
-"""The same, with the costs of the schedule."""
-
-
 def _simulated(
-    candidates: Sequence[_Candidate], limit: float, objective: Metric
+    candidates: Sequence[Candidate], limit: float, objective: Metric
 ) -> tuple[list[Row], list[str], Timeline | None]:
     """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
 
     No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
     """
     rows, absent, best = [], [], None
-    named = [(name, partial(_made, costs, make)) for costs, name, make in candidates]
-    with progress("planning", named) as makers:
+    with progress("planning", candidates) as makers:
         for make in makers:
             try:
-                costs, schedule = make()
-                timeline = timed(schedule, *costs.on(schedule.placement))
+                made = make()
+                timeline = timed(made.schedule, *made.costs.on(made.schedule.placement))
             except UserError as error:
                 absent.append(str(error))
                 continue
-            rows.append(_row(timeline, costs, limit))
-            if rows[-1].within_limit and (best is None or _cost(timeline, objective) < _cost(best, objective)):
+            rows.append(_row(timeline, made, limit))
+            if rows[-1].within_limit and (best is None or _ms(timeline, objective) < _ms(best, objective)):
                 best = timeline
     return rows, absent, best
-
-
-def _made(costs: Figures, make: Callable[[], Schedule]) -> tuple[Figures, Schedule]:
-    return costs, make()
-
-
-def _with_shards(
-    known: Iterable[_Named],
-    variant: Variant,
-    limit: float,
-    placements: Sequence[PlacementChoice],
-    objective: Metric,
-) -> Iterator[_Named]:
-    """Yield the candidates with the passes of vocabulary parallelism; searches for them have more to choose from."""
-    search = {f"{AUTO} {name}": partial(searched, variant, limit, name, objective) for name in placements}
-    for name, make in known:
-        many = search.get(name, partial(_only, make))
-        yield f"{name} (vocabulary {variant.algorithm})", partial(shards_inserted, many, variant, limit, objective)
-
-
-def _only(make: Callable[[], Schedule]) -> list[Schedule]:
-    return [make()]
-
-
-def _candidates(
-    costs: Figures,
-    max_chunks: int,
-    limit: float,
-    placements: Sequence[PlacementChoice],
-    objective: Metric,
-    refit: bool,
-) -> Iterator[_Named]:
-    """Yield one candidate per row of the table, of whole sequences."""
-    p, m = costs.num_ranks, costs.num_microbatches
-    for recipe in SCHEDULES.values():
-        if recipe.sliced:
-            continue
-        if recipe.shape == "interleaved":
-            for chunks in range(2, max_chunks + 1):
-                yield f"{recipe.name} x{chunks}", partial(_looped, recipe.name, p, m, chunks)
-        else:
-            yield recipe.name, partial(build, recipe.name, num_ranks=p, num_microbatches=m)
-        if recipe.adapts and refit:
-            yield f"{recipe.name} {FITTED}", partial(_fitted, recipe.name, costs, objective)
-    for placement in placements:
-        yield f"{AUTO} {placement}", partial(auto, costs, limit, placement, objective)
-
-
-def _sliced(
-    costs: Figures,
-    slices: Sequence[Slices],
-    max_chunks: int,
-    limit: float,
-    placements: Sequence[PlacementChoice],
-    objective: Metric,
-) -> Iterator[_Named]:
-    """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
-    if not slices:
-        return
-    makers: list[tuple[str, str, Callable[[Slices], Schedule]]] = []
-    for name in sliced():
-        for chunks in range(2, max_chunks + 1) if SCHEDULES[name].shape == "interleaved" else (None,):
-            own = name if chunks is None else f"{name} x{chunks}"
-            makers.append((own, own, partial(_cut, name, costs.num_ranks, costs.num_microbatches, chunks)))
-    for placement in placements:
-        makers.append((f"{AUTO} {placement}", AUTO, partial(auto, costs, limit, placement, objective)))
-    for message, name, make in makers:
-        yield f"{message} of slices", partial(_best_cut, name, make, slices, costs, limit, objective)
-
-
-def _cut(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, slices: Slices) -> Schedule:
-    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    return build(name, **sizes, num_chunks=num_chunks, num_slices=slices)
-
-
-def _best_cut(
-    own: str,
-    make: Callable[[Slices], Schedule],
-    slices: Sequence[Slices],
-    costs: Figures,
-    limit: float,
-    objective: Metric,
-) -> Schedule:
-    found = shortest(make, slices, costs, limit, objective)
-    return replace(found, name=f"{own} n{found.num_slices}")
-
-
-def _looped(name: str, num_ranks: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches, num_chunks=num_chunks)
-    return replace(schedule, name=f"{name} x{num_chunks}")
-
-
-def _fitted(name: str, costs: Figures, objective: Metric) -> Schedule:
-    schedule = build(name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
-    return replace(fitted(schedule, costs, objective), name=f"{name} {FITTED}")
 
 
 def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoice, float]:
@@ -296,8 +207,8 @@ def _bounds(
     return bounds
 
 
-def _row(timeline: Timeline, costs: Figures, limit: float) -> Row:
-    schedule = timeline.schedule
+def _row(timeline: Timeline, made: Made, limit: float) -> Row:
+    schedule, costs = timeline.schedule, made.costs
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)
@@ -316,6 +227,8 @@ def _row(timeline: Timeline, costs: Figures, limit: float) -> Row:
         speedup_over_1f1b=None,
         speedup_over_interleaved=None,
         within_limit=kept <= limit * (1 + 1e-9),
+        layout=made.layout,
+        vocabulary=algorithm_of(schedule),
     )
 
 
@@ -323,10 +236,11 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
     """Sort the rows, and compare each with 1F1B and with the best interleaved schedule."""
 
     def cost(row: Row) -> float:
-        return row.makespan_ms if objective == "makespan" else row.span_ms
+        return _ms(row, objective)
 
     plain = min((cost(row) for row in rows if row.schedule == "1f1b"), default=None)
-    looped = min((cost(row) for row in rows if row.schedule.startswith("interleaved-1f1b")), default=None)
+    interleaved = (row for row in rows if row.schedule.startswith("interleaved-1f1b") and row.layout is None)
+    looped = min(map(cost, interleaved), default=None)
     return tuple(
         replace(
             row,
@@ -337,8 +251,15 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
     )
 
 
-def _cost(timeline: Timeline, objective: Metric) -> float:
-    return timeline.makespan_ms if objective == "makespan" else timeline.span_ms
+def _gain(table: Table) -> float | None:
+    whole, divided = table.shortest(divided=False), table.shortest(divided=True)
+    if whole is None or divided is None or not _ms(whole, table.objective):
+        return None
+    return 1 - _ms(divided, table.objective) / _ms(whole, table.objective)
+
+
+def _ms(of: Row | Timeline, objective: Metric) -> float:
+    return of.makespan_ms if objective == "makespan" else of.span_ms
 
 
 def _ratio(baseline: float | None, ms: float) -> float | None:
@@ -368,13 +289,28 @@ def _text(table: Table, costs: Figures) -> str:
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
         lines.append(line if row.within_limit else f"{line}   over the limit")
     whole = " of whole sequences" if any(row.num_slices > 1 for row in table.rows) else ""
+    whole += " of equally many layers per stage" if any(row.layout for row in table.rows) else ""
     for of, bounds in ((whole, table.lower_bound_ms), (" of these slices", table.sliced_lower_bound_ms)):
         for placement, ms in bounds.items():
             lines.append(f"no {placement} schedule{of} within the limit has a {table.objective} below {ms:.3f} ms")
+    lines += _layouts(table)
     lines += (f"not compared: {reason}" for reason in table.absent)
     if not compiled():
         lines.append(f"planned{SLOW}")
     return "\n".join(lines) + "\n"
+
+
+def _layouts(table: Table) -> Iterator[str]:
+    """Yield the layouts by cost and their schedules, the best layout, and what a divided vocabulary gains over it."""
+    laid_out = sorted((row for row in table.rows if row.layout is not None), key=lambda row: str(row.layout))
+    for layout, rows in groupby(laid_out, key=lambda row: row.layout):
+        yield f"--pipeline-model-parallel-layout '{layout}': {', '.join(row.schedule for row in rows)}"
+    best, divided = table.shortest(divided=False), table.shortest(divided=True)
+    if best is not None:
+        yield f"best layout: '{best.layout}' with {best.schedule}, {_ms(best, table.objective):.3f} ms"
+    if divided is not None and (gain := table.gain_of_vocabulary) is not None:
+        ms = _ms(divided, table.objective)
+        yield f"vocabulary parallelism, {divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
 
 
 def _gib(amount: float | None) -> str:

@@ -42,14 +42,18 @@ def add_vocabulary(verb: argparse.ArgumentParser) -> None:
     )
 
 
-def variants_of(options: argparse.Namespace, costs: Figures, file: Schedule | None = None) -> tuple[Variant, ...]:
+def variants_of(
+    options: argparse.Namespace, costs: Figures, file: Schedule | None = None, default: Choice | None = None
+) -> tuple[Variant, ...]:
     """Return the variants that the flags request; ``file`` is the schedule of a file, whose passes decide.
+
+    ``default`` is the choice if there is neither a file nor ``--vocabulary``.
 
     Raises:
         UserError: for flags that contradict each other, the costs or the file, or if times are missing.
     """
     costs = _with_flags(options, costs)
-    choice: Choice | None = options.vocabulary
+    choice: Choice | None = options.vocabulary or default
     own = None if file is None else algorithm_of(file)
     if own is not None:
         if choice not in (None, str(own)):

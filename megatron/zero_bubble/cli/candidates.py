@@ -1,0 +1,166 @@
+"""The schedules that ``zero-bubble compare`` compares: one candidate per row, made when it is its turn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.planning.cuts import shortest
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import Search, lay_out
+from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
+from megatron.zero_bubble.planning.vocabulary import Variant, searched, shards_inserted
+from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
+from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
+
+FITTED = "fitted"
+"""Suffix for the name of a schedule for equal passes that was refitted to the costs."""
+LAID_OUT = "layout by cost"
+"""Suffix for the name of a schedule whose layers per stage were chosen together with it."""
+
+
+class Made(NamedTuple):
+    """A schedule, its costs, and Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost."""
+
+    schedule: Schedule
+    costs: Figures
+    layout: str | None = None
+
+
+class Candidate(NamedTuple):
+    """A name for messages, and a constructor, which raises ``UserError`` if the schedule does not exist."""
+
+    name: str
+    make: Callable[[], Made]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What all candidates have in common.
+
+    Attributes:
+        max_chunks: most stages per rank of interleaved schedules.
+        limit: the memory limit per rank, in the unit of the costs.
+        refit: whether schedules for equal passes are also refitted to the costs.
+    """
+
+    max_chunks: int
+    limit: float
+    placements: Sequence[PlacementChoice]
+    objective: Metric
+    refit: bool
+
+    def whole(self, costs: Figures) -> Iterator[Candidate]:
+        """Yield the schedules of whole sequences."""
+        for way in self._ways(costs):
+            yield Candidate(way.name, partial(_made, costs, partial(way.make, costs)))
+
+    def laid_out(self, costs: Figures) -> Iterator[Candidate]:
+        """Yield them with layouts by cost; ``costs`` are those of the even split."""
+        for way in self._ways(costs):
+            yield Candidate(f"{way.name} ({LAID_OUT})", partial(self._with_layout, costs, way))
+
+    def divided(self, variant: Variant) -> Iterator[Candidate]:
+        """Yield them with the passes of vocabulary parallelism; searches for these have more to choose from."""
+        search = {f"{AUTO} {name}": name for name in self.placements}
+        for way in self._ways(variant.costs):
+            many: Callable[[], Iterable[Schedule]] = partial(_only, partial(way.make, variant.costs))
+            if (name := search.get(way.name)) is not None:
+                many = partial(searched, variant, self.limit, name, self.objective)
+            make = partial(shards_inserted, many, variant, self.limit, self.objective)
+            yield Candidate(f"{way.name} (vocabulary {variant.algorithm})", partial(_made, variant.costs, make))
+
+    def sliced(self, costs: Figures, slices: Sequence[Slices]) -> Iterator[Candidate]:
+        """Yield one candidate per schedule of slices, each with the best of ``slices``; none without any."""
+        if not slices:
+            return
+        makers: list[tuple[str, str, Callable[[Slices], Schedule]]] = []
+        for name in sliced():
+            for chunks in self._chunks if SCHEDULES[name].shape == "interleaved" else (None,):
+                own = name if chunks is None else f"{name} x{chunks}"
+                makers.append((own, own, partial(_cut, name, costs.num_ranks, costs.num_microbatches, chunks)))
+        for placement in self.placements:
+            makers.append((f"{AUTO} {placement}", AUTO, partial(auto, costs, self.limit, placement, self.objective)))
+        for message, name, make in makers:
+            best = partial(_best_cut, name, make, slices, costs, self.limit, self.objective)
+            yield Candidate(f"{message} of slices", partial(_made, costs, best))
+
+    @property
+    def _chunks(self) -> range:
+        return range(2, self.max_chunks + 1)
+
+    def _ways(self, costs: Figures) -> Iterator[_Way]:
+        p = costs.num_ranks
+        for recipe in SCHEDULES.values():
+            if recipe.sliced:
+                continue
+            for chunks in self._chunks if recipe.shape == "interleaved" else (None,):
+                on = recipe.placement(p, recipe.num_chunks(chunks))
+                name = recipe.name if chunks is None else f"{recipe.name} x{chunks}"
+                yield _Way(name, on, partial(_named, recipe.name, name, chunks))
+            if recipe.adapts and self.refit:
+                name, fits = f"{recipe.name} {FITTED}", fitting_search(recipe.name, self.objective)
+                yield _Way(name, on, partial(_fitted, recipe.name, name, self.objective), fits)
+        for choice in self.placements:
+            search = partial(auto, limit=self.limit, placement=choice, objective=self.objective)
+            yield _Way(f"{AUTO} {choice}", PLACEMENTS[choice](p), search, auto_search(self.limit, self.objective))
+
+    def _with_layout(self, costs: Figures, way: _Way) -> Made:
+        make = partial(_on, way.make)
+        best = lay_out(costs, [way.placement], make, self.limit, self.objective, way.search).best
+        schedule = replace(best.schedule, name=f"{best.schedule.name} ({LAID_OUT})")
+        return Made(schedule, best.costs, best.text)
+
+
+class _Way(NamedTuple):
+    """How to make one schedule for given costs, its placement, and how layouts are compared if it is searched for."""
+
+    name: str
+    placement: Placement
+    make: Callable[[Figures], Schedule]
+    search: Search | None = None
+
+
+def _on(make: Callable[[Figures], Schedule], costs: Figures, _placement: Placement) -> Schedule:
+    return make(costs)
+
+
+def _made(costs: Figures, make: Callable[[], Schedule]) -> Made:
+    return Made(make(), costs)
+
+
+def _only(make: Callable[[], Schedule]) -> list[Schedule]:
+    return [make()]
+
+
+def _named(name: str, shown: str, num_chunks: int | None, costs: Figures) -> Schedule:
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    schedule = build(name, **sizes, num_chunks=num_chunks)
+    return replace(schedule, name=shown)
+
+
+def _fitted(name: str, shown: str, objective: Metric, costs: Figures) -> Schedule:
+    schedule = build(name, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
+    return replace(fitted(schedule, costs, objective), name=shown)
+
+
+def _cut(name: str, num_ranks: int, num_microbatches: int, num_chunks: int | None, slices: Slices) -> Schedule:
+    sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
+    return build(name, **sizes, num_chunks=num_chunks, num_slices=slices)
+
+
+def _best_cut(
+    own: str,
+    make: Callable[[Slices], Schedule],
+    slices: Sequence[Slices],
+    costs: Figures,
+    limit: float,
+    objective: Metric,
+) -> Schedule:
+    found = shortest(make, slices, costs, limit, objective)
+    return replace(found, name=f"{own} n{found.num_slices}")
