@@ -111,6 +111,31 @@ def test_times_and_arrivals_match_the_passes(address: str) -> None:
                 assert arrives <= start
 
 
+@pytest.mark.parametrize("algorithm", ["1", "2"])
+def test_passes_of_the_vocabulary_wait_for_collectives(address: str, algorithm: str) -> None:
+    shards = {"vocabulary": algorithm, "output-ms": "1", "output-wgrad-ms": "0.5", "collective-ms": "0.25"}
+    asked = ASKED | shards
+    assert ask(address, asked)["plan"]["vocabulary"] == int(algorithm)
+    answer = drawing(address, asked)
+    kinds = [{Pass.parse(text).kind.value for text in row} for row in answer["order"]]
+    assert all({*"STIJ"} <= of_rank for of_rank in kinds) and ["L" in of_rank for of_rank in kinds] == [False] * 3 + [
+        True
+    ]
+    ends = {
+        text: end
+        for row, times in zip(answer["order"], answer["times"], strict=True)
+        for text, (_, end) in zip(row, times, strict=True)
+    }
+    for row, waits, times in zip(answer["order"], answer["waits_for"], answer["times"], strict=True):
+        for text, needs, (start, _) in zip(row, waits, times, strict=True):
+            assert all(arrives <= start + 1e-9 for _, arrives in needs)
+            if text.startswith("1S"):  # from rank 3: a transfer, and the time of a collective
+                ((source, arrives),) = needs
+                assert source == f"3F{text[2:]}" and arrives == ends[source] + 0.75
+            if "L" in text:
+                assert [source for source, _ in needs] == [f"{rank}S{text[2:]}" for rank in range(4)]
+
+
 def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) -> None:
     answer = ask(address, {**ASKED, "schedule": "zb-h2", "memory-limit": "1p"})
     main(shlex.split(answer["command"])[1:])
@@ -151,6 +176,12 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
         (
             {"schedule": "seq-interleaved-1f1b", "num-chunks": "4", "num-ranks": "64", "num-microbatches": "256"},
             "at most 16384 for ranks x microbatches x slices of this schedule; got 65536",
+        ),
+        ({"vocabulary": "2"}, "vocabulary parallelism needs the times of its passes; got costs without them"),
+        ({"vocabulary": "3"}, "argument --vocabulary: invalid choice: '3'"),
+        (
+            {"vocabulary": "2", "output-ms": "1", "output-wgrad-ms": "1", "num-ranks": "64", "num-microbatches": "64"},
+            "at most 2048 for ranks x microbatches of this schedule with vocabulary parallelism; got 4096",
         ),
         ({"forward-ms": "nan"}, "forward_ms of stage 0 must be a finite number, 0 or above; got nan"),
     ],

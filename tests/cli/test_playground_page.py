@@ -27,6 +27,7 @@ KEYS = {"p": "num-ranks", "m": "num-microbatches", "F": "forward-ms", "B": "back
 KEYS |= {"comm": "comm-ms"}
 SMALL = {"p": "3", "m": "4", "F": "10", "B": "11", "W": "8", "comm": "0.5", "limit": "1", "v": "2", "a": "0"}
 SMALL |= {"slices": "1"}
+SHARDS = {"S": "output-ms", "T": "output-wgrad-ms"}
 ASK = """
 const [setting, id, done] = arguments;
 const row = rowsOf(setting).find((row) => row.id === id);
@@ -99,6 +100,8 @@ def controls_for(flags: dict[str, str]) -> tuple[dict[str, str], dict[str, str],
     setting |= {"slices": flags.get("num-slices", "1"), "a": flags.get("attention-share", "0")}
     setting |= {"limit": flags.get("memory-limit", "").removesuffix("p"), "objective": objective}
     setting["placement"] = flags.get("placement", "any").replace("auto", "any")
+    setting |= {key: flags.get(flag, "2.5") for key, flag in SHARDS.items()}
+    setting["vocabulary"] = flags.get("vocabulary", "off")
     made = {"memory-limit": f"{flags['num-microbatches']}p", **flags, "objective": objective}
     if objective == "span":
         del made["objective"]
@@ -219,6 +222,43 @@ def test_automatic_slices_show_how_many_were_chosen(page: WebDriver, capsys: Cap
     assert "--attention-share" not in str(
         line_of(page, "1f1b").find_element("css selector", "button").get_attribute("title")
     )
+
+
+def test_vocabulary_adds_its_passes_on_all_ranks(page: WebDriver, capsys: Capture) -> None:
+    before = {name_of(line): shown(line) for line in lines(page)}
+    kinds = "return [...new Set(drawn[0].rows[arguments[0]].map(({kind}) => kind))].sort().join(' ')"
+    legend = page.find_element("id", "legend").text
+    assert "S output layer" not in legend and "BW fused backward" in legend
+    assert not page.find_element("id", "number-S").is_displayed()
+    page.find_element("css selector", "input[name=vocabulary][value='2']").click()
+    page.find_element("id", "slider-S").send_keys("\ue014")  # right arrow
+    settle(page)
+    assert page.find_element("id", "number-S").is_displayed() and "vocabulary=2" in page.current_url
+    rows = {name_of(line): line for line in lines(page)}
+    assert rows.keys() == before.keys()
+    words = "--num-ranks 3 --num-microbatches 4 --forward-ms 10 --backward-ms 11 --wgrad-ms 8 --comm-ms 0.5".split()
+    words += "--memory-limit 1p --vocabulary 2 --output-ms 3 --output-wgrad-ms 2.5".split()
+    for name in ("zb-h1", "zb-auto"):
+        expected = plan(capsys, "--schedule", name, *words)
+        assert isinstance(expected, dict)
+        assert shown(rows[name]) == figures(expected) != before[name]
+    legend = page.find_element("id", "legend").text
+    assert "S output layer" in legend and "T its gradient" in legend
+    assert "seq-zb-h1: cuts sequences, which vocabulary parallelism does not support" in (
+        page.find_element("id", "absent").text
+    )
+    canvas = show(page, str(page.execute_script("return drawn[0].id")))
+    assert [page.execute_script(kinds, rank) for rank in range(3)][1] == "B F I J S T W"
+    assert "vocabulary parallelism 2, bubble" in page.find_element("css selector", "figure .figures").text
+    page.execute_script("arguments[0].focus()", canvas)
+    select = "const [kind, rank] = arguments; const [first] = drawn;"
+    select += "first.select(first.rows[rank].find((pass) => pass.kind === kind))"
+    page.execute_script(select, "S", 1)
+    said = page.find_element("id", "tip").text
+    assert said.startswith("1S0 output layer of microbatch 0, shard of rank 1: ")
+    assert re.search(r"Waits for \d+F0 on rank \d, whose result arrives at ", said)
+    page.execute_script(select, "T", 1)
+    assert re.search(r"Waits for \d+L0 on rank \d, whose result arrives at ", page.find_element("id", "tip").text)
 
 
 def test_hovering_over_a_pass_shows_its_dependencies(page: WebDriver) -> None:

@@ -71,6 +71,9 @@ def drawn_setting(draw: random.Random, *, searched: bool) -> dict[str, str]:
         flags["num-slices"] = draw.choice(["2", "4", "8", "16", "auto"])
         if draw.random() < 0.5:
             flags["attention-share"] = f"{draw.uniform(0.01, 1):.3f}"
+    if "num-slices" not in flags and draw.random() < 0.3:
+        flags["vocabulary"] = draw.choice(["1", "2", "auto"])
+        flags |= {flag: f"{draw.uniform(0, 20):.2f}" for flag in ("output-ms", "output-wgrad-ms")}
     if draw.random() < 0.8:
         flags["memory-limit"] = f"{draw.choice([0.3, 0.5, 0.75, 1, 1.5, 2, draw.uniform(0.2, 3)]):.4g}p"
     if draw.random() < 0.5:

@@ -18,10 +18,12 @@ from megatron.zero_bubble.cli.slices import AUTOMATIC
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_content
-from megatron.zero_bubble.ir import Pass, Schedule
+from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
+from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.plans import limit_verdict
+from megatron.zero_bubble.planning.vocabulary import CHOICES
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
@@ -30,16 +32,19 @@ _FLAGS = (
     *("schedule", "equal-passes", "num-chunks", "num-ranks", "num-microbatches", "placement", "objective"),
     *("forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "activation-memory", "wgrad-memory", "memory-limit"),
     *("num-slices", "slice-cuts", "attention-share"),
+    *("vocabulary", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms", "collective-ms"),
 )
 _WITHOUT_VALUE = ("equal-passes",)
-_MOST_MS = dict.fromkeys(("forward-ms", "backward-ms", "wgrad-ms", "comm-ms"), 1e6)
-MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **_MOST_MS}
+_TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
+MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **dict.fromkeys(_TIMES, 1e6)}
 """Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""
 MOST_SLICES = 16
 _MOST_FORWARDS = 64 * 256 * 4
 """The most forwards of a plan, which slices multiply."""
 _MOST_SEARCHED = 4096
 """The most forwards for which a schedule of slices is searched: about five seconds."""
+_MOST_DIVIDED, _MOST_DIVIDED_SEARCHED = 2048, 512
+"""The most forwards of a plan with vocabulary parallelism, without a search and with one: about five seconds."""
 
 
 class Question(NamedTuple):
@@ -127,7 +132,11 @@ def catalogue() -> dict[str, Any]:
             for r in SCHEDULES.values()
         ],
         "auto": AUTO,
-        "kinds": [{"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind]} for kind in COLOURS],
+        "kinds": [
+            {"kind": kind.value, "colour": COLOURS[kind], "meaning": MEANING[kind], "shard": kind in VOCABULARY}
+            for kind in COLOURS
+        ],
+        "vocabulary": CHOICES,
         "most": MOST,
         "slices": [*(str(2**power) for power in range(MOST_SLICES.bit_length())), AUTOMATIC],
     }
@@ -153,6 +162,12 @@ def _check_size(options: argparse.Namespace) -> None:
             f"the playground allows at most {most} for ranks x microbatches x slices of this schedule; got {forwards}; "
             "choose fewer slices, or use zero-bubble plan"
         )
+    most = _MOST_DIVIDED_SEARCHED if options.schedule == AUTO else _MOST_DIVIDED // chunks
+    if options.vocabulary not in (None, "off") and forwards > most:
+        raise UserError(
+            f"the playground allows at most {most} for ranks x microbatches of this schedule with vocabulary "
+            f"parallelism; got {forwards}; choose fewer, or use zero-bubble plan"
+        )
 
 
 def _most_slices(options: argparse.Namespace) -> int:
@@ -169,7 +184,7 @@ def _most_slices(options: argparse.Namespace) -> int:
 def _waited_for(schedule: Schedule, p: Pass) -> list[Pass]:
     """Return the passes that ``p`` depends on. A backward that waits for another stage omits its own, earlier F."""
     inputs = schedule.flow.inputs(p)
-    return [value.producer for value in inputs if value.name != SAVED or value is inputs[0]]
+    return list(dict.fromkeys(value.producer for value in inputs if value.name != SAVED or value is inputs[0]))
 
 
 def _arrivals(timeline: Timeline, costs: PassCosts) -> list[list[list[tuple[str, float]]]]:
@@ -178,10 +193,11 @@ def _arrivals(timeline: Timeline, costs: PassCosts) -> list[list[list[tuple[str,
     rank_of = schedule.placement.stage_to_rank
     end = {span.pass_: span.end_ms for row in timeline.spans for span in row}
 
+    def arrives_ms(rank: int, p: Pass, source: Pass) -> float:
+        origin = rank_of[source.stage]
+        return end[source] + (costs.comm(origin, rank) + Compute(p).arrival_ms(costs, source) if origin != rank else 0)
+
     def needs(rank: int, row: Sequence[Any]) -> list[list[tuple[str, float]]]:
-        return [
-            [(str(d), end[d] + costs.comm(rank_of[d.stage], rank)) for d in _waited_for(schedule, span.pass_)]
-            for span in row
-        ]
+        return [[(str(d), arrives_ms(rank, span.pass_, d)) for d in _waited_for(schedule, span.pass_)] for span in row]
 
     return [needs(rank, row) for rank, row in enumerate(timeline.spans)]

@@ -79,6 +79,7 @@ function paint() {
   paintTable(known, pending, answers);
   paintAbsent(known, shown);
   paintBest(known, answers, objective);
+  paintLegend(setting);
   paintPictures(known, answers);
 }
 
@@ -136,7 +137,8 @@ function paintPictures(known, answers) {
     if (picture.answer !== answer) picture.set(answer, row);
     const {plan, limit} = answer;
     const slices = plan.num_slices ? `${plan.num_slices} slices, ` : "";
-    const rates = `${slices}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
+    const vocabulary = plan.vocabulary ? `vocabulary parallelism ${plan.vocabulary}, ` : "";
+    const rates = `${slices}${vocabulary}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
     picture.element.classList.toggle("over", !limit.kept);
     return picture;
@@ -158,8 +160,9 @@ function changed() {
   timer = setTimeout(update, PAUSE_MS);
 }
 
-function paintLegend() {
-  const entries = CATALOGUE.kinds.map(({colour, meaning}) => {
+function paintLegend(setting) {
+  const kinds = CATALOGUE.kinds.filter(({shard}) => !shard || isDivided(setting));
+  const entries = kinds.map(({colour, meaning}) => {
     const patch = element("i");
     patch.style.background = colour;
     return element("span", {}, patch, meaning);
@@ -169,7 +172,7 @@ function paintLegend() {
 }
 
 buildControls(changed);
-paintLegend();
+paintLegend(settingOfHash());
 addEventListener("hashchange", () => { writeSetting(settingOfHash()); update(); });
 addEventListener("resize", () => requestAnimationFrame(draw));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);

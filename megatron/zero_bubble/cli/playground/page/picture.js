@@ -9,7 +9,7 @@ function passesOf(plan, {order, times}) {
   const chunks = {};
   const chunkOf = plan.stage_to_rank.map((rank) => (chunks[rank] = (chunks[rank] ?? -1) + 1));
   return order.map((row, rank) => row.map((text, position) => {
-    const [, stage, kind, microbatch] = /^(\d+)([FBW]+)(.+)$/.exec(text);
+    const [, stage, kind, microbatch] = /^(\d+)([A-Z]+)(.+)$/.exec(text);
     const [start, end] = times[rank][position];
     const paleness = 0.5 * chunkOf[stage] / (chunks[rank] + 1);
     return {text, rank, position, stage: Number(stage), kind, microbatch, start, end, paleness};

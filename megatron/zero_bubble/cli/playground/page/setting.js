@@ -15,8 +15,12 @@ const CONTROLS = [
     max: most["num-chunks"]},
   {key: "a", flag: "attention-share", label: "attention in F", hint: "share of F, only for slices: later ones have more",
     start: "0", min: 0, max: 1, step: 0.05},
+  {key: "S", flag: "output-ms", label: "S output layer", hint: "forward of a rank's shard of the output layer",
+    unit: "ms", start: "2.5", min: 0, max: 20, step: 0.5, shard: true},
+  {key: "T", flag: "output-wgrad-ms", label: "T its gradient", hint: "of the weights of a rank's shard", unit: "ms",
+    start: "2.5", min: 0, max: 20, step: 0.5, shard: true},
 ];
-const CHOICES = {placement: "any", objective: "span", slices: "1"};
+const CHOICES = {placement: "any", objective: "span", slices: "1", vocabulary: "off"};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -53,9 +57,11 @@ function buildControls(changed) {
     row.append(text, number, element("span", {className: "unit", textContent: unit ?? ""}), slider);
     document.getElementById("sliders").append(row);
   }
-  for (const value of CATALOGUE.slices) {
-    const radio = element("input", {type: "radio", name: "slices", value});
-    document.getElementById("slices").append(element("label", {}, radio, ` ${value}`));
+  for (const [name, values] of [["slices", CATALOGUE.slices], ["vocabulary", CATALOGUE.vocabulary]]) {
+    for (const value of values) {
+      const radio = element("input", {type: "radio", name, value});
+      document.getElementById(name).append(element("label", {}, radio, ` ${value}`));
+    }
   }
   form.addEventListener("change", changed);
   form.addEventListener("submit", (event) => event.preventDefault());
@@ -67,10 +73,14 @@ function writeSetting(setting) {
   moveSliders(setting);
 }
 
-/** Set the sliders to the numbers. */
+/** Whether the output layer and the embedding are divided over all ranks. */
+const isDivided = ({vocabulary}) => vocabulary !== CHOICES.vocabulary;
+
+/** Set the sliders to the numbers, and show those that apply. */
 function moveSliders(setting) {
-  for (const {key, max} of CONTROLS) {
+  for (const {key, max, shard} of CONTROLS) {
     const slider = document.getElementById(`slider-${key}`);
+    slider.parentElement.hidden = shard && !isDivided(setting);
     slider.value = setting[key] === "" ? max : setting[key];
     const part = (slider.value - slider.min) / (slider.max - slider.min || 1);
     slider.style.setProperty("--part", `${100 * part}%`);
@@ -87,7 +97,8 @@ function rowsOf(setting) {
     if (shape === "interleaved") own["num-chunks"] = setting.v;
     const elsewhere = setting.placement !== "any" && setting.placement !== shape;
     const whole = sliced && setting.slices === "1";
-    const why = whole ? "cuts sequences; select 2 or more slices per sequence"
+    const why = sliced && isDivided(setting) ? "cuts sequences, which vocabulary parallelism does not support"
+      : whole ? "cuts sequences; select 2 or more slices per sequence"
       : elsewhere ? `has ${WHERE[shape]}, but the selected placement is ${setting.placement}` : "";
     const plain = shape === "interleaved" ? `${name} x${setting.v}` : name;
     const id = sliced && !whole ? cut(plain) : plain;
@@ -100,7 +111,7 @@ function rowsOf(setting) {
   const own = {schedule: CATALOGUE.auto, placement: setting.placement === "any" ? "auto" : setting.placement};
   const summary = "the shortest schedule found for these costs within the memory limit";
   rows.push({id: CATALOGUE.auto, summary, why: "", query: queryOf(own, setting), searched: true});
-  if (setting.slices !== "1") {
+  if (setting.slices !== "1" && !isDivided(setting)) {
     const query = queryOf({...own, "num-slices": setting.slices}, setting);
     rows.push({id: cut(CATALOGUE.auto), summary: `${summary}, of slices`, why: "", query, searched: true});
   }
@@ -112,12 +123,13 @@ const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", 
 /** The flags of one command. Without a limit, it uses one that no schedule reaches, so that there is always a bound. */
 function queryOf(own, setting) {
   const query = new URLSearchParams(own);
-  for (const {key, flag} of CONTROLS) {
+  for (const {key, flag, shard} of CONTROLS) {
+    if (shard && !isDivided(setting)) continue;
     if (key === "v" || (key === "a" && (!own["num-slices"] || setting.a === "0"))) continue;
     if (key === "limit") query.set(flag, `${setting.limit || setting.m}p`);
     else if (setting[key] !== "") query.set(flag, setting[key]);
   }
-  if (setting.objective !== CHOICES.objective) query.set("objective", setting.objective);
+  for (const key of ["objective", "vocabulary"]) if (setting[key] !== CHOICES[key]) query.set(key, setting[key]);
   return String(query);
 }
 

@@ -2,6 +2,8 @@
 // The tip: a description of the selected pass.
 
 const MEANING = Object.fromEntries(CATALOGUE.kinds.map(({kind, meaning}) => [kind, meaning.replace(/^\S+ /, "")]));
+const SHARDS = new Set(CATALOGUE.kinds.filter(({shard}) => shard).map(({kind}) => kind));
+const MOST_NAMED = 3;  // of the passes that a pass waits for or feeds: passes of the vocabulary do so on all ranks
 const tip = document.getElementById("tip");
 
 const shortMs = (ms) => `${Number(ms.toFixed(3))} ms`;
@@ -13,15 +15,26 @@ function describe(pass, before) {
   const [whole, slice] = microbatch.split(".");
   // The text of a pass names no slice if it is the first, or the only one.
   const part = slice ? `slice ${slice} of microbatch ${whole}` : `microbatch ${whole}`;
-  const what = `${MEANING[kind]} of ${part}, stage ${stage} on rank ${rank}`;
+  const place = SHARDS.has(kind) ? (kind === "L" ? "" : ", shard of") : `, stage ${stage} on`;
+  const what = `${MEANING[kind]} of ${part}${place || " on"} rank ${rank}`;
   const sentences = [`${what}: ${shortMs(start)} to ${shortMs(end)}.`];
-  const there = needs.map(({pass: need, arrives}) => `${named(need)}, whose result arrives at ${shortMs(arrives)}`);
-  sentences.push(there.length ? `Waits for ${there.join(", and for ")}.` : "Waits for no other pass.");
+  sentences.push(needs.length ? waits(needs) : "Waits for no other pass.");
   const idle = start - (before?.end ?? 0);
   if (idle > 1e-9) sentences.push(`Rank ${rank} is idle for ${shortMs(idle)} before it.`);
   else if (before) sentences.push(`It directly follows ${before.text} on rank ${rank}.`);
-  if (feeds.length) sentences.push(`Needed by ${feeds.map(named).join(" and by ")}.`);
+  if (feeds.length > MOST_NAMED) sentences.push(`Needed by ${named(feeds[0])} and ${feeds.length - 1} other passes.`);
+  else if (feeds.length) sentences.push(`Needed by ${feeds.map(named).join(" and by ")}.`);
   return sentences;
+}
+
+/** Say what a pass waits for: each result, or of many, the last one. */
+function waits(needs) {
+  if (needs.length > MOST_NAMED) {
+    const {pass, arrives} = needs.reduce((last, need) => need.arrives > last.arrives ? need : last);
+    return `Waits for ${needs.length} passes, last for ${named(pass)}, whose result arrives at ${shortMs(arrives)}.`;
+  }
+  const there = needs.map(({pass: need, arrives}) => `${named(need)}, whose result arrives at ${shortMs(arrives)}`);
+  return `Waits for ${there.join(", and for ")}.`;
 }
 
 /** Show the tip below `spot`, in pixels of `canvas`, or above it if there is no room; `before` is the previous pass. */
