@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from megatron.zero_bubble import PassMemory, Placement, Schedule, build
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
@@ -85,6 +87,36 @@ def test_zb_auto_is_never_longer_than_1f1b_at_its_memory(algorithm: Algorithm, n
     validate(best.timeline.schedule)
     assert best.timeline.span_ms < 0.97 * known.span_ms
     assert peak_memory(best.timeline, variant.costs) <= limit * (1 + 1e-9)
+
+
+ROWS = sorted(path.stem for path in ROOT.iterdir() if not path.stem.startswith("moved"))
+FEW = ["stock_128k", "vocabulary_1_32k", "vocabulary_2_256k"]
+
+
+CASES = list(product(ROWS, (3, 24, 128), ("span", "makespan")))
+QUICK = [(name, 3, "span") for name in FEW]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_microbatches", "objective"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.full) for case in CASES],
+)
+def test_zb_auto_is_never_longer_than_algorithm_2_on_1f1b_for_any_published_row(
+    name: str, num_microbatches: int, objective: Metric
+) -> None:
+    """Whichever algorithm is chosen at that memory, on either placement; 128 is the number of the measured jobs."""
+    choices = variants(figures_of(name, num_microbatches), "auto")
+    (second,) = (variant for variant in choices if variant.algorithm == 2)
+    plain = build("1f1b", num_ranks=8, num_microbatches=num_microbatches)
+    known = inserted(plain, second, None, objective)
+    limit = peak_memory(known, second.costs)
+    best = best_variant(choices, lambda own: searched(own, limit, "auto", objective), limit, objective)
+    assert peak_memory(best.timeline, best.costs) <= limit * (1 + 1e-9)
+    assert _ms(best.timeline, objective) <= _ms(known, objective) * (1 + 1e-9)
+
+
+def _ms(timeline: Timeline, objective: Metric) -> float:
+    return timeline.makespan_ms if objective == "makespan" else timeline.span_ms
 
 
 def test_a_schedule_with_passes_of_the_vocabulary_stays() -> None:
