@@ -43,11 +43,13 @@ class Numbers:
     """Values are tensors of one number."""
 
     def spread(self, value: Value, held: Any, root: int, group: dist.ProcessGroup) -> torch.Tensor:
+        assert not torch.is_grad_enabled()
         number = held.clone() if isinstance(held, torch.Tensor) else torch.zeros(1)
         dist.broadcast(number, group=group, group_src=root)
         return number
 
     def total(self, kind: Kind, microbatch: int, part: Any, root: int, group: dist.ProcessGroup) -> torch.Tensor | None:
+        assert not torch.is_grad_enabled()
         number = torch.zeros(1) if part is FORGOTTEN else part.clone()
         dist.reduce(number, group=group, group_dst=root)
         return number if group.rank() == root else None
