@@ -212,6 +212,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "selenium",
             "types-pyyaml",

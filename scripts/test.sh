@@ -11,4 +11,5 @@ if [[ "${1:-}" == --full ]]; then
 fi
 bash scripts/check.sh
 printf '== tests\n'
-OMP_NUM_THREADS=1 exec python -m pytest ${selection[@]+"${selection[@]}"} "$@"
+# One worker runs the tests that start ranks, the other one the rest (tests/conftest.py).
+OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist loadgroup ${selection[@]+"${selection[@]}"} "$@"
