@@ -26,6 +26,7 @@ def test_stored_plan_equals_its_commands_output(
 ) -> None:
     """``UPDATE_GOLDEN=1`` rewrites the stored plan."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
     first, stored = file.read_text().split("\n", 1)
     prompt, command, *arguments = first.split()
     assert (prompt, command) == ("$", "zero-bubble")

@@ -68,8 +68,11 @@ def test_chunks_and_slices_run_as_planned(ranks: RankPool, placement: Placement,
 def worst_of_two_pipelines(rank: int) -> float:
     groups = [dist.new_group(pair) for pair in ([0, 1], [2, 3])]
     group = groups[rank // 2]
-    transport = Transport(Directions.of(group), [])
-    return max(virtual_deviation_ms(*case, transport, group)[0] for case in virtual_cases(2) if case[1].vocabulary)
+    transport, collectives = Transport(Directions.of(group), []), VirtualCollectives(group)
+    cases = virtual_vocabulary_cases(2)
+    worst = max(virtual_deviation_ms(*case, transport, collectives)[0] for case in cases)
+    collectives.close()
+    return worst
 
 
 def test_two_pipelines_at_the_same_time(ranks: RankPool) -> None:
