@@ -52,7 +52,6 @@ def gradient_rows() -> Iterator[Row]:
         "--calculate-per-token-loss",
         "--zero-bubble-fuse-wgrad",
         f"{UNTIED} --zero-bubble-fuse-wgrad",
-        "--cross-entropy-loss-fusion",
         "--squared-relu",
         "--disable-bias-linear --add-qkv-bias",
         "--position-embedding-type none",
