@@ -36,18 +36,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A schedule with one layout.
+class Valued:
+    """A layout and how good it is.
 
     Attributes:
-        costs: the costs of the layout.
         value: memory above the limit (0 if within it), and the objective in ms; the smallest is the best.
     """
 
     layout: Layout
-    schedule: Schedule
-    timeline: Timeline
-    costs: Figures
     value: tuple[float, float]
 
     @property
@@ -67,32 +63,23 @@ class LaidOut:
 
 
 @dataclass(frozen=True)
-class Baseline:
+class LaidOut(Valued):
+    """A schedule with one layout; ``costs`` are those of the layout."""
+
+    schedule: Schedule
+    timeline: Timeline
+    costs: Figures
+
+
+@dataclass(frozen=True)
+class Baseline(Valued):
     """A layout that a plan is compared with.
 
     Attributes:
-        value: as that of ``LaidOut``.
         is_bound: whether no schedule was made for it, because none is shorter than ``ms``, which is not below the plan.
     """
 
-    layout: Layout
-    value: tuple[float, float]
     is_bound: bool = False
-
-    @property
-    def excess(self) -> float:
-        """The peak memory if it is above the limit, else 0."""
-        return self.value[0]
-
-    @property
-    def ms(self) -> float:
-        """The objective, or a lower bound of it."""
-        return self.value[1]
-
-    @property
-    def text(self) -> str:
-        """Megatron's ``--pipeline-model-parallel-layout``."""
-        return layout_text(self.layout)
 
 
 @dataclass(frozen=True)
@@ -294,7 +281,7 @@ class _Desk:
         peak = max(most_kept(timeline, costs.on(self.placement)[1]))
         over = self.limit is not None and peak > self.limit * (1 + _ROUNDING)
         ms = timeline.makespan_ms if self.objective == "makespan" else timeline.span_ms
-        return LaidOut(layout, schedule, timeline, costs, (peak if over else 0.0, ms))
+        return LaidOut(layout, (peak if over else 0.0, ms), schedule, timeline, costs)
 
 
 def _finished(drafts: Mapping[tuple[_Desk, Layout], LaidOut]) -> dict[tuple[_Desk, Layout], LaidOut]:
