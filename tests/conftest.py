@@ -24,9 +24,10 @@ def ranks() -> Iterator[RankPool]:
 
 
 WITHOUT_RANKS = frozenset("analysis cli costs formats job plan planning render schedules search".split())
-"""The folders whose tests start no training processes."""
+"""The folders whose tests start no training processes, except for those that are in the group themselves."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give all tests that start ranks to one worker of pytest-xdist, so that they share a pool and run one at a time;
     the other worker runs the rest.
