@@ -6,11 +6,12 @@ A row combines options that do not mask each other's errors. ``test_slices_full.
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.adapter.test_parity import BUCKETS, EXPERTS, LLAMA, ROPE, UNTIED
 from tests.helpers.parity import Layout
 from tests.helpers.ranks import RankPool
-from tests.helpers.slices import Difference, differences, distances_in_bf16
+from tests.helpers.slices import HALF, Difference, differences, distances_in_half
 
 EVEN, UNEVEN, ODD = (
     "--zero-bubble-num-slices {}",
@@ -76,7 +77,8 @@ def test_auxiliary_losses_of_slices_count_by_their_tokens(ranks: RankPool, more:
         assert all(difference.losses <= 1e-6 and difference.whole <= 5e-3 for difference in of_rank), found
 
 
-def test_bf16_is_no_farther_from_float32_than_stock(ranks: RankPool) -> None:
+@pytest.mark.parametrize("half", HALF, ids=str)
+def test_half_precision_is_no_farther_from_float32_than_stock(ranks: RankPool, half: torch.dtype) -> None:
     flags = Layout(2).flags(3, f"{LLAMA} {ROPE} {UNTIED}")
-    for stock, *sliced in ranks.run(2, distances_in_bf16, flags, MANY, timeout=120):
+    for stock, *sliced in ranks.run(2, distances_in_half, flags, MANY, half, timeout=120):
         assert all(difference.whole <= 1.1 * stock.whole for difference in sliced), (stock, sliced)

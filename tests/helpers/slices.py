@@ -17,6 +17,8 @@ from tests.helpers.parity import Tokens, _build, _by_name, _under_each
 # 48 tokens can be cut into 2, 4, 8 and 16 equal slices, also on two tensor-parallel ranks.
 LONG = "--seq-length 48 --max-position-embeddings 48"
 
+HALF = {torch.bfloat16: "--bf16", torch.float16: "--fp16 --initial-loss-scale 16384"}
+
 
 class Gradients(NamedTuple):
     """What one iteration computes on a pipeline.
@@ -117,14 +119,16 @@ def differences(rank: int, flags: str, schedules: Sequence[str]) -> list[Differe
     return [Difference.between(gradients, found[0]) for gradients in found[1:]]
 
 
-def distances_in_bf16(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:
-    """Return how far gradients in bfloat16 are from stock's in float32: stock's own, then those of each schedule."""
+def distances_in_half(rank: int, flags: str, schedules: Sequence[str], half: torch.dtype) -> list[Difference]:
+    """Return how far gradients in 16-bit precision are from stock's in float32: stock's own, then each schedule's."""
     start = None
-    for _ in range(2):  # the reference has weights that bfloat16 represents exactly
+    for _ in range(2):  # the reference has weights that the 16-bit type represents exactly
         for args, _pipeline in _under_each(f"{LONG} {flags}", [None]):
             exact, start = gradients_of(args, start)
-            start = {name: weight.bfloat16().float() for name, weight in start.items()}
+            start = {name: weight.to(half).float() for name, weight in start.items()}
     found = []
-    for args, _pipeline in _under_each(f"{LONG} {flags} --bf16", [None, *schedules]):
-        found.append(gradients_of(args, start)[0])
+    for args, _pipeline in _under_each(f"{LONG} {flags} {HALF[half]}", [None, *schedules]):
+        scaled, _ = gradients_of(args, start)
+        scale = args.initial_loss_scale if args.fp16 else 1.0
+        found.append(scaled._replace(of={name: gradient / scale for name, gradient in scaled.of.items()}))
     return [Difference.between(gradients, exact) for gradients in found]
