@@ -12,4 +12,4 @@ fi
 bash scripts/check.sh
 printf '== tests\n'
 # One worker runs the tests that start ranks, the other one the rest (tests/conftest.py).
-OMP_NUM_THREADS=1 exec python -m pytest -n 2 --dist loadgroup ${selection[@]+"${selection[@]}"} "$@"
+OMP_NUM_THREADS=1 exec python -m pytest -n 2 ${selection[@]+"${selection[@]}"} "$@"

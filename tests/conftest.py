@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -24,21 +25,26 @@ def ranks() -> Iterator[RankPool]:
 
 
 WITHOUT_RANKS = frozenset("analysis cli costs formats job plan planning render schedules search".split())
-"""The folders whose tests start no training processes, except for those that are in the group themselves."""
+"""The folders whose tests start no training processes."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist, which reads the groups in the same hook
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give all tests that start ranks to one worker of pytest-xdist, so that they share a pool and run one at a time;
     the other worker runs the rest.
     """
-    for item in items:
-        if item.path.relative_to(TESTS).parts[0] not in WITHOUT_RANKS:
-            item.add_marker(pytest.mark.xdist_group("ranks"))
-    _skip_without_gpu(items)
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RanksTogether(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            _, folder, *_ = nodeid.split("/")
+            alone = folder in WITHOUT_RANKS and "test_launch_scripts.py" not in nodeid
+            return nodeid if alone else "ranks"
+
+    return RanksTogether(config, log)
 
 
-def _skip_without_gpu(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip GPU tests on machines without a GPU; torch is imported only if a GPU test was collected."""
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
