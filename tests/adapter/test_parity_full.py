@@ -124,7 +124,7 @@ def _rows() -> Iterator[object]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "num_microbatches", "options"), _rows())
+@pytest.mark.parametrize(("layout", "num_microbatches", "options"), list(_rows()))
 def test_same_bits_as_stock(ranks: RankPool, layout: Layout, num_microbatches: int, options: str) -> None:
     results = ranks.run(layout.num_ranks, train, layout.flags(num_microbatches, options), SCHEDULES, timeout=120)
     assert_same_bits(results, SCHEDULES)

@@ -47,7 +47,7 @@ def named() -> Iterator[object]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("layout", "num_microbatches", "options", "schedules"), named())
+@pytest.mark.parametrize(("layout", "num_microbatches", "options", "schedules"), list(named()))
 def test_gradients_equal_those_of_whole_sequences(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, schedules: list[str]
 ) -> None:

@@ -105,7 +105,7 @@ COLUMNS = ("layout", "num_microbatches", "options", "schedules")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(COLUMNS, named(gradient_rows()))
+@pytest.mark.parametrize(COLUMNS, list(named(gradient_rows())))
 def test_gradients_equal_those_of_whole_layers(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, schedules: list[str]
 ) -> None:
@@ -123,7 +123,7 @@ def test_five_steps_equal_those_of_whole_layers(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(COLUMNS, named(half_rows()))
+@pytest.mark.parametrize(COLUMNS, list(named(half_rows())))
 def test_bf16_is_no_farther_from_float32_than_stock(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, schedules: list[str]
 ) -> None:
@@ -133,7 +133,7 @@ def test_bf16_is_no_farther_from_float32_than_stock(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(COLUMNS, named(half_rows()))
+@pytest.mark.parametrize(COLUMNS, list(named(half_rows())))
 def test_overflowing_steps_are_skipped_as_in_stock(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, schedules: list[str]
 ) -> None:
