@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir import Plan, Slices
 
 
 class Kept(NamedTuple):
@@ -34,6 +34,15 @@ def peaks(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
 def most_kept(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
     """Return the peak memory of each rank, in the unit of the memory figures."""
     return tuple(peak * one for peak, one in zip(timeline.peak_activation, _microbatch(timeline, memory), strict=True))
+
+
+def host_peaks(plan: Plan, memory: PassMemory) -> tuple[float, ...]:
+    """Return the most host memory that each rank has allocated, in the unit of the memory figures. It depends only on
+    the order of the rank's ops.
+    """
+    slices = plan.schedule.slices
+    changes = ((op.host_memory(memory, slices) for op in row) for row in plan.ops)
+    return tuple(max(accumulate(row), default=0.0) for row in changes)
 
 
 def _microbatch(timeline: Timeline, memory: PassMemory) -> Iterator[float]:
@@ -72,5 +81,5 @@ def _of_passes(spans: Sequence[Span], memory: PassMemory, slices: Slices) -> Ite
 def _of_op(span: LaneSpan, memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:
     if not isinstance(span.op, str):
         at_start, at_end = span.op.memory(memory, slices)
-        yield span.start_ms, at_start
+        yield span.start_ms if span.issued_ms is None else span.issued_ms, at_start
         yield span.end_ms, at_end

@@ -86,6 +86,7 @@ class Run:
         spans, lane_free = self.spans, self._lane_free
         for rank, _, (op, after, waits, makes) in advance(self._steps, made):
             start, own, lane = free[rank], ends[rank], op.lane or COMPUTE
+            reached = start
             if lane != COMPUTE:
                 start = max(start, lane_free[rank].get(lane, 0.0))
             for position in after:
@@ -105,7 +106,7 @@ class Run:
             if isinstance(op, Compute):
                 spans[rank].append(Span(op.work, start, end))
             elif op.lane is not None:
-                self.lanes[rank].append(LaneSpan(lane, op, start, end))
+                self.lanes[rank].append(LaneSpan(lane, op, start, end, reached))
             own.append(end)
             for token in makes:
                 made[token] = end, rank

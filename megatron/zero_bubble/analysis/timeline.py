@@ -22,12 +22,16 @@ class Span(NamedTuple):
 
 
 class LaneSpan(NamedTuple):
-    """One op that is not a pass, with its start and end; ``op`` is text in a trace that was read from a file."""
+    """One op that is not a pass, with its start and end; ``op`` is text in a trace that was read from a file.
+
+    ``issued_ms`` is the time at which the rank reached the op; None if unknown.
+    """
 
     lane: str
     op: Op | str
     start_ms: float
     end_ms: float
+    issued_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Timeline:
     def work_ms(self) -> float:
         """Computing time of the busiest rank."""
         passes = [sum(end - start for _, start, end in row) for row in self.spans]
-        more = [sum(end - start for lane, _, start, end in row if lane == COMPUTE) for row in self.lanes]
+        more = [sum(end - start for lane, _, start, end, _ in row if lane == COMPUTE) for row in self.lanes]
         return max((a + b for a, b in zip_longest(passes, more, fillvalue=0.0)), default=0.0)
 
     def bubble_rate(self, metric: Metric) -> float:

@@ -77,7 +77,7 @@ class RankTrace:
             tuple(Settled(p, target, start - ms, end - ms) for p, target, start, end in self.settles),
             tuple(Validated(start - ms, end - ms) for start, end in self.validations),
             self.clock_error_ms,
-            tuple(LaneSpan(lane, op, start - ms, end - ms) for lane, op, start, end in self.lanes),
+            tuple(LaneSpan(lane, op, start - ms, end - ms) for lane, op, start, end, _ in self.lanes),
         )
 
 

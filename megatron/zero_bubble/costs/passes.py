@@ -16,11 +16,12 @@ from megatron.zero_bubble.costs.units import (
     spread,
 )
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts, known
-from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices
+from megatron.zero_bubble.ir import WHOLE, Chain, Pass, Placement, Slices, Value
 from megatron.zero_bubble.ir.passes import BW, VOCABULARY, B, F, W
 
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 ATTENTION = ("forward_attention", "backward_attention")
+HOST = "host_ms"
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,9 @@ class PassCosts:
     ``forward_attention`` and ``backward_attention`` are the shares, per stage, of F and of B that attention takes
     (default: 0). In the slice from x to y of a sequence, attention takes y^2 - x^2 of its time, because a token attends
     to all tokens before it, and everything else takes y - x.
+
+    ``host_ms`` is the time per stage to copy what F saves to host memory, and as long back; only plans that offload need
+    it (default: 0).
 
     ``vocabulary`` has the figures of vocabulary parallelism, which only schedules with its passes need.
 
@@ -48,14 +52,17 @@ class PassCosts:
     forward_attention: tuple[float, ...] = ()
     backward_attention: tuple[float, ...] = ()
     vocabulary: VocabularyCosts | None = None
+    host_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ATTENTION:
             shares = getattr(self, name) or (0.0,) * len(self.forward_ms)
             object.__setattr__(self, name, tuple(checked_share(name, share) for share in shares))
-        for name in TIMES:
+        if not self.host_ms:
+            object.__setattr__(self, HOST, (0.0,) * len(self.forward_ms))
+        for name in (*TIMES, HOST):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, (*TIMES, *ATTENTION))
+        check_same_length(self, (*TIMES, *ATTENTION, HOST))
         object.__setattr__(self, "comm_ms", checked_figure("comm_ms", self.comm_ms))
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
         object.__setattr__(self, "links", links)
@@ -101,7 +108,8 @@ class PassCosts:
         forward, backward = (
             self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
         )
-        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary)
+        host = recut(self.host_ms, placement.num_stages)
+        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, host)
 
     def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
         """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
@@ -125,6 +133,10 @@ class PassCosts:
             start, end = slices.bounds(p.slice)
             part = (1 - attention) * part + attention * (end * end - start * start)
         return whole * part + (self.wgrad_ms[p.stage] * slices.shares[p.slice] if p.kind is BW else 0.0)
+
+    def copy(self, value: Value, slices: Slices = WHOLE) -> float:
+        """Milliseconds to copy what an F saved, ``value``, to host memory or back."""
+        return self.host_ms[value.producer.stage] * slices.shares[value.producer.slice]
 
     def collective(self) -> float:
         """Milliseconds that a collective takes in addition to one transfer between its ranks."""

@@ -7,6 +7,7 @@ import time
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.ir import Op, Pass
+from megatron.zero_bubble.ir.ops import COMPUTE
 
 
 class VirtualClock:
@@ -31,8 +32,13 @@ class VirtualClock:
         assert op.lane is not None, "an op without a lane takes no time"
         start = max(self.now_ms, ready_ms, self._lane_free.get(op.lane, 0.0))
         end = self._lane_free[op.lane] = start + duration_ms
-        self.lanes.append(LaneSpan(op.lane, op, start, end))
+        self.lanes.append(LaneSpan(op.lane, op, start, end, self.now_ms))
         return end
+
+    def wait(self, op: Op, ready_ms: float) -> None:
+        """Run ``op``, which takes no time, on the lane of the passes: the rank waits until its input is available."""
+        reached, self.now_ms = self.now_ms, max(self.now_ms, ready_ms)
+        self.lanes.append(LaneSpan(COMPUTE, op, self.now_ms, self.now_ms, reached))
 
 
 # time.sleep oversleeps by 0.05 to 0.3 ms, so the end of a pass is spun. Ranks share cores and often wake together: a

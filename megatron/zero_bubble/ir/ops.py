@@ -35,6 +35,8 @@ class Times(Protocol):
 
     def duration(self, p: Pass, slices: Slices = WHOLE) -> float: ...
 
+    def copy(self, value: Value, slices: Slices = WHOLE) -> float: ...
+
     def collective(self) -> float: ...
 
 
@@ -105,9 +107,13 @@ class Op:
 
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
         """The changes of its rank's memory at its start and at its end. An op that changes memory has a lane, even if
-        it takes no time.
+        it takes no time. On a lane other than that of the passes, memory is allocated when the rank issues the op.
         """
         return 0.0, 0.0
+
+    def host_memory(self, memory: Memory, slices: Slices) -> float:
+        """The change of host memory by the op."""
+        return 0.0
 
     def later(self, by: int) -> Op | None:
         """The op that does the same for microbatches that are ``by`` later; its effects must be the same ``later``.

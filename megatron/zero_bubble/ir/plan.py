@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.ir.ops import OPS, Compute, Effects, Message, Op, Recv, Send, parse_op
 from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
@@ -84,7 +85,11 @@ class Plan:
 
     @classmethod
     def from_text(
-        cls, schedule: Schedule, rows: Iterable[Iterable[str]], ops: Iterable[type[Op]] = OPS, has_messages: bool = True
+        cls,
+        schedule: Schedule,
+        rows: Iterable[Iterable[str]],
+        ops: Iterable[type[Op]] = (*OPS, *OFFLOAD_OPS),
+        has_messages: bool = True,
     ) -> Plan:
         """Read what ``to_text`` wrote; ``ops`` are the allowed classes of ops.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from megatron.zero_bubble.errors import PlanError
@@ -11,6 +11,7 @@ from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.communicate import PostReceives, communicate
+from megatron.zero_bubble.plan.offload import Move, offload
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.unroll import unroll
@@ -84,12 +85,22 @@ def lower_forward_only(schedule: Schedule, post_receives: PostReceives = "early"
     return lower(forwards, (collect, transfers))
 
 
-def lower_training(schedule: Schedule, post_receives: PostReceives = "early", post_validation: bool = False) -> Plan:
+def lower_training(
+    schedule: Schedule,
+    post_receives: PostReceives = "early",
+    post_validation: bool = False,
+    moves: Collection[Move] = (),
+) -> Plan:
     """Lower the schedule of a training iteration.
 
     Args:
         post_receives: see ``communicate``.
         post_validation: whether the iteration validates the previous optimizer step.
+        moves: what leaves the device between forward and backward.
     """
-    transfers = partial(communicate, post_receives=post_receives)
-    return lower(schedule, (collect, transfers, *((with_validation,) if post_validation else ())))
+    passes: list[LoweringPass] = [collect, partial(communicate, post_receives=post_receives)]
+    if post_validation:
+        passes.append(with_validation)
+    if moves:
+        passes.append(partial(offload, moves=moves))
+    return lower(schedule, passes)

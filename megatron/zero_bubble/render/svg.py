@@ -151,7 +151,7 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
 def _lane(timeline: Timeline, rank: int, lane: str, scale: float, y: float) -> Iterator[str]:
     """Draw the ops of one lane, below the passes."""
     yield f'<text class="of" x="{_LEFT - 8}" y="{y + _LANE - 3:g}">{escape(lane)}</text>'
-    for on, op, start_ms, end_ms in timeline.lanes[rank]:
+    for on, op, start_ms, end_ms, _ in timeline.lanes[rank]:
         if on == lane:
             x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
             drawn = w - min(1.0, 0.15 * w)

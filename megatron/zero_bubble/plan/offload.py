@@ -1,0 +1,177 @@
+"""Insert the ops that move what forwards saved to host memory and back (PipeOffload, arXiv 2503.01328, section 3).
+
+Two steps, with ``Move`` between them: a selection decides which forwards move and how many passes each copy overlaps;
+the lowering pass ``offload`` places the ops accordingly, and decides nothing. ``select_longest`` is a simple selection.
+
+Fewer passes during a copy mean less memory, because both copies of it exist meanwhile, and more waiting if the copy
+takes longer than the passes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.memory import host_peaks
+from megatron.zero_bubble.costs import PassMemory
+from megatron.zero_bubble.errors import PlanError, UserError
+from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Validate
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.ir.passes import BW, B, F
+
+NO_SHARE = "none"
+
+
+class Move(NamedTuple):
+    """What ``forward`` saved leaves the device.
+
+    Attributes:
+        out: number of passes between the start of the copy to the host, right after the forward, and the wait for it.
+        back: number of passes between the start of the copy back and the backward.
+    """
+
+    forward: Pass
+    out: int = 1
+    back: int = 1
+
+
+class Lifespan(NamedTuple):
+    """The positions of a forward and of its backward among the passes of their rank."""
+
+    forward: Pass
+    begin: int
+    end: int
+
+    @property
+    def length(self) -> int:
+        return self.end - self.begin
+
+    def can_move(self, out: int = 1, back: int = 1) -> bool:
+        """Whether at least one pass runs while the values are on the host only. If not, moving them frees nothing."""
+        return self.length > out + back + 1
+
+
+def lifespans(row: Sequence[Pass]) -> list[Lifespan]:
+    """The lifespans of all forwards with a backward among the passes of one rank, in the order of the forwards."""
+    ends = {(p.stage, p.microbatch, p.slice): place for place, p in enumerate(row) if p.kind in (B, BW)}
+    keys = ((p, place, (p.stage, p.microbatch, p.slice)) for place, p in enumerate(row) if p.kind is F)
+    return [Lifespan(p, place, ends[key]) for p, place, key in keys if key in ends]
+
+
+def select_longest(schedule: Schedule, share: float, out: int = 1, back: int = 1) -> tuple[Move, ...]:
+    """Select ``share`` of the forwards of each rank, longest lifespan first.
+
+    Stages are taken as a whole, in the order of their mean lifespan (arXiv 2503.01328, section 4), and the forwards of
+    the last one at even distances: neighbours are on the device at the same time, so each should have some that move.
+    Forwards whose backward follows too closely stay.
+
+    Args:
+        share: from 0 to 1; of all forwards of the rank, those that have to stay included.
+        out, back: see ``Move``.
+    """
+    moves: list[Move] = []
+    for row in schedule.order:
+        by_stage: defaultdict[int, list[Lifespan]] = defaultdict(list)
+        for lifespan in lifespans(row):
+            by_stage[lifespan.forward.stage].append(lifespan)
+        left = round(share * sum(map(len, by_stage.values())))
+        for spans in sorted(by_stage.values(), key=_mean_length, reverse=True):
+            movable = [lifespan.forward for lifespan in spans if lifespan.can_move(out, back)]
+            number = min(left, len(movable))
+            moves += [Move(forward, out, back) for forward in _evenly(movable, number)]
+            left -= number
+    return tuple(moves)
+
+
+def _mean_length(spans: Sequence[Lifespan]) -> float:
+    return sum(span.length for span in spans) / len(spans)
+
+
+def _evenly(forwards: Sequence[Pass], number: int) -> list[Pass]:
+    """Return ``number`` of the forwards, at even distances."""
+    total = len(forwards)
+    return [p for place, p in enumerate(forwards) if place * number // total < (place + 1) * number // total]
+
+
+def offload(plan: Plan, moves: Collection[Move], host_limit: float | None = None, memory: PassMemory | None = None) -> Plan:
+    """A lowering pass: add the ops of ``moves``, also to the drain of a plan that validates optimizer steps.
+
+    Args:
+        moves: at most one per forward.
+        host_limit: the limit of each rank's host memory, in the unit of ``memory``; None for no limit.
+        memory: the memory of the stages; by default, 1 per rank and microbatch.
+
+    Raises:
+        PlanError: the ops need more host memory than ``host_limit``.
+    """
+    if not moves:
+        return plan
+    by_forward = {move.forward: move for move in moves}
+    assert len(by_forward) == len(moves), "a forward moves at most once"
+    plan = replace(plan, ops=tuple(tuple(_row(row, by_forward)) for row in plan.ops))
+    if plan.drain:
+        rows = zip(plan.ops, plan.drain, strict=True)
+        plan = replace(plan, drain=tuple((*drain, *_discards(row)) for row, drain in rows))
+    if host_limit is not None:
+        check_host_memory(plan, PassMemory.uniform(plan.schedule.placement) if memory is None else memory, host_limit)
+    return plan
+
+
+def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
+    passes = [op.work for op in row if isinstance(op, Compute)]
+    before: defaultdict[int, list[Op]] = defaultdict(list)  # by position among the passes
+    own = [(moves[span.forward], span) for span in lifespans(passes) if span.forward in moves]
+    for move, span in own:
+        before[span.begin + move.out + 1].append(Release(span.forward))
+    for move, span in own:  # after the releases: what is freed can be allocated again
+        before[span.end - move.back].append(Fetch(span.forward))
+    place = 0
+    for op in row:
+        if not isinstance(op, Compute):
+            yield op
+            continue
+        yield from before[place]
+        yield op
+        if op.work in moves:
+            yield Evict(op.work)
+        place += 1
+
+
+def _discards(row: Sequence[Op]) -> Iterator[Op]:
+    """The ops that free what is on the host if the rank stops at its ``Validate``."""
+    begun = row[: row.index(Validate())]
+    forwards = {kind: [op.forward for op in begun if isinstance(op, kind)] for kind in (Evict, Release, Fetch)}
+    for forward in forwards[Evict]:
+        if forward not in forwards[Fetch]:
+            yield from () if forward in forwards[Release] else (Release(forward),)
+            yield Discard(forward)
+
+
+def check_host_memory(plan: Plan, memory: PassMemory, limit: float) -> None:
+    """Check that no rank has more than ``limit`` in host memory, in the unit of ``memory``.
+
+    Raises:
+        PlanError: with the rank and its peak.
+    """
+    for rank, peak in enumerate(host_peaks(plan, memory)):
+        if peak > limit * (1 + 1e-9):
+            raise PlanError(
+                f"plan for {plan.schedule.name!r} refused: rank {rank} would have {peak:g} in host memory, and the "
+                f"limit is {limit:g}; raise the limit, or offload a smaller share"
+            )
+
+
+def parse_share(text: str) -> float:
+    """Parse ``all``, ``none`` or a percentage such as ``50%`` into a share from 0 to 1.
+
+    Raises:
+        UserError: for any other form, or more than 100%.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)%", text)
+    share = {"all": 1.0, NO_SHARE: 0.0}.get(text, float(match[1]) / 100 if match else -1.0)
+    if not 0 <= share <= 1:
+        raise UserError(f"the share to offload is all, none or a percentage up to 100%, for example 50%; got {text!r}")
+    return share
