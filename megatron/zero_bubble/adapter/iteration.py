@@ -13,12 +13,15 @@ from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StageParts, StepArguments, StepResults
-from megatron.zero_bubble.ir import Op, Plan
+from megatron.zero_bubble.ir import Compute, Op, Plan
+from megatron.zero_bubble.ir.offload import Evict
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.replay import Replay
 from megatron.zero_bubble.runtime.executor import Executor, Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.runtime.offload import Offloader
+from megatron.zero_bubble.runtime.saved import SavedTensors
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
@@ -59,6 +62,8 @@ class Iteration:
         results: losses and token counts, filled while the iteration runs.
         observer: is notified of every op, message and wait; None if the iteration is not observed.
         maker: makes the stages.
+        saved: collects what forwards save for their backwards.
+        offloader: runs the ops of offloading; None if the plan has none.
     """
 
     plan: Plan
@@ -73,6 +78,8 @@ class Iteration:
     histories: Histories
     observer: IterationObserver | None
     maker: StageMaker
+    saved: SavedTensors
+    offloader: Offloader | None = None
 
     def evaluate(self) -> None:
         """Run the forwards only."""
@@ -122,4 +129,10 @@ class Iteration:
             stages = self.maker.make(parts)
             by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
             by_op.update(self.maker.handlers(self.plan, parts, self.observer))
+            row = self.plan.ops[self.transport.rank]
+            self.saved.begin(self.chunks, (op.forward for op in row if isinstance(op, Evict)))
+            by_op[Compute] = self.saved.around(by_op[Compute])
+            if self.offloader is not None:
+                by_op.update(self.offloader.handlers(self.observer))
+                hooks.enter_context(self.offloader.iteration())
             return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

@@ -42,11 +42,14 @@ from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
+from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, backend_of
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
+from megatron.zero_bubble.runtime.offload import Offloader
+from megatron.zero_bubble.runtime.saved import SavedTensors
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -67,6 +70,8 @@ class Pipeline:
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
         post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
+        select_moves: selects what leaves the device between forward and backward; None if nothing does.
+        host_limit: most bytes of this rank in host memory; None for no limit.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -83,9 +88,12 @@ class Pipeline:
         post_receives: PostReceives = "early",
         nccl_ctas: int = DEFAULT_NCCL_CTAS,
         recompute_logits: bool = False,
+        select_moves: MoveSelection | None = None,
+        host_limit: int | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
-        self.store = WgradStore(self.accumulate)
+        self._saved = SavedTensors()
+        self.store = WgradStore(self.accumulate, self._saved)
         self.histories = Histories()
         self.saved_for_t = SavedForT()
         self.microbatch = 0, 0
@@ -96,6 +104,8 @@ class Pipeline:
         self._rollback = rollback
         self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
+        self._select_moves, self._host_limit = select_moves, host_limit
+        self.offloader: Offloader | None = None
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
         self._prepared: dict[tuple[int, bool], Prepared] = {}
@@ -105,13 +115,13 @@ class Pipeline:
 
     @property
     def num_pending(self) -> int:
-        """Number of weight gradients not computed, keys, values and logits not freed, messages not settled and
-        optimizer steps not validated.
+        """Number of weight gradients not computed, keys, values, logits and host memory not freed, messages not settled
+        and optimizer steps not validated.
 
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._transport, self._reports, self._optimizer)
-        kept = len(self.store) + len(self.histories) + len(self.saved_for_t)
+        kept = len(self.store) + len(self.histories) + len(self.saved_for_t) + len(self.offloader or ())
         return kept + sum(part.num_in_flight for part in under_way if part is not None)
 
     def _operands(self, work: Pass) -> Iterator[torch.Tensor]:
@@ -214,7 +224,9 @@ class Pipeline:
         if forward_only:
             return self._run(call, None)
         self.microbatch = decoder_seq_length or seq_length, micro_batch_size
-        start = IterationStart(groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors)
+        start = IterationStart(
+            groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors, self._saved
+        )
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 
@@ -244,6 +256,8 @@ class Pipeline:
             self.histories,
             observer,
             self._maker(call, prepared, boundary),
+            self._saved,
+            None if step.forward_only else self.offloader,
         )
         if step.forward_only:
             if self._optimizer is not None:
@@ -297,6 +311,9 @@ class Pipeline:
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None
+        if self.offloader is not None:
+            self.offloader.close()
+            self.offloader = None
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -332,7 +349,8 @@ class Pipeline:
         validate(schedule)
         if forward_only:
             return lower_forward_only(schedule, self._post_receives)
-        return lower_training(schedule, self._post_receives, post_validation=self._rollback is not None)
+        moves = () if self._select_moves is None else self._select_moves(schedule)
+        return lower_training(schedule, self._post_receives, self._rollback is not None, moves)
 
     def _break_even(self, plan: Plan) -> float:
         """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
@@ -356,6 +374,9 @@ class Pipeline:
                 watchdog = Watchdog(select("cuda"), self._timeout)
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
             self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas)
+            if self._select_moves is not None:
+                platform = select(directions.device)
+                self.offloader = Offloader(self._saved, platform.host_memory(self._host_limit), platform.lane())
             if watchdog is not None:
                 watchdog.start()
         else:

@@ -63,6 +63,21 @@ def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
     return tuple(sum(figures[s * parts : (s + 1) * parts]) for s in range(num_stages))
 
 
+_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """Parse ``60GiB`` into bytes; also KiB and MiB.
+
+    Raises:
+        UserError: for any other form.
+    """
+    match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(KiB|MiB|GiB)", text)
+    if match is None or not 0 < float(match[1]) < math.inf:
+        raise UserError(f"an amount of memory is written like 60GiB; got {text!r}; give a number with KiB, MiB or GiB")
+    return int(float(match[1]) * _BYTES[match[2]])
+
+
 def parse_memory_limit(text: str) -> tuple[float, str]:
     """Parse ``1p`` or ``60GiB`` into an amount and its unit: p, KiB, MiB or GiB.
 

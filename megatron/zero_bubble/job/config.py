@@ -8,12 +8,13 @@ from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
-from megatron.zero_bubble.costs.units import checked_share, parse_memory_limit
+from megatron.zero_bubble.costs.units import checked_share, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
+from megatron.zero_bubble.plan.offload import parse_share
 from megatron.zero_bubble.schedules import recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -53,6 +54,10 @@ class ZeroBubbleConfig:
             occupies multiprocessors of the GPU until the message has arrived.
         nccl_ctas: the largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two
             pipeline ranks. The job's own NCCL options for its pipeline take precedence.
+        offload: which activations are in host memory between forward and backward: ``all`` of them, the given share of
+            each rank's microbatches, such as ``50%``, longest lifespan first, or ``none``. Activations whose backward
+            follows too closely stay on the device.
+        host_memory: limit per rank for ``offload``, for example ``60GiB``; None for no limit.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -76,6 +81,8 @@ class ZeroBubbleConfig:
     wgrad_stream: bool = False
     post_receives: PostReceives = "early"
     nccl_ctas: int = DEFAULT_NCCL_CTAS
+    offload: str = "none"
+    host_memory: str | None = None
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
@@ -105,6 +112,7 @@ class ZeroBubbleConfig:
             )
         self._check_slices()
         self._check_vocabulary()
+        self._check_offload()
         if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
             raise UserError(
                 f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
@@ -115,6 +123,40 @@ class ZeroBubbleConfig:
             raise UserError(f"nccl_ctas must be positive; got {self.nccl_ctas}; leave it out for {DEFAULT_NCCL_CTAS}")
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any activations are to be in host memory between forward and backward.
+
+        Raises:
+            UserError: ``offload`` has none of its forms.
+        """
+        return parse_share(self.offload) > 0
+
+    def _check_offload(self) -> None:
+        if self.host_memory is not None:
+            parse_bytes(self.host_memory)
+            if not self.offloads:
+                raise UserError(
+                    f"host_memory limits what offload moves, and nothing moves; got host_memory={self.host_memory} with "
+                    f"offload={self.offload}; leave it out, or give offload=all"
+                )
+        if not self.offloads:
+            return
+        cuts = self.cuts()
+        unsupported = {
+            f"{AUTO}, whose plans do not count host memory": self.schedule == AUTO,
+            "sequence slices, which share keys and values": self.schedule in sliced()
+            or (cuts is not None and len(cuts) > 1),
+            "vocabulary parallelism": self.vocabulary is not None,
+            "wgrad_stream, which uses activations longer than planned": self.wgrad_stream,
+        }
+        for what, given in unsupported.items():
+            if given:
+                raise UserError(
+                    f"offloading does not work yet with {what}; got offload={self.offload} with {self.schedule}; leave "
+                    "one of them out"
+                )
 
     def _check_vocabulary(self) -> None:
         cuts = self.cuts()

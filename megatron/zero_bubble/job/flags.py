@@ -132,6 +132,19 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         f"effect over gloo; default: {DEFAULT_NCCL_CTAS}",
     )
     add(
+        "--zero-bubble-offload",
+        metavar="all|N%|none",
+        help="keep activations in host memory between forward and backward: all of them, or N%% of each rank's "
+        "microbatches, longest lifespan first; those whose backward follows too closely stay on the device; default: "
+        "none",
+    )
+    add(
+        "--zero-bubble-host-memory",
+        metavar="LIMIT",
+        help="limit per rank of the host memory that --zero-bubble-offload takes, e.g. 60GiB; a rank that needs more "
+        "ends the run; default: no limit",
+    )
+    add(
         "--zero-bubble-trace",
         metavar="DIR",
         help="write recorded iterations to DIR: planned and measured timelines as HTML, SVG, Perfetto trace and JSON",
@@ -238,6 +251,8 @@ def config_of(
         wgrad_stream=bool(options.zero_bubble_wgrad_stream),
         post_receives=options.zero_bubble_post_receives or "early",
         nccl_ctas=DEFAULT_NCCL_CTAS if options.zero_bubble_nccl_ctas is None else options.zero_bubble_nccl_ctas,
+        offload=options.zero_bubble_offload or "none",
+        host_memory=options.zero_bubble_host_memory,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

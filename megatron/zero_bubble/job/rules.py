@@ -88,6 +88,17 @@ _RULES = (
         "or drop the flag",
     ),
     _Rule(
+        ("offload",),
+        lambda job: job.has_schedule,
+        "needs a zero-bubble schedule, whose passes it moves activations between, got none; give "
+        "--zero-bubble-schedule zb-h1 or drop the flag",
+    ),
+    _Rule(
+        ("host-memory",),
+        lambda job: bool(job.options.zero_bubble_offload),
+        "has no effect without --zero-bubble-offload; add it or drop the flag",
+    ),
+    _Rule(
         ("recompute-logits",),
         lambda job: vocabulary_algorithm(job.options) is not None or bool(job.options.zero_bubble_schedule_file),
         "has no effect without vocabulary parallelism; give --zero-bubble-vocabulary-parallel 2 or drop the flag",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.ir import Compute, Kind, Op, Pass
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
+from megatron.zero_bubble.runtime.saved import SavedTensors
 
 
 class MemoryMeter(IterationObserver):
@@ -33,10 +34,9 @@ class MemoryMeter(IterationObserver):
     """
 
     def __init__(self) -> None:
-        self._parameters: frozenset[int] = frozenset()
+        self._tensors: SavedTensors | None = None
         self._operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
         self._histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
-        self._hooks: torch.autograd.graph.saved_tensors_hooks | None = None
         self._watches = False
         self._done = False
         self._start()
@@ -54,38 +54,34 @@ class MemoryMeter(IterationObserver):
         self._deferred: dict[Pass, list[_Kept]] = {}
 
     def begin_iteration(self, start: IterationStart) -> None:
-        """Start to measure; collects the storages of parameters, which do not count as activations."""
-        self._watches = not self._done
-        if self._watches:
+        """Start to measure."""
+        self._watches = not self._done and start.saved is not None
+        if start.saved is not None and self._watches:
             self._start()
             self._operands, self._histories = start.operands, start.histories
-            self._parameters = frozenset(
-                p.untyped_storage().data_ptr() for chunk in start.chunks for p in chunk.parameters()
-            )
+            self._tensors = start.saved
+            self._tensors.counter = self._count_saved
 
     def end_iteration(self, completed: bool) -> None:
-        """Stop measuring; also removes the hooks of a forward that raised."""
+        """Stop measuring."""
         self._done = self._done or (completed and self._watches)
         self._watches = False
-        self._unhook()
+        if self._tensors is not None:
+            self._tensors.counter = self._tensors = None
 
     def restarted(self) -> None:
-        self._unhook()
         if self._watches:
             self._start()
 
     def begin(self, op: Op) -> None:
         if self._watches and isinstance(op, Compute) and op.work.kind is Kind.F:
             self._saved.clear()
-            self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-            self._hooks.__enter__()
 
     def end(self, op: Op) -> None:
         if not self._watches or not isinstance(op, Compute):
             return
         work = op.work
         if work.kind is Kind.F:
-            self._unhook()
             if not work.microbatch:
                 self._count_activation(work)
         elif work.kind is Kind.B:
@@ -104,7 +100,7 @@ class MemoryMeter(IterationObserver):
         """Count what ``work`` has stored for its pass of ``kind`` as alive until that pass, and return its size."""
         later = work._replace(kind=kind)
         tensors = list(self._operands(later))
-        self._deferred[later] = [_Kept(self._alive, tensor) for tensor in tensors]
+        self._deferred[later] = [_Kept(self._alive, tensor.untyped_storage()) for tensor in tensors]
         return storage_bytes(tensors)
 
     def _count_activation(self, work: Pass) -> None:
@@ -129,17 +125,9 @@ class MemoryMeter(IterationObserver):
         activation, wgrad, history = (tuple(float(kind.get(stage, 0)) for stage in stages) for kind in of_stages)
         return PassMemory(activation, wgrad, history, logits=tuple(float(logits[stage]) for stage in sorted(logits)))
 
-    def _unhook(self) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__()
-            self._hooks = None
-
-    def _pack(self, tensor: torch.Tensor) -> Any:
-        pointer = tensor.untyped_storage().data_ptr()
-        if pointer in self._parameters:
-            return tensor
-        self._saved.add(pointer)
-        return _Kept(self._alive, tensor)
+    def _count_saved(self, storage: torch.UntypedStorage) -> _Kept:
+        self._saved.add(storage.data_ptr())
+        return _Kept(self._alive, storage)
 
 
 class _Alive:
@@ -152,11 +140,9 @@ class _Alive:
 
 
 class _Kept:
-    """Wraps a tensor held by autograd or the store, and counts its storage as long as the wrapper is alive."""
+    """Counts a storage, held by autograd or the store, as long as it is alive itself."""
 
-    def __init__(self, alive: _Alive, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        self.tensor = tensor
+    def __init__(self, alive: _Alive, storage: torch.UntypedStorage) -> None:
         self._alive, self._pointer = alive, storage.data_ptr()
         if not alive.count[self._pointer]:
             alive.size[self._pointer] = storage.nbytes()
@@ -167,10 +153,6 @@ class _Kept:
         self._alive.count[self._pointer] -= 1
         if not self._alive.count[self._pointer]:
             self._alive.num_bytes -= self._alive.size.pop(self._pointer)
-
-
-def _unpack(kept: Any) -> torch.Tensor:
-    return kept.tensor if isinstance(kept, _Kept) else kept
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:

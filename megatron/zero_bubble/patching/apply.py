@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
+from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
@@ -25,6 +26,7 @@ from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
+from megatron.zero_bubble.plan.offload import parse_share, select_longest
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -151,7 +153,9 @@ def _pipeline(
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
     more = config.post_receives, config.nccl_ctas, config.recompute_logits
-    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more)
+    moves = functools.partial(select_longest, share=share) if (share := parse_share(config.offload)) else None
+    limit = None if config.host_memory is None else parse_bytes(config.host_memory)
+    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

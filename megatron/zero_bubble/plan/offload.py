@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -36,6 +36,10 @@ class Move(NamedTuple):
     forward: Pass
     out: int = 1
     back: int = 1
+
+
+MoveSelection = Callable[[Schedule], Collection[Move]]
+"""Selects what moves in a schedule; the same on all ranks."""
 
 
 class Lifespan(NamedTuple):

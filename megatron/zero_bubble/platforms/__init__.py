@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.platforms.host import HostMemory
 from megatron.zero_bubble.platforms.streams import HostCopy, Lane, SideStream
 
 NAMES = ("cpu", "cuda", "auto")
@@ -68,7 +69,10 @@ class Platform(Protocol):
         """A stream on the current device for work that runs concurrently with the passes."""
 
     def lane(self) -> Lane:
-        """A lane on the current device, for collectives that run concurrently with the passes."""
+        """A lane on the current device, for collectives and copies that run concurrently with the passes."""
+
+    def host_memory(self, limit: int | None = None) -> HostMemory:
+        """Host memory for tensors that leave the device; ``limit`` is in bytes, None for no limit."""
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> HostCopy:
         """Start to copy a tensor of this platform to host memory.

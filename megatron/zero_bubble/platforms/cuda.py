@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.platforms.host import HostMemory
 from megatron.zero_bubble.platforms.streams import HostCopy
 
 
@@ -47,6 +49,9 @@ class CudaLane:
             made = work()
             return CudaResult(made, self._stream.record_event())
 
+    def join(self) -> None:
+        torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     def close(self, timeout_s: float) -> bool:
         """Nothing to stop: the stream ends with its work."""
         return True
@@ -65,6 +70,27 @@ class CudaResult:
             if isinstance(tensor, torch.Tensor):
                 tensor.record_stream(current)
         return self._made
+
+
+class PinnedMemory(HostMemory):
+    """Pinned buffers. They are registered at their exact size, because torch's own allocator of pinned memory rounds up
+    to a power of two.
+    """
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        runtime = torch.cuda.cudart()
+        status = runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+        if status != runtime.cudaError.success:
+            raise UserError(
+                f"activations in host memory need {num_bytes} bytes of pinned memory, got CUDA error {int(status)}; "
+                "raise the limit of locked memory (ulimit -l), or lower the percentage of --zero-bubble-offload"
+            )
+        return buffer
+
+    def _release(self, buffer: torch.Tensor) -> None:
+        torch.cuda.synchronize()  # a copy back may still read it
+        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
 
 
 class CudaHostCopy(HostCopy):
@@ -167,6 +193,9 @@ class CudaPlatform:
 
     def lane(self) -> CudaLane:
         return CudaLane(self.current_device())
+
+    def host_memory(self, limit: int | None = None) -> PinnedMemory:
+        return PinnedMemory(limit)
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> CudaHostCopy:
         return CudaHostCopy(tensor, after)

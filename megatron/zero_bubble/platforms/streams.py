@@ -38,6 +38,9 @@ class Lane(Protocol):
         Raises what an earlier work item raised, if that is known.
         """
 
+    def join(self) -> None:
+        """Make the caller's later work wait for all work items, also for those that raise."""
+
     def close(self, timeout_s: float) -> bool:
         """Stop the lane when it has run all work items; returns whether it has, within the timeout."""
 
@@ -70,6 +73,11 @@ class ThreadLane:
 
         self._items.put(item)
         return ThreadResult(future)
+
+    def join(self) -> None:
+        reached = threading.Event()
+        self._items.put(reached.set)
+        reached.wait()
 
     def close(self, timeout_s: float) -> bool:
         self._items.put(None)

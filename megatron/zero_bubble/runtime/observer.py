@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
+
+if TYPE_CHECKING:
+    from megatron.zero_bubble.runtime.saved import SavedTensors
 
 
 class IterationStart(NamedTuple):
@@ -19,6 +22,7 @@ class IterationStart(NamedTuple):
         group: the process group of the pipeline.
         chunks: model chunks of this rank.
         operands: returns the tensors that B has stored for a given W pass, or S for a given T pass.
+        saved: collects what forwards save for their backwards; None under Megatron's own schedules.
         histories: returns the tensors that slices of sequences share, of a stage and microbatch or of all.
     """
 
@@ -27,6 +31,7 @@ class IterationStart(NamedTuple):
     chunks: Sequence[torch.nn.Module] = ()
     operands: Callable[[Pass], Iterable[torch.Tensor]] = lambda _: ()
     histories: Callable[..., Iterable[torch.Tensor]] = lambda *_: ()
+    saved: SavedTensors | None = None
 
 
 class IterationObserver:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 import torch
 from megatron.core.tensor_parallel import layers
 
+from megatron.zero_bubble.runtime.saved import unpack
 from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
 
@@ -62,7 +63,7 @@ class DeferredLinear:
         tp_group: torch.distributed.ProcessGroup | None,
     ) -> None:
         self._store = store
-        self._input = x
+        self._input: Any = store.saved.pack(x)  # B unpacks it, as autograd does with what it saves
         self.weight = weight
         self._bias = bias
         self._fused = fused
@@ -77,11 +78,12 @@ class DeferredLinear:
     def append(self, grad_output: torch.Tensor) -> None:
         """Store the deferred gradient; called by upstream's backward instead of its weight-gradient GEMM."""
         self._grad_output = grad_output
+        self._input = unpack(self._input)
         self._store.put(self)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """The input and, after B, the output gradient."""
-        return (self._input,) if self._grad_output is None else (self._input, self._grad_output)
+        """The input and the output gradient; none before B."""
+        return () if self._grad_output is None else (self._input, self._grad_output)
 
     @property
     def num_elements(self) -> int:

@@ -19,6 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from megatron.zero_bubble.ir import Kind, Pass
+from megatron.zero_bubble.runtime.saved import SavedTensors
 
 
 class Product(NamedTuple):
@@ -120,10 +121,12 @@ class WgradStore:
 
     Args:
         accumulator: accumulates the stored gradients.
+        saved: keeps what linears need from F until B, as it keeps what autograd saves.
     """
 
-    def __init__(self, accumulator: Accumulator) -> None:
+    def __init__(self, accumulator: Accumulator, saved: SavedTensors | None = None) -> None:
         self._accumulator = accumulator
+        self.saved = SavedTensors() if saved is None else saved
         self._stored: dict[Pass, list[_Entry]] = {}
         self._sources: list[Source] = []
         self._current: Pass | None = None

@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.platforms.cpu.host import MappedMemory
 from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline, ThreadLane
 
 CPU = torch.device("cpu")
@@ -67,6 +68,9 @@ class CpuPlatform:
 
     def lane(self) -> ThreadLane:
         return ThreadLane()
+
+    def host_memory(self, limit: int | None = None) -> MappedMemory:
+        return MappedMemory(limit)
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> AlreadyThere:
         if after is not None:

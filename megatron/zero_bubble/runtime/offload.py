@@ -1,0 +1,232 @@
+"""Moves what forwards saved to host memory, and back before their backwards (arXiv 2503.01328, section 3).
+
+What moves is what autograd and the deferred linears saved, and the input and output of the stage, which are needed only
+as ends of the graph. A storage that something else refers to when it would be freed stays on the device: rotary
+embeddings and masks, outputs that are still being sent, workspaces. No list of such tensors is needed.
+
+Memory of the device is allocated and freed in the order of the passes. What a copy reads or writes stays referenced
+until the passes have waited for the copy, so the allocator needs to know nothing of the lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from megatron.zero_bubble.ir import Op, Pass
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.platforms.streams import Lane, Result
+from megatron.zero_bubble.runtime.executor import Awaited, Handler
+from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.runtime.saved import Place, SavedTensors, Window
+
+LEAST_BYTES = 4096
+"""Smaller storages stay: a copy takes some microseconds, whatever its size."""
+_ALIGNMENT = 512
+"""Bytes between starts of storages in a host buffer, as torch aligns tensors on a GPU."""
+
+Ends = Sequence[torch.Tensor | None]
+"""The input and the output of a forward: the value ``saved``."""
+
+
+class Offloader:
+    """Runs the ops of offloading on one rank.
+
+    Args:
+        saved: the hooks that collect what forwards save.
+        host: host memory.
+        lane: runs all copies, in order.
+    """
+
+    def __init__(self, saved: SavedTensors, host: HostMemory, lane: Lane) -> None:
+        self._saved, self._host, self._lane = saved, host, lane
+        self._away: dict[Pass, _Away] = {}
+        self._stays: set[tuple[int, int, int]] = set()
+
+    def __len__(self) -> int:
+        """Number of forwards that have host memory; 0 between iterations."""
+        return len(self._away)
+
+    @property
+    def host_peak(self) -> int:
+        """The most bytes of host memory in use so far."""
+        return self._host.peak
+
+    @contextmanager
+    def iteration(self) -> Iterator[None]:
+        """Context around an iteration. If it fails, copies still end, and all host memory is free again."""
+        try:
+            yield
+        except BaseException:
+            self._lane.join()
+            self._saved.clear()
+            for forward in list(self._away):
+                self._free(forward)
+            raise
+        assert not self._away, "a proved plan leaves nothing on the host"
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Free host memory and stop the lane."""
+        self._lane.close(timeout_s)
+        self._host.close()
+
+    def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
+        """The handlers of one iteration; ``observer`` is notified when copies run."""
+        return {
+            Evict: partial(self._evict, observer),
+            Release: self._release,
+            Fetch: partial(self._fetch, observer),
+            Discard: self._discard,
+        }
+
+    def _evict(self, observer: IterationObserver | None, op: Evict, inputs: Sequence[Ends]) -> tuple[_Copy]:
+        (ends,) = inputs
+        away = self._away[op.forward] = _Away(op.forward, ends, self._saved.take(op.forward), self._stays)
+        if away.num_bytes:
+            away.buffer = self._host.take(away.num_bytes)
+        return (self._start(observer, op, away.out(), away),)
+
+    def _release(self, op: Release, inputs: Sequence[_Away]) -> tuple[_Away]:
+        (away,) = inputs
+        self._stays.update(away.leave())
+        return (away,)
+
+    def _fetch(self, observer: IterationObserver | None, op: Fetch, inputs: Sequence[_Away]) -> tuple[_Copy]:
+        (away,) = inputs
+        copy = self._start(observer, op, away.back(), away.ends)
+        self._free(op.forward)
+        return (copy,)
+
+    def _discard(self, op: Discard, _inputs: Sequence[_Away]) -> None:
+        self._free(op.forward)
+
+    def _free(self, forward: Pass) -> None:
+        buffer = self._away.pop(forward).buffer
+        if buffer is not None:
+            self._host.give(buffer)
+
+    def _start(
+        self, observer: IterationObserver | None, op: Op, pairs: list[tuple[torch.Tensor, torch.Tensor]], value: Any
+    ) -> _Copy:
+        work = partial(_copy, pairs)
+        return _Copy(self._lane.start(work if observer is None else _observed(op, work, observer), ()), value)
+
+
+class _Away:
+    """What one forward saved, from its Evict to its Fetch.
+
+    Args:
+        windows: of everything that it saved.
+        stays: what stayed before: (stage, position among the storages of a forward, bytes).
+
+    Attributes:
+        ends: input and output of the forward.
+        buffer: its host memory; None if nothing moves.
+        num_bytes: the size that the buffer needs.
+    """
+
+    def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[tuple[int, int, int]]) -> None:
+        self.ends = ends
+        self.buffer: torch.Tensor | None = None
+        device = next((end.device for end in ends if end is not None), None)
+        places = dict.fromkeys(window.place for window in windows)
+        keys = [(forward.stage, number, place.num_bytes) for number, place in enumerate(places)]
+        self._moving = {
+            place: key for place, key in zip(places, keys, strict=True) if key not in stays and _can_move(place, device)
+        }
+        self._windows = [window for window in windows if window.place in self._moving]
+        sizes = (-(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT for place in self._moving)
+        *starts, self.num_bytes = accumulate(sizes, initial=0)
+        self._starts = dict(zip(self._moving, starts, strict=True))
+
+    def out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The (target, source) of each copy to the host."""
+        return [(self._on_host(place), _bytes(place)) for place in self._moving]
+
+    def back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Allocate memory on the device; returns the (target, source) of each copy back."""
+        pairs = []
+        for place in self._starts:
+            source = self._on_host(place)
+            place.come_back(torch.empty(place.num_bytes, dtype=torch.uint8, device=place.device).untyped_storage())
+            pairs.append((_bytes(place), source))
+        return pairs
+
+    def leave(self) -> list[tuple[int, int, int]]:
+        """Free the memory on the device; returns the keys of what stays.
+
+        Raises:
+            RuntimeError: a saved tensor was changed in place.
+        """
+        for window in self._windows:
+            window.leave()
+        self._windows.clear()
+        for end in self.ends:
+            _keep_shape(end)
+        stay = [(place, key) for place, key in self._moving.items() if not place.leave()]
+        for place, _ in stay:
+            del self._starts[place]
+        self._moving.clear()
+        return [key for _, key in stay]
+
+    def _on_host(self, place: Place) -> torch.Tensor:
+        assert self.buffer is not None, "something moves, so there is a buffer"
+        start = self._starts[place]
+        return self.buffer[start : start + place.num_bytes]
+
+
+def _can_move(place: Place, device: torch.device | None) -> bool:
+    """Whether a storage is large enough, and on the device. A storage that is empty now is filled again before B:
+    ``CheckpointWithoutOutput`` of Megatron frees outputs that it computes again.
+    """
+    storage = place.storage
+    assert storage is not None, "nothing has moved yet"
+    return min(place.num_bytes, storage.nbytes()) >= LEAST_BYTES and device in (None, place.device)
+
+
+def _keep_shape(end: torch.Tensor | None) -> None:
+    """Drop the bytes of an end of the graph, of which only graph, shape and gradient are needed. Upstream has done this
+    to an output with one element, and the loss is as small.
+    """
+    if end is not None and end.numel() > 1:
+        end.data = torch.empty((), dtype=end.dtype, device=end.device).expand(end.shape)
+
+
+def _bytes(place: Place) -> torch.Tensor:
+    storage = place.storage
+    assert storage is not None, "its bytes are on the device"
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy, and drop the references: they must be gone when ``leave`` asks what else refers to a storage."""
+    while pairs:
+        target, source = pairs.pop()
+        target.copy_(source, non_blocking=True)
+
+
+def _observed(op: Op, work: Callable[[], None], observer: IterationObserver) -> Callable[[], None]:
+    def run() -> None:
+        observer.started(op)
+        work()
+        observer.completed(op)
+
+    return run
+
+
+class _Copy(Awaited):
+    """A value on its way."""
+
+    def __init__(self, result: Result, value: Any) -> None:
+        self._result, self._value = result, value
+
+    def wait(self, needed_by: object) -> Any:
+        """Make the passes wait for the copy; raises what the copy raised."""
+        self._result.wait()
+        return self._value

@@ -1,0 +1,193 @@
+"""What forwards save for their backwards: the one pair of saved-tensor hooks of a rank.
+
+Of nested pairs of hooks, torch calls only the innermost, so measuring and offloading share this pair. The hooks exist
+only around a forward that is measured or moves; all others run without.
+
+The unit is the storage, not the tensor: views and aliases of one storage are saved many times, and its bytes move once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.zero_bubble.ir import Compute, Kind, Pass
+from megatron.zero_bubble.runtime.executor import Handler
+
+Counter = Callable[[torch.UntypedStorage], object]
+"""Called for each storage that is saved; what it returns is kept as long as the device has the storage for it."""
+
+
+class Place:
+    """A storage that a forward saved, on the device or elsewhere.
+
+    Attributes:
+        storage: None while its bytes are not on the device.
+    """
+
+    __slots__ = ("_count", "_counted", "device", "num_bytes", "storage")
+
+    def __init__(self, storage: torch.UntypedStorage, count: Counter | None) -> None:
+        self.storage: torch.UntypedStorage | None = storage
+        self.num_bytes = storage.nbytes()
+        self.device = storage.device
+        self._count = count
+        self._counted = None if count is None else count(storage)
+
+    def leave(self) -> bool:
+        """Drop the storage, unless something else refers to it, too: then it would free nothing, and what else refers
+        to it may need it. Returns whether it is gone.
+        """
+        assert self.storage is not None, "a storage leaves the device once"
+        weak = StorageWeakRef(self.storage)
+        self.storage = None
+        self.storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        if self.storage is None:
+            self._counted = None
+        return self.storage is None
+
+    def come_back(self, storage: torch.UntypedStorage) -> None:
+        """Continue with ``storage``, which has, or is to receive, the same bytes."""
+        self.storage = storage
+        self._counted = None if self._count is None else self._count(storage)
+
+
+class Window:
+    """What autograd keeps in place of a tensor: its view of a storage.
+
+    With hooks, autograd does not notice that a saved tensor is changed in place; the window does.
+    """
+
+    __slots__ = ("_alias", "_dtype", "_version", "_view", "place")
+
+    def __init__(self, place: Place, tensor: torch.Tensor) -> None:
+        self.place = place
+        self._alias: torch.Tensor | None = tensor.detach()  # shares the version, and has no graph: no cycle
+        self._version = tensor._version
+        self._dtype = tensor.dtype
+        self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
+
+    def leave(self) -> None:
+        """Refer to the storage only through ``place``."""
+        self._check()
+        self._alias = None
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, without gradient.
+
+        Raises:
+            RuntimeError: it was changed in place after it was saved.
+        """
+        if self._alias is not None:
+            self._check()
+            return self._alias
+        storage = self.place.storage
+        assert storage is not None, "a backward ran before its values were fetched"
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
+
+    def _check(self) -> None:
+        if self._alias is not None and self._alias._version != self._version:
+            raise RuntimeError(
+                "one of the tensors needed for gradient computation has been modified by an inplace operation: "
+                f"{self._dtype} of shape {list(self._alias.shape)} is at version {self._alias._version}; expected "
+                f"version {self._version}"
+            )
+
+
+class SavedTensors:
+    """The hooks of one rank.
+
+    Attributes:
+        counter: called for each storage that a forward saves, if set.
+    """
+
+    def __init__(self) -> None:
+        self.counter: Counter | None = None
+        self._parameters: frozenset[int] = frozenset()
+        self._moving: frozenset[Pass] = frozenset()
+        self._windows: list[Window] | None = None  # of the running forward
+        self._places: dict[int, Place] = {}
+        self._of: dict[Pass, list[Window]] = {}
+
+    def begin(self, chunks: Iterable[torch.nn.Module], moving: Iterable[Pass] = ()) -> None:
+        """Prepare for an iteration.
+
+        Args:
+            chunks: model chunks of this rank, whose parameters are not activations: they are recognized by address,
+                because linears save them detached or transposed.
+            moving: forwards whose windows are needed (see ``take``).
+        """
+        self._parameters = frozenset(p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters())
+        self._moving = frozenset(moving)
+        self.clear()
+
+    def take(self, forward: Pass) -> list[Window]:
+        """The windows of a forward that moves, once."""
+        return self._of.pop(forward)
+
+    def clear(self) -> None:
+        """Forget the windows that nothing has taken, after a failed iteration."""
+        self._of.clear()
+
+    def around(self, compute: Handler) -> Handler:
+        """The handler of passes with the hooks around forwards."""
+        if self.counter is None and not self._moving:
+            return compute
+
+        def run(op: Compute, inputs: Sequence[Any]) -> Any:
+            if op.work.kind is not Kind.F or (self.counter is None and op.work not in self._moving):
+                return compute(op, inputs)
+            with self._hooked(op.work):
+                return compute(op, inputs)
+
+        return run
+
+    @contextmanager
+    def _hooked(self, forward: Pass) -> Iterator[None]:
+        self._windows = windows = []
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
+                yield
+        finally:
+            self._windows = None
+            self._places.clear()
+        if forward in self._moving:
+            self._of[forward] = windows
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What to keep in place of ``tensor`` until the backward; ``unpack`` returns the tensor."""
+        if self._windows is None:
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._parameters:
+            return tensor
+        place = self._places.get(storage._cdata)
+        if place is None:
+            place = self._places[storage._cdata] = Place(storage, self.counter)
+        if type(tensor) is not torch.Tensor:  # a view of a storage does not describe it
+            return _Whole(place, tensor)
+        window = Window(place, tensor)
+        self._windows.append(window)
+        return window
+
+
+class _Whole:
+    """A tensor of a subclass, which stays as it is, and its counted storage."""
+
+    __slots__ = ("_place", "tensor_")
+
+    def __init__(self, place: Place, tensor: torch.Tensor) -> None:
+        self._place = place
+        self.tensor_ = tensor
+
+    def tensor(self) -> torch.Tensor:
+        return self.tensor_
+
+
+def unpack(kept: Any) -> torch.Tensor:
+    """The tensor that was given to ``SavedTensors.pack``."""
+    return kept.tensor() if isinstance(kept, (Window, _Whole)) else kept
