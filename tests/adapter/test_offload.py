@@ -1,17 +1,197 @@
-"""A schedule gives the same bits whether what its forwards save stays on the device or moves to host memory."""
+"""Offloading changes no bit, frees the memory that it is planned to free, and leaves nothing on the host."""
 
 from __future__ import annotations
 
-import pytest
+import gc
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from tests.helpers.parity import Layout, assert_same_bits, train
+import pytest
+import torch
+
+from megatron.zero_bubble import PassMemory, build
+from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.ir.offload import Discard
+from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.source import even_costs
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.offload import parse_share, select_longest
+from tests.helpers import parity
+from tests.helpers.faults import Fault, train_with_faults
+from tests.helpers.parity import Layout, Outcome, assert_same_bits
 from tests.helpers.ranks import RankPool
 
 ALL, HALF = "--zero-bubble-offload all", "--zero-bubble-offload 50%"
+LARGE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 32"
+"""So large that what a layer saves is worth to move."""
+CHUNKS = "--num-virtual-stages-per-pipeline-rank 2"
+
+ROWS = {
+    "1f1b": ("1f1b", Layout(4), 6, ""),
+    "zb-h1": ("zb-h1", Layout(2), 4, ""),
+    "zb-h1, dropout": ("zb-h1", Layout(2), 4, "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "zb-h1, full recompute": (
+        "zb-h1",
+        Layout(2, num_layers=4),
+        4,
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "zb-h1, selective recompute": ("zb-h1", Layout(2), 4, "--recompute-granularity selective"),
+    "zb-h2, bf16": ("zb-h2", Layout(4), 6, "--bf16"),
+    "zb-v": ("zb-v", Layout(2, num_layers=4), 4, ""),
+    "interleaved": ("interleaved-1f1b", Layout(2, num_layers=4), 4, CHUNKS),
+}
 
 
-@pytest.mark.parametrize("name", ["zb-h1"])
-def test_same_bits_as_without_offload(ranks: RankPool, name: str) -> None:
-    runs = [None, name, f"{name} {ALL}", f"{name} {HALF}"]
-    flags = Layout(2).flags(4, "--seq-length 64 --max-position-embeddings 64 --hidden-size 32")
-    assert_same_bits(ranks.run(2, train, flags, runs, timeout=120), runs)
+def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[tuple[Outcome, int]]:
+    """Train with each schedule; return the outcomes, and the peaks of host memory in bytes."""
+    start, outcomes = None, []
+    for args, pipeline in parity._under_each(flags, schedules):
+        outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
+        outcomes.append((outcome, pipeline.offloader.host_peak if pipeline.offloader is not None else 0))
+    return outcomes
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_same_bits_as_without_offload(ranks: RankPool, row: str) -> None:
+    name, layout, num_microbatches, options = ROWS[row]
+    runs = [name, f"{name} {ALL}", f"{name} {HALF}"]
+    results = ranks.run(
+        layout.num_ranks, train, layout.flags(num_microbatches, f"{LARGE} {options}"), runs, timeout=120
+    )
+    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank in results], runs)
+    none, all_, half = (peak for _, peak in results[0])
+    assert none == 0 < half <= all_
+
+
+def test_same_bits_with_rollbacks(ranks: RankPool) -> None:
+    """Steps are rejected while activations are on the host: the repeated passes save, move and fetch them again."""
+    layout, count, flags = Layout(2), 6, f"{LARGE} --clip-grad 100 --train-iters 8 --zero-bubble-post-validation"
+    schedule = build("zb-h2", num_ranks=2, num_microbatches=count)
+    plan = lower_training(schedule, post_validation=True, moves=select_longest(schedule, 1.0))
+    assert any(isinstance(op, Discard) for op in plan.drain[0]), "something must be on the host when ranks stop"
+    flags = layout.flags(count, f"{flags} --zero-bubble-schedule zb-h2 --zero-bubble-exact")
+    faults = [Fault(4, 1, 0, 1e6), Fault(6, 0, 2, 1e6)]
+    results = ranks.run(2, train_with_faults, flags, ["", ALL], faults, True, timeout=120)
+    assert_same_bits(results, ["kept", "offloaded"], steps=8)
+    for mode in (0, 1):
+        assert sum((outcomes[mode].counts for outcomes in results), Counter())["repeated"], "no step was rejected"
+
+
+SEQUENCE, SAMPLES, HIDDEN, VOCABULARY, LAYERS = 64, 2, 128, 256, 8
+
+
+def build_model(num_ranks: int) -> Any:
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        pipeline_model_parallel_size=num_ranks,
+        pipeline_dtype=torch.float32,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return GPTModel(
+        config=config,
+        transformer_layer_spec=get_gpt_layer_local_spec(),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        position_embedding_type="rope",
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+    )
+
+
+def samples() -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    while True:
+        yield torch.randint(VOCABULARY, (SAMPLES, SEQUENCE + 1), generator=generator)
+
+
+def forward_step(data: Iterator[torch.Tensor], model: Any) -> tuple[torch.Tensor, Any]:
+    text = next(data)
+    mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
+    losses = model(text[:, :-1], torch.arange(SEQUENCE).expand(SAMPLES, -1), mask, labels=text[:, 1:])
+    return losses, lambda output: (output.mean(), {"loss": output.mean().item().hex()})
+
+
+def device_peak(trace: Path) -> int:
+    """The most bytes that torch's CPU allocator had given out, above what it had when the profiler started."""
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    events.sort(key=lambda event: event["ts"])
+    totals = [int(event["args"]["Total Allocated"]) for event in events]
+    return max(totals) - (totals[0] - int(events[0]["args"]["Bytes"]))
+
+
+class Measured(NamedTuple):
+    """An iteration of one rank: peaks of the device and of the host in bytes, and M_B and M_W by stage."""
+
+    device: int
+    host: int
+    memory: PassMemory
+
+
+def measure(rank: int, folder: Path, name: str, count: int, shares: Sequence[str]) -> list[Measured]:
+    """Run an iteration that warms up and measures a microbatch, and one under torch's profiler, per share."""
+    from megatron.core import parallel_state
+
+    import megatron.zero_bubble
+
+    size = torch.distributed.get_world_size()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=size, create_gloo_process_groups=False)
+    model, measured = build_model(size), []
+    for share in shares:
+        config = ZeroBubbleConfig(schedule=name, fuse_wgrad=False, offload=share, measure_memory=True)
+        pipeline = megatron.zero_bubble.apply(config)
+        run = partial(
+            pipeline.forward_backward,
+            forward_step_func=forward_step,
+            data_iterator=samples(),
+            model=[model],
+            num_microbatches=count,
+            seq_length=SEQUENCE,
+            micro_batch_size=SAMPLES,
+        )
+        try:
+            run()
+            gc.collect()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
+                run()
+            trace.export_chrome_trace(str(folder / f"{rank}.json"))
+            assert pipeline.num_pending == 0
+            memory = pipeline.memory.gather(parallel_state.get_pipeline_model_parallel_group())
+            host = 0 if pipeline.offloader is None else pipeline.offloader.host_peak
+            measured.append(Measured(device_peak(folder / f"{rank}.json"), host, memory))
+        finally:
+            megatron.zero_bubble.revert()
+    return measured
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2"])
+def test_peaks_are_as_planned(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    """On the device by torch's own profiler, and on the host. A pass itself needs some memory, too."""
+    count, shares = 8, ["none", "50%", "all"]
+    rows = ranks.run(4, measure, tmp_path, name, count, shares, timeout=120)
+    schedule = build(name, num_ranks=4, num_microbatches=count)
+    memory = rows[0][0].memory
+    assert all(measured.memory == memory for row in rows for measured in row), "offloading must not change M_B or M_W"
+    for place, share in enumerate(shares):
+        plan = lower_training(schedule, moves=select_longest(schedule, parse_share(share)))
+        planned = most_kept(simulate(plan, even_costs(schedule.placement), memory), memory)
+        for rank, (kept, host) in enumerate(zip(planned, host_peaks(plan, memory), strict=True)):
+            measured, whole = rows[rank][place], rows[rank][0]
+            more = whole.device - most_kept(simulate(schedule, even_costs(schedule.placement), memory), memory)[rank]
+            assert measured.device <= 1.05 * kept + more, f"rank {rank}, {share}"
+            assert 0.9 * host <= measured.host <= 1.02 * host
+    assert rows[0][2].device < rows[0][1].device < rows[0][0].device

@@ -121,7 +121,8 @@ class Pipeline:
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._transport, self._reports, self._optimizer)
-        kept = len(self.store) + len(self.histories) + len(self.saved_for_t) + len(self.offloader or ())
+        kept = len(self.store) + len(self.histories) + len(self.saved_for_t)
+        kept += 0 if self.offloader is None else self.offloader.num_away
         return kept + sum(part.num_in_flight for part in under_way if part is not None)
 
     def _operands(self, work: Pass) -> Iterator[torch.Tensor]:
@@ -224,9 +225,7 @@ class Pipeline:
         if forward_only:
             return self._run(call, None)
         self.microbatch = decoder_seq_length or seq_length, micro_batch_size
-        start = IterationStart(
-            groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors, self._saved
-        )
+        start = IterationStart(groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors, self._saved)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 

@@ -32,8 +32,8 @@ class PassCosts:
     (default: 0). In the slice from x to y of a sequence, attention takes y^2 - x^2 of its time, because a token attends
     to all tokens before it, and everything else takes y - x.
 
-    ``host_ms`` is the time per stage to copy what F saves to host memory, and as long back; only plans that offload need
-    it (default: 0).
+    ``host_ms`` is the time per stage to copy what F saves to host memory, and also the time to copy it back; only plans
+    that offload need it (default: 0).
 
     ``vocabulary`` has the figures of vocabulary parallelism, which only schedules with its passes need.
 

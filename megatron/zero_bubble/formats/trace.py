@@ -29,6 +29,7 @@ from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.formats.vocabulary import vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Op, Pass
 from megatron.zero_bubble.ir.collectives import collectives_of
+from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.ir.ops import parse_op
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 
@@ -170,7 +171,11 @@ def _figures(timelines: Sequence[Timeline]) -> dict[str, float]:
 def _rank(row: RankTrace) -> dict[str, Any]:
     rows = (row.spans, row.sends, row.receives, row.settles, row.validations)
     events = {key: [[_cell(cell) for cell in event] for event in kind] for key, kind in zip(_ROWS, rows, strict=True)}
-    lanes = {_LANES: [[_cell(cell) for cell in span] for span in row.lanes]} if row.lanes else {}
+    lanes = (
+        {_LANES: [list(map(_cell, (lane, op, start, end))) for lane, op, start, end, _ in row.lanes]}
+        if row.lanes
+        else {}
+    )
     return {"clock_error_ms": round(row.clock_error_ms, 6), **events, **lanes}
 
 
@@ -192,14 +197,14 @@ def _rank_from(row: object, rank: int, num_ranks: int, iteration: int) -> RankTr
         )
     error_ms = read_key(row, "clock_error_ms", "a number", _is_number)
     lanes = tuple(_events(row, _LANES, where)) if _LANES in row else ()
-    lanes = tuple(span._replace(op=_collective(span.op, rank, num_ranks)) for span in lanes)
+    lanes = tuple(span._replace(op=_op(span.op, rank, num_ranks)) for span in lanes)
     return RankTrace(spans, sends, receives, settles, validations, error_ms, lanes)
 
 
-def _collective(text: str, rank: int, num_ranks: int) -> Op | str:
-    """The collective that prints as ``text``; the text if it is another op."""
+def _op(text: str, rank: int, num_ranks: int) -> Op | str:
+    """The collective or op of offloading that prints as ``text``; the text if it is another op."""
     with suppress(UserError):
-        return parse_op(text, rank, collectives_of(num_ranks))
+        return parse_op(text, rank, (*collectives_of(num_ranks), *OFFLOAD_OPS))
     return text
 
 

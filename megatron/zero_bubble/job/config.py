@@ -138,8 +138,8 @@ class ZeroBubbleConfig:
             parse_bytes(self.host_memory)
             if not self.offloads:
                 raise UserError(
-                    f"host_memory limits what offload moves, and nothing moves; got host_memory={self.host_memory} with "
-                    f"offload={self.offload}; leave it out, or give offload=all"
+                    f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
+                    f"offload={self.offload}, which moves nothing; leave it out, or give offload=all"
                 )
         if not self.offloads:
             return

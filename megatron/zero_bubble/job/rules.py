@@ -71,7 +71,7 @@ _RULES = (
         "--zero-bubble-schedule zb-h2",
     ),
     _Rule(
-        ("exact", "fuse-wgrad", "wgrad-stream", "post-receives", "nccl-ctas"),
+        ("exact", "fuse-wgrad", "wgrad-stream", "post-receives", "nccl-ctas", "offload", "host-memory"),
         lambda job: job.has_schedule,
         "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
     ),
@@ -86,17 +86,6 @@ _RULES = (
         lambda job: job.has_schedule,
         "needs a zero-bubble schedule, into which its passes are inserted, got none; give --zero-bubble-schedule zb-h1 "
         "or drop the flag",
-    ),
-    _Rule(
-        ("offload",),
-        lambda job: job.has_schedule,
-        "needs a zero-bubble schedule, whose passes it moves activations between, got none; give "
-        "--zero-bubble-schedule zb-h1 or drop the flag",
-    ),
-    _Rule(
-        ("host-memory",),
-        lambda job: bool(job.options.zero_bubble_offload),
-        "has no effect without --zero-bubble-offload; add it or drop the flag",
     ),
     _Rule(
         ("recompute-logits",),

@@ -67,7 +67,8 @@ class MemoryMeter(IterationObserver):
         self._done = self._done or (completed and self._watches)
         self._watches = False
         if self._tensors is not None:
-            self._tensors.counter = self._tensors = None
+            self._tensors.counter = None
+            self._tensors = None
 
     def restarted(self) -> None:
         if self._watches:

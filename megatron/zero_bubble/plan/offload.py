@@ -100,16 +100,11 @@ def _evenly(forwards: Sequence[Pass], number: int) -> list[Pass]:
     return [p for place, p in enumerate(forwards) if place * number // total < (place + 1) * number // total]
 
 
-def offload(plan: Plan, moves: Collection[Move], host_limit: float | None = None, memory: PassMemory | None = None) -> Plan:
+def offload(plan: Plan, moves: Collection[Move]) -> Plan:
     """A lowering pass: add the ops of ``moves``, also to the drain of a plan that validates optimizer steps.
 
     Args:
         moves: at most one per forward.
-        host_limit: the limit of each rank's host memory, in the unit of ``memory``; None for no limit.
-        memory: the memory of the stages; by default, 1 per rank and microbatch.
-
-    Raises:
-        PlanError: the ops need more host memory than ``host_limit``.
     """
     if not moves:
         return plan
@@ -119,8 +114,6 @@ def offload(plan: Plan, moves: Collection[Move], host_limit: float | None = None
     if plan.drain:
         rows = zip(plan.ops, plan.drain, strict=True)
         plan = replace(plan, drain=tuple((*drain, *_discards(row)) for row, drain in rows))
-    if host_limit is not None:
-        check_host_memory(plan, PassMemory.uniform(plan.schedule.placement) if memory is None else memory, host_limit)
     return plan
 
 

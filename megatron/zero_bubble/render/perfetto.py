@@ -70,7 +70,7 @@ def _thread(lanes: Sequence[str], lane: str) -> int:
 
 def _on_lanes(timeline: Timeline, planned: bool, lanes: Sequence[str]) -> Iterator[Event]:
     for rank, row in enumerate(timeline.lanes):
-        for lane, op, start_ms, end_ms in row:
+        for lane, op, start_ms, end_ms, _ in row:
             yield _slice(_pid(rank, planned), _thread(lanes, lane), str(op), start_ms, end_ms)
 
 

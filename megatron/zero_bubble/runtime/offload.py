@@ -49,7 +49,8 @@ class Offloader:
         self._away: dict[Pass, _Away] = {}
         self._stays: set[tuple[int, int, int]] = set()
 
-    def __len__(self) -> int:
+    @property
+    def num_away(self) -> int:
         """Number of forwards that have host memory; 0 between iterations."""
         return len(self._away)
 

@@ -148,7 +148,8 @@ class SavedTensors:
 
     @contextmanager
     def _hooked(self, forward: Pass) -> Iterator[None]:
-        self._windows = windows = []
+        windows: list[Window] = []
+        self._windows = windows
         try:
             with torch.autograd.graph.saved_tensors_hooks(self.pack, unpack):
                 yield

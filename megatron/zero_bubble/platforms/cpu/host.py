@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 
 import torch
 
@@ -22,9 +23,9 @@ class MappedMemory(HostMemory):
             return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         except OSError as error:
             raise UserError(
-                f"activations in host memory need {num_bytes} bytes in {os.path.dirname(path)}, got {error.strerror}; "
+                f"activations in host memory need {num_bytes} bytes in {Path(path).parent}, got {error.strerror}; "
                 "set TMPDIR to a folder with more space, or lower the percentage of --zero-bubble-offload"
             ) from error
         finally:
             os.close(descriptor)
-            os.unlink(path)
+            Path(path).unlink()
