@@ -1,0 +1,31 @@
+"""The ops of offloading on the virtual clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.emulate.clock import VirtualClock
+from megatron.zero_bubble.ir import Op, Schedule
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.runtime.executor import Handler
+
+
+def virtual_offload(schedule: Schedule, costs: PassCosts, clock: VirtualClock) -> Mapping[type[Op], Handler]:
+    """The handlers of one rank: the first element of a tensor is the time in ms at which it is there."""
+
+    def copy(op: Evict | Fetch, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        (held,) = inputs
+        end_ms = clock.occupy(op, float(held[0]), op.duration_ms(costs, schedule.slices))
+        return [torch.full_like(held, end_ms)]
+
+    def release(op: Release, inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        clock.wait(op, float(inputs[0][0]))
+        return inputs
+
+    def discard(_op: Discard, _inputs: Sequence[torch.Tensor]) -> None:
+        pass
+
+    return {Evict: copy, Release: release, Fetch: copy, Discard: discard}
