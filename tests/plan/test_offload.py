@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_more_offload_never_raises_the_peak(name: str) -> None:
     costs = replace(costs, host_ms=(2.0,) * placement.num_stages)
     timelines = [simulate(plan, costs, memory) for plan in plans]
     peaks = [timeline.peak_activation for timeline in timelines]
-    for fewer, more in zip(peaks, peaks[1:], strict=False):
+    for fewer, more in pairwise(peaks):
         assert all(after <= before for before, after in zip(fewer, more, strict=True))
     assert peaks[-1][0] < peaks[0][0]
     for timeline in timelines:

@@ -21,7 +21,6 @@ from megatron.zero_bubble.runtime.executor import Executor, Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.offload import Offloader
-from megatron.zero_bubble.runtime.saved import SavedTensors
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
@@ -62,7 +61,6 @@ class Iteration:
         results: losses and token counts, filled while the iteration runs.
         observer: is notified of every op, message and wait; None if the iteration is not observed.
         maker: makes the stages.
-        saved: collects what forwards save for their backwards.
         offloader: runs the ops of offloading; None if the plan has none.
     """
 
@@ -78,7 +76,6 @@ class Iteration:
     histories: Histories
     observer: IterationObserver | None
     maker: StageMaker
-    saved: SavedTensors
     offloader: Offloader | None = None
 
     def evaluate(self) -> None:
@@ -130,8 +127,8 @@ class Iteration:
             by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
             by_op.update(self.maker.handlers(self.plan, parts, self.observer))
             row = self.plan.ops[self.transport.rank]
-            self.saved.begin(self.chunks, (op.forward for op in row if isinstance(op, Evict)))
-            by_op[Compute] = self.saved.around(by_op[Compute])
+            self.store.saved.begin(self.chunks, (op.forward for op in row if isinstance(op, Evict)))
+            by_op[Compute] = self.store.saved.around(by_op[Compute])
             if self.offloader is not None:
                 by_op.update(self.offloader.handlers(self.observer))
                 hooks.enter_context(self.offloader.iteration())

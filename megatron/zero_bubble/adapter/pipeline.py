@@ -49,7 +49,6 @@ from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, backend_of
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.offload import Offloader
-from megatron.zero_bubble.runtime.saved import SavedTensors
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -70,8 +69,7 @@ class Pipeline:
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
         post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
-        select_moves: selects what leaves the device between forward and backward; None if nothing does.
-        host_limit: most bytes of this rank in host memory; None for no limit.
+        select_moves: selects what is offloaded, to at most ``host_limit`` bytes per rank; None for nothing.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -92,8 +90,7 @@ class Pipeline:
         host_limit: int | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
-        self._saved = SavedTensors()
-        self.store = WgradStore(self.accumulate, self._saved)
+        self.store = WgradStore(self.accumulate)
         self.histories = Histories()
         self.saved_for_t = SavedForT()
         self.microbatch = 0, 0
@@ -224,8 +221,8 @@ class Pipeline:
         call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
         if forward_only:
             return self._run(call, None)
-        self.microbatch = decoder_seq_length or seq_length, micro_batch_size
-        start = IterationStart(groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors, self._saved)
+        self.microbatch, saved = (decoder_seq_length or seq_length, micro_batch_size), self.store.saved
+        start = IterationStart(groups.pp, num_microbatches, chunks, self._operands, self.histories.tensors, saved)
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 
@@ -255,7 +252,6 @@ class Pipeline:
             self.histories,
             observer,
             self._maker(call, prepared, boundary),
-            self._saved,
             None if step.forward_only else self.offloader,
         )
         if step.forward_only:
@@ -375,7 +371,7 @@ class Pipeline:
             self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas)
             if self._select_moves is not None:
                 platform = select(directions.device)
-                self.offloader = Offloader(self._saved, platform.host_memory(self._host_limit), platform.lane())
+                self.offloader = Offloader(self.store.saved, platform.host_memory(self._host_limit), platform.lane())
             if watchdog is not None:
                 watchdog.start()
         else:

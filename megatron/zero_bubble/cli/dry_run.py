@@ -145,7 +145,8 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         schedule = _schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
-        training = lower_training(schedule, config.post_receives, config.post_validation)
+        moves = config.moves(schedule)
+        training = lower_training(schedule, config.post_receives, config.post_validation, moves)
         for own in (training, lower_forward_only(schedule, config.post_receives)):
             if one_queue:
                 prove_single_queue(own)

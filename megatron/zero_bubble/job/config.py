@@ -10,11 +10,11 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.costs.units import checked_share, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Slices
+from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
-from megatron.zero_bubble.plan.offload import parse_share
+from megatron.zero_bubble.plan.offload import Move, parse_share, select_longest
 from megatron.zero_bubble.schedules import recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -133,6 +133,10 @@ class ZeroBubbleConfig:
         """
         return parse_share(self.offload) > 0
 
+    def moves(self, schedule: Schedule) -> tuple[Move, ...]:
+        """What leaves the device between forward and backward; none if nothing is offloaded."""
+        return select_longest(schedule, parse_share(self.offload))
+
     def _check_offload(self) -> None:
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
@@ -240,6 +244,11 @@ class ZeroBubbleConfig:
                 "the algorithm of vocabulary parallelism must be that of the schedule file, "
                 f"{has or 'which is without it'}; got vocabulary={wanted} with {self.schedule_file}; leave vocabulary "
                 f"out, or write another file with zero-bubble plan --vocabulary {wanted}"
+            )
+        if self.offloads and (has is not None or source.make(1).num_slices > 1):
+            raise UserError(
+                "offloading does not work yet with sequence slices or vocabulary parallelism; got "
+                f"offload={self.offload} with {self.schedule_file}, which has them; leave one of them out"
             )
         if self.recompute_logits and has is None:
             raise UserError(

@@ -26,7 +26,6 @@ from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
-from megatron.zero_bubble.plan.offload import parse_share, select_longest
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -153,7 +152,7 @@ def _pipeline(
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
     more = config.post_receives, config.nccl_ctas, config.recompute_logits
-    moves = functools.partial(select_longest, share=share) if (share := parse_share(config.offload)) else None
+    moves = config.moves if config.offloads else None
     limit = None if config.host_memory is None else parse_bytes(config.host_memory)
     return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit)
 

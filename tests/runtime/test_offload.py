@@ -1,0 +1,174 @@
+"""Storages that forwards save, on their way to the host and back, on one rank and without a model."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Compute, Kind, Pass
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.runtime.offload import Offloader
+from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
+
+FIRST = Pass(0, Kind.F, 0)
+SIZE = 64, 64
+
+
+class Rank:
+    """The ops of one rank, one by one."""
+
+    def __init__(self, saved: SavedTensors, host: HostMemory) -> None:
+        self.saved, self.host = saved, host
+        self.offloader = Offloader(saved, host, select("cpu").lane())
+        self.by_op = self.offloader.handlers(None)
+
+    def forward(self, run: Any, model: Sequence[torch.nn.Module] = (), moves: bool = True) -> Any:
+        self.saved.begin(model, [FIRST] if moves else [])
+        return self.saved.around(lambda _op, _inputs: run())(Compute(FIRST), ())
+
+    def evict(self, *ends: torch.Tensor | None) -> Any:
+        return self.by_op[Evict](Evict(FIRST), (ends,))[0]
+
+    def release(self, leaving: Any) -> Any:
+        return self.by_op[Release](Release(FIRST), (leaving.wait("release"),))[0]
+
+    def fetch(self, on_host: Any) -> None:
+        self.by_op[Fetch](Fetch(FIRST), (on_host,))[0].wait("backward")
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    made = Rank(SavedTensors(), select("cpu").host_memory())
+    yield made
+    made.offloader.close()
+
+
+def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Saves views and aliases: a product with an input of two shapes, an output, and a transposed weight."""
+    y = (x @ weight.t()).exp()
+    return (y.view(-1) * y.t().reshape(-1)).sum() + (y * x).sum()
+
+
+def test_gradients_are_the_same_and_memory_is_freed_in_between(rank: Rank) -> None:
+    weight = torch.nn.Linear(*SIZE, bias=False)
+    start = torch.randn(SIZE)
+    want = start.clone().requires_grad_()
+    chain(want, weight.weight).backward()
+    grads = want.grad, weight.weight.grad
+    weight.weight.grad = None
+    x = start.clone().requires_grad_()
+    y = rank.forward(lambda: chain(x, weight.weight), [weight])
+    leaving = rank.evict(x, y)
+    gc.disable()  # memory must be free without it
+    try:
+        storage = x.untyped_storage()
+        on_host = rank.release(leaving)
+    finally:
+        gc.enable()
+    assert rank.host.used >= 2 * start.nbytes, "input and exponential are on the host"
+    assert rank.host.used < 4 * start.nbytes, "views and aliases of a storage move once, and weights not at all"
+    assert x.untyped_storage().nbytes() < storage.nbytes() and x.shape == start.shape
+    del storage
+    rank.fetch(on_host)
+    assert rank.host.used == 0 and rank.offloader.num_away == 0
+    y.backward()
+    assert x.grad is not None and weight.weight.grad is not None
+    assert torch.equal(x.grad, grads[0]) and torch.equal(weight.weight.grad, grads[1])
+
+
+def test_storage_that_something_else_refers_to_stays(rank: Rank) -> None:
+    shared, x = torch.randn(SIZE), torch.randn(SIZE, requires_grad=True)
+    y = rank.forward(lambda: (x * shared).exp().sum())
+    want = shared * (x.detach() * shared).exp()
+    leaving = rank.evict(x, y)
+    assert rank.host.used == 2 * x.nbytes
+    on_host = rank.release(leaving)
+    rank.fetch(on_host)
+    y.backward()
+    assert x.grad is not None and torch.equal(x.grad, want)
+    rank.host.close()
+    rank.release(rank.evict(x, rank.forward(lambda: (x * shared).exp().sum())))
+    assert rank.host.used == x.nbytes, "what stayed once is not copied again"
+    rank.by_op[Discard](Discard(FIRST), ())
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_change_in_place_is_noticed(rank: Rank, moves: bool) -> None:
+    """Of a saved tensor that moves, and of one whose memory is only measured."""
+    rank.saved.counter = lambda storage: None
+    x = torch.randn(SIZE, requires_grad=True)
+    outputs = []
+
+    def run() -> torch.Tensor:
+        outputs.append(x.exp())
+        return (outputs[0] * 1.0).sum()
+
+    y = rank.forward(run, moves=moves)
+    with torch.no_grad():
+        outputs[0].mul_(2.0)
+    leaving = rank.evict(x, y) if moves else None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: .* is at version 1; expected version 0"):
+        rank.release(leaving) if moves else y.backward()
+
+
+def test_measured_storage_counts_while_it_is_on_the_device(rank: Rank) -> None:
+    alive: list[int] = []
+
+    class Counted:
+        def __init__(self, storage: torch.UntypedStorage) -> None:
+            self._size = storage.nbytes()
+            alive.append(self._size)
+
+        def __del__(self) -> None:
+            alive.remove(self._size)
+
+    rank.saved.counter = Counted
+    x = torch.randn(SIZE, requires_grad=True)
+    y = rank.forward(lambda: x.exp().sum())
+    assert sum(alive) == x.nbytes
+    on_host = rank.release(rank.evict(x, y))
+    assert alive == []
+    rank.fetch(on_host)
+    assert sum(alive) == x.nbytes
+    y.backward()
+    del on_host
+    assert alive == []
+
+
+def test_failed_iteration_leaves_nothing_on_the_host(rank: Rank) -> None:
+    x = torch.randn(SIZE, requires_grad=True)
+
+    def fail() -> None:
+        with rank.offloader.iteration():
+            rank.release(rank.evict(x, rank.forward(lambda: x.exp().sum())))
+            assert rank.host.used
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        fail()
+    assert rank.host.used == 0 and rank.offloader.num_away == 0
+
+
+def test_outside_of_forwards_nothing_is_packed() -> None:
+    saved, x = SavedTensors(), torch.randn(2)
+    assert saved.pack(x) is x is unpack(x)
+
+
+def test_host_memory_is_used_again_and_limited() -> None:
+    host = select("cpu").host_memory(3000)
+    first, second = host.take(1000), host.take(1500)
+    with pytest.raises(UserError, match="3000 bytes per rank; this rank has 2500 bytes in use and needs 600 more"):
+        host.take(600)
+    address = first.data_ptr()
+    host.give(first)
+    assert host.take(900).data_ptr() == address
+    host.give(second)
+    assert host.take(2000).numel() == 2000, "free buffers make room for one of another size"
+    assert (host.used, host.peak) == (3000, 3000)
