@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron.zero_bubble import PassMemory, build
+from megatron.zero_bubble import PassMemory, Placement, Schedule, build
 from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.ir.offload import Discard
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.source import even_costs
@@ -24,7 +26,7 @@ from megatron.zero_bubble.plan.offload import parse_share, select_longest
 from tests.helpers import parity
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits
-from tests.helpers.ranks import RankPool
+from tests.helpers.ranks import RankFailure, RankPool
 
 ALL, HALF = "--zero-bubble-offload all", "--zero-bubble-offload 50%"
 LARGE = "--seq-length 64 --max-position-embeddings 64 --hidden-size 32"
@@ -195,3 +197,63 @@ def test_peaks_are_as_planned(ranks: RankPool, tmp_path: Path, name: str) -> Non
             assert measured.device <= 1.05 * kept + more, f"rank {rank}, {share}"
             assert 0.9 * host <= measured.host <= 1.02 * host
     assert rows[0][2].device < rows[0][1].device < rows[0][0].device
+
+
+def fail_then_train(rank: int, folder: Path) -> tuple[int, int, bool, int]:
+    """Run an iteration whose fourth forward raises, then a whole one; return what is left on the host by the first, how
+    much it had moved, whether hooks are left, and what is pending after the second.
+    """
+    from megatron.core import parallel_state
+
+    import megatron.zero_bubble
+
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=1, create_gloo_process_groups=False)
+    model = build_model(1)
+    order = tuple(Pass(0, kind, n) for kind in (Kind.F, Kind.B, Kind.W) for n in range(4))
+    schedule, file = Schedule("all forwards first", Placement.linear(1), 4, (order,)), folder / "plan.json"
+    file.write_text(plan_to_json(simulate(schedule, even_costs(schedule.placement))))
+    config = ZeroBubbleConfig(schedule_file=str(file), offload="all")
+    pipeline = megatron.zero_bubble.apply(config)
+    calls = []
+
+    def failing(data: Any, chunk: Any) -> Any:
+        calls.append(forward_step(data, chunk))
+        if len(calls) == 4:
+            raise ArithmeticError("no such number")
+        return calls[-1]
+
+    def run(step: Any) -> None:
+        pipeline.forward_backward(
+            forward_step_func=step,
+            data_iterator=samples(),
+            model=[model],
+            num_microbatches=4,
+            seq_length=SEQUENCE,
+            micro_batch_size=SAMPLES,
+        )
+
+    try:
+        with pytest.raises(ArithmeticError):
+            run(failing)
+        assert pipeline.offloader is not None
+        left, moved = pipeline.offloader.num_away, pipeline.offloader.host_peak
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        run(forward_step)
+        return left, moved, hooks, pipeline.num_pending
+    finally:
+        megatron.zero_bubble.revert()
+
+
+def test_failed_iteration_leaves_nothing_on_the_host(ranks: RankPool, tmp_path: Path) -> None:
+    ((left, moved, hooks, pending),) = ranks.run(1, fail_then_train, tmp_path)
+    assert moved > 0
+    assert (left, hooks, pending) == (0, False, 0)
+
+
+def test_exceeded_limit_of_host_memory_ends_the_run(ranks: RankPool) -> None:
+    """In one sentence, and without a rank that waits for ever."""
+    flags = Layout(2).flags(6, LARGE)
+    with pytest.raises(
+        RankFailure, match="must fit in --zero-bubble-host-memory, 409600 bytes per rank; this rank has"
+    ):
+        ranks.run(2, train, flags, [f"zb-h2 {ALL} --zero-bubble-host-memory 400KiB"], timeout=60)

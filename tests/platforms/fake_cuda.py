@@ -1,9 +1,10 @@
 """A fake of torch's CUDA streams and events, without a GPU, that checks the order of what is queued.
 
 Every stream, and the host, has a vector clock: of each stream, the number of operations that are known to have ended
-before whatever comes next. Tensors registered by ``on_device`` count as memory of the GPU. An access raises
-``Unordered`` if the last write is not known to have ended, and ``free`` if another stream may still use the memory. The
-fake reports no device "cuda": all tensors are on the CPU, and all operations run at once.
+before whatever comes next. Tensors registered by ``on_device``, and those made by ``torch.empty`` with a device, count
+as memory of the GPU. An access raises ``Unordered`` if the last write is not known to have ended, and ``free`` if
+another stream may still use the memory. The fake reports no device "cuda": all tensors are on the CPU, and all
+operations run at once.
 """
 
 from __future__ import annotations
@@ -15,9 +16,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 Clock = Counter[str]
+_WITHOUT_ACCESS = (
+    *("__get__", "detach", "untyped_storage", "__getitem__", "set_"),
+    *("size", "stride", "storage_offset", "numel"),
+)
+"""Functions that read or write no element."""
 
 
 class Unordered(AssertionError):
@@ -73,13 +80,15 @@ class _Memory:
     """Memory of the GPU, or pinned memory: who may use it, and what uses it.
 
     Attributes:
+        alive: a weak reference, because the memory may be freed by dropping the last tensor.
         written: stream and number of the operation that wrote it last; None for the host.
         used: by stream, the last operation that uses it.
         recorded: streams that the allocator knows of.
     """
 
     def __init__(self, tensor: torch.Tensor, stream: str, pinned: bool) -> None:
-        self.tensor, self.stream, self.pinned = tensor, stream, pinned
+        self.alive = StorageWeakRef(tensor.untyped_storage())  # while it exists, no other storage has this key
+        self.stream, self.pinned = stream, pinned
         self.written: tuple[str, int] | None = None
         self.used: Clock = Counter()
         self.recorded: set[str] = set()
@@ -133,7 +142,19 @@ class FakeCuda(TorchFunctionMode):
 
     def free(self, tensor: torch.Tensor) -> None:
         """Give the memory back to the allocator, which its stream may then use for something else."""
-        memory = self._memory.pop(_key(tensor))
+        self._free(self._memory.pop(_key(tensor)))
+
+    def free_dropped(self) -> None:
+        """The same for all memory whose last tensor is gone."""
+        for key, memory in list(self._memory.items()):
+            if memory.alive.expired():
+                self._free(self._memory.pop(key))
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Register ``tensor`` as pinned memory."""
+        return self._added(tensor, pinned=True)
+
+    def _free(self, memory: _Memory) -> None:
         home = self.compute.known if memory.stream == "compute" else Counter()
         for stream, last in memory.used.items():
             if stream not in (memory.stream, *memory.recorded) and home[stream] < last:
@@ -153,8 +174,10 @@ class FakeCuda(TorchFunctionMode):
         if name == "to" and kwargs.get("non_blocking"):  # the tests copy only to the GPU by this name
             return self._to_device(args[0])
         result = func(*args, **kwargs)
-        if name in ("__get__", "detach", "untyped_storage"):
+        if name in _WITHOUT_ACCESS:
             return result
+        if name == "empty" and kwargs.get("device") is not None and result.numel():
+            return self._added(result, pinned=False)
         known = [memory for memory in map(self._find, args) if memory is not None]
         on_host = not any(not memory.pinned for memory in known)
         if name in ("tolist", "item") or (on_host and known):

@@ -11,10 +11,14 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.adapter import loss_reports
 from megatron.zero_bubble.adapter.loss_reports import Collected
+from megatron.zero_bubble.ir import Compute, Kind, Pass
+from megatron.zero_bubble.ir.offload import Evict, Fetch, Release
 from megatron.zero_bubble.optimizer import global_state
 from megatron.zero_bubble.optimizer.global_state import Reduction
 from megatron.zero_bubble.platforms import cuda as platform_module
-from megatron.zero_bubble.platforms.cuda import CudaPlatform
+from megatron.zero_bubble.platforms.cuda import CudaPlatform, PinnedMemory
+from megatron.zero_bubble.runtime.offload import Offloader
+from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
 from tests.platforms.fake_cuda import FakeCuda, FakeEvent, FakeStream, Unordered
 
 
@@ -77,6 +81,52 @@ def read_a_loss(cuda: FakeCuda) -> float:
     return sum(values)
 
 
+class PinnedByFake(PinnedMemory):
+    """Pinned memory without CUDA's runtime."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def _allocate(self, num_bytes: int) -> torch.Tensor:
+        return self._cuda.pinned(torch.empty(num_bytes, dtype=torch.uint8))
+
+
+def offload(cuda: FakeCuda) -> float:
+    """What two forwards saved goes to the host and back, with a pass during each copy; both use one host buffer."""
+    saved, lane, total = SavedTensors(), CudaPlatform().lane(), 0.0
+    offloader = Offloader(saved, PinnedByFake(cuda), lane)
+    by_op = offloader.handlers(None)
+    passes = cuda.on_device(torch.ones(2))
+    for forward in (Pass(0, Kind.F, 0), Pass(0, Kind.F, 1)):
+
+        def run() -> Any:
+            x = cuda.on_device(torch.ones(32, 32))
+            x.mul_(3.0)
+            return saved.pack(x)
+
+        saved.begin([], [forward])
+        kept = saved.around(lambda _op, _inputs, run=run: run())(Compute(forward), ())
+        (leaving,) = by_op[Evict](Evict(forward), ((None, None),))
+        passes.mul_(2.0)
+        away = leaving.wait("release")
+        by_op[Release](Release(forward), (away,))
+        cuda.free_dropped()
+        assert kept.place.storage is None, "the memory is free"
+        passes.mul_(2.0)
+        (coming,) = by_op[Fetch](Fetch(forward), (away,))
+        passes.mul_(2.0)
+        assert not cuda.host_waits_for(cuda.compute), "the host waits for passes"
+        before = dict(cuda.compute.known)
+        coming.wait("backward")
+        assert cuda.compute.known != before, "passes do not wait for the copy"
+        total += unpack(kept).sum().item()
+        del kept, away, coming, leaving
+        cuda.free_dropped()
+    assert offloader.host_peak == 32 * 32 * 4
+    return total
+
+
 class NcclWork:
     """Imitates NCCL's handle: ``wait`` makes the current stream wait, and not the host."""
 
@@ -118,6 +168,19 @@ def test_lane_runs_between_its_operands_and_the_reader_of_its_results(cuda: Fake
 
 def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) -> None:
     assert read_a_loss(cuda) == 8.0
+
+
+def test_offload_copies_between_the_passes_that_write_and_read(cuda: FakeCuda) -> None:
+    assert offload(cuda) == 2 * 3 * 32 * 32
+
+
+@pytest.mark.parametrize("forgotten", ["wait_stream", "wait_event"])
+def test_fake_notices_a_forgotten_wait_for_a_copy(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, forgotten: str
+) -> None:
+    monkeypatch.setattr(FakeStream, forgotten, lambda *_: None)
+    with pytest.raises(Unordered):
+        offload(cuda)
 
 
 def test_reduced_figures_are_read_without_a_wait_for_passes(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
