@@ -26,15 +26,15 @@ _NEEDLESS_WITH_VALUE = {
 }
 _REFUSED_SWITCHES = {
     "--enable-1f1b-v": "give --zero-bubble-schedule v-half",
-    "--auto-offload-time": "drop it: offloading of activations is not supported",
-    "--offload-overlap-sr": "drop it: offloading of activations is not supported",
+    "--auto-offload-time": "drop it: --zero-bubble-offload needs no time",
+    "--offload-overlap-sr": "drop it: --zero-bubble-offload runs all copies in order",
 }
 _REFUSED = {
     "--zero-bubble-adaptive-memory-limit-percentile": "give --zero-bubble-memory-limit, 60GiB for example",
     "--num-seq-splits": "drop it: splitting of sequences is not supported",
     "--interleave-group-size": "drop it, or give --zero-bubble-schedule interleaved-1f1b or breadth-first",
-    "--offload-chunk-num": "drop it: offloading of activations is not supported",
-    "--offload-time": "drop it: offloading of activations is not supported",
+    "--offload-chunk-num": "give --zero-bubble-offload with the share of the chunks, 50% for example",
+    "--offload-time": "drop it: --zero-bubble-offload needs no time",
 }
 _V_SCHEDULES = {"min": "v-min", "half": "v-half", "zb": "zb-v"}
 _PIPELINE = "--pipeline-model-parallel-size"
