@@ -55,7 +55,9 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[tuple[
     start, outcomes = None, []
     for args, pipeline in parity._under_each(flags, schedules):
         outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
-        outcomes.append((outcome, pipeline.offloader.host_peak if pipeline.offloader is not None else 0))
+        outcomes.append(
+            (outcome, pipeline.offloader.host_peak if pipeline is not None and pipeline.offloader is not None else 0)
+        )
     return outcomes
 
 

@@ -1,0 +1,33 @@
+"""Offloading changes no bit: more schedules, options and ranks, compared with stock 1F1B too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.adapter.test_offload import ALL, CHUNKS, HALF, LARGE, train
+from tests.adapter.test_parity import EXPERTS
+from tests.helpers.parity import Layout, assert_same_bits
+from tests.helpers.ranks import RankPool
+
+DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+ROWS = {
+    "zb-h1, p=4": ("zb-h1", Layout(4), 8, ""),
+    "zb-h2, p=4, dropout": ("zb-h2", Layout(4), 8, "--attention-dropout 0.1 --hidden-dropout 0.1"),
+    "zb-v, p=4, bf16": ("zb-v", Layout(4, num_layers=8), 8, "--bf16"),
+    "zb-v, p=4, selective recompute": ("zb-v", Layout(4, num_layers=8), 8, "--recompute-granularity selective"),
+    "interleaved, p=4, bf16": ("interleaved-1f1b", Layout(4, num_layers=8), 8, f"--bf16 {CHUNKS}"),
+    "zb-h1, tp=2, sequence parallel": ("zb-h1", Layout(2, tensor=2), 6, "--sequence-parallel"),
+    "zb-h1, dp=2, distributed optimizer, both overlaps": ("zb-h1", Layout(2, data=2), 6, f"--bf16 {DISTRIBUTED}"),
+    "zb-h1, experts": ("zb-h1", Layout(2), 6, EXPERTS),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_same_bits_as_stock(ranks: RankPool, row: str) -> None:
+    name, layout, num_microbatches, options = ROWS[row]
+    of_v = name == "zb-v"  # its placement is not that of stock, which other tests compare
+    runs = [name if of_v else None, f"{name} {ALL}", f"{name} {HALF}"]
+    flags = layout.flags(num_microbatches, f"{LARGE} {options} --untie-embeddings-and-output-weights")
+    results = ranks.run(layout.num_ranks, train, flags, runs, timeout=120)
+    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank in results], runs)
+    assert all(peak for _, peak in results[0][1:])
