@@ -11,8 +11,9 @@ from megatron.zero_bubble.training.config_file import RIVALS
 OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad
 --zero-bubble-attention-share --zero-bubble-device --zero-bubble-exact --zero-bubble-fuse-wgrad
---zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas --zero-bubble-num-slices
---zero-bubble-placement --zero-bubble-post-receives --zero-bubble-post-validation --zero-bubble-recompute-logits
+--zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas
+--zero-bubble-num-slices --zero-bubble-offload --zero-bubble-placement --zero-bubble-post-receives
+--zero-bubble-post-validation --zero-bubble-recompute-logits
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file
 --zero-bubble-slice-ends --zero-bubble-trace --zero-bubble-trace-iterations --zero-bubble-vocabulary-parallel
 --zero-bubble-wgrad-stream
