@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,10 +28,9 @@ STEPS = 14  # two warm-up, four measured, the switch, and four measured with the
 SCHEDULES = [None, "zb-auto"]
 
 
-def train_and_wait_for_the_plan(
-    rank: int, flags: str, schedules: Sequence[str | None] = tuple(SCHEDULES)
-) -> tuple[list[Outcome], list[str]]:
-    """Train, waiting for the planner at the first query; return the outcomes and the planner's messages."""
+@contextmanager
+def waiting_for_plans() -> Iterator[list[str]]:
+    """Context in which training waits for the planner at the first query; yields the planner's messages so far."""
     finished, result, said = Planner.finished, Planner.result, []
 
     def waited_for(self: Planner) -> bool:
@@ -45,9 +45,17 @@ def train_and_wait_for_the_plan(
 
     Planner.finished, Planner.result = waited_for, heard
     try:
-        return train(rank, flags, schedules), said
+        yield said
     finally:
         Planner.finished, Planner.result = finished, result
+
+
+def train_and_wait_for_the_plan(
+    rank: int, flags: str, schedules: Sequence[str | None] = tuple(SCHEDULES)
+) -> tuple[list[Outcome], list[str]]:
+    """Train; return the outcomes and the planner's messages."""
+    with waiting_for_plans() as said:
+        return train(rank, flags, schedules), said
 
 
 ON_A_V = "--zero-bubble-placement vee"

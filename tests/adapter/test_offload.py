@@ -23,6 +23,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import parse_share, select_longest
+from tests.adapter.test_auto import STEPS, waiting_for_plans
 from tests.helpers import parity
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits
@@ -47,6 +48,15 @@ ROWS = {
     "zb-h2, bf16": ("zb-h2", Layout(4), 6, "--bf16"),
     "zb-v": ("zb-v", Layout(2, num_layers=4), 4, ""),
     "interleaved": ("interleaved-1f1b", Layout(2, num_layers=4), 4, CHUNKS),
+    "slices": ("seq-1f1b", Layout(2), 4, "--zero-bubble-num-slices 2"),
+    "slices, split backward, recompute": (
+        "seq-zb-h1",
+        Layout(2),
+        3,
+        "--zero-bubble-num-slices 3 --seq-length 96 --max-position-embeddings 96 --recompute-granularity selective",
+    ),
+    "vocabulary, algorithm 1": ("zb-h1", Layout(2), 4, "--zero-bubble-vocabulary-parallel 1"),
+    "vocabulary, algorithm 2": ("1f1b", Layout(2), 4, "--zero-bubble-vocabulary-parallel 2"),
 }
 
 
@@ -71,6 +81,22 @@ def test_same_bits_as_without_offload(ranks: RankPool, row: str) -> None:
     assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank in results], runs)
     none, all_, half = (peak for _, peak in results[0])
     assert none == 0 < half <= all_
+
+
+def train_and_wait_for_the_plan(rank: int, flags: str, schedules: Sequence[str | None]) -> tuple[Any, list[str]]:
+    """As ``train``; also returns the messages of the planner of zb-auto."""
+    with waiting_for_plans() as said:
+        return train(rank, flags, schedules), said
+
+
+def test_same_bits_when_the_schedule_is_switched(ranks: RankPool) -> None:
+    """The schedules of zb-auto move other microbatches, before and after the switch."""
+    layout, runs = Layout(2, num_layers=4), [None, f"zb-auto {ALL}"]
+    flags = layout.flags(5, f"{LARGE} --train-iters {STEPS}")
+    results = ranks.run(2, train_and_wait_for_the_plan, flags, runs, timeout=200)
+    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank, _ in results], runs, STEPS)
+    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices"}
+    assert results[0][0][1][1] > 0, "nothing was on the host"
 
 
 def test_same_bits_with_rollbacks(ranks: RankPool) -> None:

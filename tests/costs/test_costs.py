@@ -12,6 +12,8 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, S
 from megatron.zero_bubble.costs import SliceTokens
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json, read_costs_file
+from megatron.zero_bubble.ir import Value
+from megatron.zero_bubble.ir.flow import SAVED
 
 LINEAR = Placement.linear(2)
 VEE = Placement.vee(2)
@@ -78,6 +80,14 @@ def test_buffers_of_keys_and_values_live_as_long_as_a_slice_of_the_sequence(reco
     assert at[5][1] == pytest.approx(6)
     assert at[-1][1] == pytest.approx(0)
     assert memory.changes(steps[0]) == (10.0, 0.0), "a whole sequence has no history"
+
+
+def test_what_a_slice_saves_is_without_the_buffers_that_slices_share() -> None:
+    """Offloading frees as much: the buffers stay."""
+    saved, slices = Value(Pass(0, Kind.F, 0, 1), SAVED), Slices((0.5, 0.3, 0.2))
+    assert PassMemory((10.0,), (6.0,), (4.0,)).size(saved, slices) == pytest.approx(0.3 * 6)
+    assert PassMemory((10.0,), (6.0,), (4.0,), recomputed=True).size(saved, slices) == pytest.approx(0.3 * 10)
+    assert PassMemory((10.0,), (6.0,), (4.0,)).size(Value(Pass(0, Kind.F, 0), SAVED)) == 10.0
 
 
 def test_gradients_of_keys_and_values_double_above_eight_slices() -> None:

@@ -81,7 +81,11 @@ class PassMemory:
         if producer.kind in VOCABULARY:
             return self.logits[producer.stage] if self.logits and (value.name, producer.kind) == (SAVED, S) else 0.0
         figures = {SAVED: self.activation, OPERANDS: self.wgrad}.get(value.name)
-        return 0.0 if figures is None else figures[producer.stage] * slices.shares[producer.slice]
+        if figures is None:
+            return 0.0
+        # The slices of a microbatch share the buffers of keys and values, so these belong to none of them.
+        shared = 0.0 if value.name != SAVED or len(slices) == 1 or self.recomputed else self.history[producer.stage]
+        return (figures[producer.stage] - shared) * slices.shares[producer.slice]
 
     def changes(self, p: Pass, slices: Slices = WHOLE) -> tuple[float, float]:
         """The changes of memory by ``p`` at its start and at its end."""

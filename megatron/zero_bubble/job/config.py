@@ -145,22 +145,11 @@ class ZeroBubbleConfig:
                     f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
                     f"offload={self.offload}, which moves nothing; leave it out, or give offload=all"
                 )
-        if not self.offloads:
-            return
-        cuts = self.cuts()
-        unsupported = {
-            f"{AUTO}, whose plans do not count host memory": self.schedule == AUTO,
-            "sequence slices, which share keys and values": self.schedule in sliced()
-            or (cuts is not None and len(cuts) > 1),
-            "vocabulary parallelism": self.vocabulary is not None,
-            "wgrad_stream, which uses activations longer than planned": self.wgrad_stream,
-        }
-        for what, given in unsupported.items():
-            if given:
-                raise UserError(
-                    f"offloading does not work yet with {what}; got offload={self.offload} with {self.schedule}; leave "
-                    "one of them out"
-                )
+        if self.offloads and self.wgrad_stream:
+            raise UserError(
+                "offloading needs all weight gradients on the stream of the passes, because another stream uses "
+                f"activations longer than planned; got offload={self.offload} with wgrad_stream; leave one of them out"
+            )
 
     def _check_vocabulary(self) -> None:
         cuts = self.cuts()
@@ -244,11 +233,6 @@ class ZeroBubbleConfig:
                 "the algorithm of vocabulary parallelism must be that of the schedule file, "
                 f"{has or 'which is without it'}; got vocabulary={wanted} with {self.schedule_file}; leave vocabulary "
                 f"out, or write another file with zero-bubble plan --vocabulary {wanted}"
-            )
-        if self.offloads and (has is not None or source.make(1).num_slices > 1):
-            raise UserError(
-                "offloading does not work yet with sequence slices or vocabulary parallelism; got "
-                f"offload={self.offload} with {self.schedule_file}, which has them; leave one of them out"
             )
         if self.recompute_logits and has is None:
             raise UserError(
