@@ -222,6 +222,34 @@ def test_estimate_counts_the_layers_of_each_stage(capsys: Capture) -> None:
     assert [float(row[5]) for row in rows(out)] == pytest.approx([2 * layer, 3 * layer, 3 * layer, 2 * layer], abs=0.1)
 
 
+OFFLOADED = [*JOB, *PIPELINE, "--hidden-size", "4096", "--seq-length", "4096", "--zero-bubble-schedule", "zb-h2"]
+
+
+def test_offloading_divides_memory_between_device_and_host(capsys: Capture) -> None:
+    kept = rows(run(capsys, FOUR, OFFLOADED))
+    two = ["--nodes", "2", "--gpus-per-node", "4"]
+    out = run(capsys, two, [*OFFLOADED, "--zero-bubble-offload", "all"])
+    moved = rows(out)
+    device, host = ([float(row[column]) for row in moved] for column in (4, -1))
+    assert device[0] < 0.5 * float(kept[0][4]) and device[0] + host[0] >= float(kept[0][4])
+    assert host == sorted(host, reverse=True), "a later rank has fewer microbatches in flight"
+    of_nodes = [line.split() for line in out.split("on the host\n")[2].split("\n\n")[0].splitlines()]
+    assert [line[0] for line in of_nodes] == ["0", "1"]
+    assert [float(line[2]) for line in of_nodes] == pytest.approx(
+        [2 * (host[0] + host[1]), 2 * (host[2] + host[3])], abs=0.3
+    )
+    assert "Copies to host memory and back are not in the times" in out
+    assert "on the host" not in run(capsys, FOUR, OFFLOADED)
+
+
+def test_limit_of_host_memory_is_checked(capsys: Capture) -> None:
+    offload = ["--zero-bubble-offload", "all", "--zero-bubble-host-memory"]
+    run(capsys, FOUR, [*OFFLOADED, *offload, "1000GiB"])
+    text = refusal(capsys, FOUR, [*OFFLOADED, *offload, "1GiB"])
+    assert "every rank must fit --zero-bubble-host-memory 1GiB; got" in text
+    assert "on the host of pipeline rank 0; raise the limit, or lower the percentage of --zero-bubble-offload" in text
+
+
 def test_dry_run_does_not_load_torch() -> None:
     code = "import sys; from megatron.zero_bubble.__main__ import main; code = main(sys.argv[1:]); "
     code += "print('loaded', [name for name in ('torch', 'numpy') if name in sys.modules]); sys.exit(code)"

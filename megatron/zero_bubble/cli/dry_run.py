@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from typing import Any
 
+from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.job_figures import job_figures
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.costs.units import parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import WHOLE, Placement, Schedule
+from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import job_layers
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -30,6 +32,7 @@ from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build
 
+_COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _NODE = "@node@"
 _GIB = 2**30
 
@@ -85,17 +88,23 @@ def dry_run(options: argparse.Namespace) -> str:
     costs = job_figures(args, layers, options.gpu, options.costs)
     schedule = _schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs)
-    timeline = simulate(schedule, *costs.on(args.placement))
+    plan = _with_offload(args, schedule)
+    timeline = simulate(schedule if plan is None else plan, *costs.on(args.placement))
+    host = None if plan is None else host_peaks(plan, costs.on(args.placement)[1])
     if options.gpu_memory is not None:
         _check_memory(options.gpu_memory, timeline, costs)
+    if host is not None and args.zero_bubble_host_memory is not None:
+        _check_host_memory(args.zero_bubble_host_memory, host, costs)
+    notes = (*costs.notes, *(() if host is None else (_COPIES,)))
     sections = [
         groups.text() + groups.warning(),
-        _ranks_text(groups, layers, timeline, costs),
-        "".join(f"{line}\n" for line in (headline(timeline), proved, *costs.notes)),
+        _ranks_text(groups, layers, timeline, costs, host),
+        "" if host is None else _nodes_text(groups, timeline, costs, host),
+        "".join(f"{line}\n" for line in (headline(timeline), proved, *notes)),
         _commands(options),
     ]
     if unread:
-        sections.insert(3, f"Not checked here, only by Megatron-LM: {' '.join(unread)}\n")
+        sections.insert(-1, f"Not checked here, only by Megatron-LM: {' '.join(unread)}\n")
     return "\n".join(section for section in sections if section)
 
 
@@ -129,6 +138,14 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": num_microbatches}
     chunks = args.virtual_pipeline_model_parallel_size
     return build("interleaved-1f1b", **sizes, num_chunks=chunks) if chunks else build("1f1b", **sizes)
+
+
+def _with_offload(args: argparse.Namespace, schedule: Schedule) -> Plan | None:
+    """Return the plan of ``schedule`` with the ops of offloading; None if nothing is offloaded."""
+    if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
+        return None
+    config: ZeroBubbleConfig = args.zero_bubble
+    return lower_training(schedule, moves=config.moves(schedule)) if config.offloads else None
 
 
 def _prove(args: argparse.Namespace, costs: Figures) -> str:
@@ -193,13 +210,30 @@ def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
         )
 
 
-def _ranks_text(groups: RankGroups, layers: tuple[int, ...], timeline: Timeline, costs: Figures) -> str:
-    """Format one line per pipeline rank: its global ranks, nodes, stages and memory."""
+def _check_host_memory(text: str, host: Sequence[float], costs: Figures) -> None:
+    """Check the limit of a run, if memory is in bytes; the run itself checks what it takes."""
+    fullest = max(range(len(host)), key=host.__getitem__)
+    if costs.in_bytes and host[fullest] > parse_bytes(text):
+        raise UserError(
+            f"every rank must fit --zero-bubble-host-memory {text}; got {host[fullest] / _GIB:.3g} GiB of activations "
+            f"on the host of pipeline rank {fullest}; raise the limit, or lower the percentage of --zero-bubble-offload"
+        )
+
+
+def _ranks_text(
+    groups: RankGroups, layers: tuple[int, ...], timeline: Timeline, costs: Figures, host: Sequence[float] | None
+) -> str:
+    """Format one line per pipeline rank: its global ranks, nodes, stages and memory.
+
+    Args:
+        host: host memory per rank, in the unit of memory; None without offloading.
+    """
     placement = timeline.schedule.placement
     memory = _memory(timeline, costs)
     unit = "GiB" if costs.in_bytes else "microbatches"
     head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
-    lines = [head + (f"{'weights, optimizer':>20}{'total':>10}" if costs.in_bytes and costs.weight_bytes else "")]
+    head += f"{'weights, optimizer':>20}{'total':>10}" if costs.in_bytes and costs.weight_bytes else ""
+    lines = [head + ("" if host is None else f"{'on the host':>14}")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
         line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
@@ -209,8 +243,30 @@ def _ranks_text(groups: RankGroups, layers: tuple[int, ...], timeline: Timeline,
             line += f"{weights / _GIB:20.1f}{(kept + weights) / _GIB:10.1f}" if costs.weight_bytes else ""
         else:
             line += f"{timeline.peak_activation[rank]:20.4g}"
-        lines.append(line)
+        lines.append(line + ("" if host is None else f"{_shown(host[rank], costs):>14}"))
     return "\n".join(lines) + "\n"
+
+
+def _nodes_text(groups: RankGroups, timeline: Timeline, costs: Figures, host: Sequence[float]) -> str:
+    """Format one line per set of nodes with the same memory, added over the ranks of a node."""
+    device = rank_memory(timeline, costs)
+    totals = [[0.0, 0.0] for _ in groups.nodes(range(groups.num_ranks))]
+    for rank, parts in enumerate(zip(device, host, strict=True)):
+        for one in groups.pipeline_rank(rank):
+            for place, part in enumerate(parts):
+                totals[one // groups.node_size][place] += part
+    alike: dict[tuple[str, ...], list[int]] = {}
+    for node, amounts in enumerate(totals):
+        alike.setdefault(tuple(_shown(amount, costs) for amount in amounts), []).append(node)
+    unit = "GiB" if costs.in_bytes else "microbatches"
+    lines = [f"{'nodes':14}{unit + ' of activations per node':>34}{'on the host':>14}"]
+    lines += [f"{show(nodes):14}{kept:>34}{away:>14}" for (kept, away), nodes in alike.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _shown(amount: float, costs: Figures) -> str:
+    """Format an amount of memory in the unit of the tables."""
+    return f"{amount / _GIB:.1f}" if costs.in_bytes else f"{amount / costs.microbatch:.4g}"
 
 
 def _stages(placement: Placement, rank: int, layers: tuple[int, ...]) -> str:
