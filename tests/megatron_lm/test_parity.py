@@ -164,7 +164,7 @@ def job_of(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> _Job:
     return checkout, pipeline * row.ranks_per_stage, f"{stages} {flags} {more}"
 
 
-def _same(own: Log, expected: Log) -> None:
+def same(own: Log, expected: Log) -> None:
     assert own.exit_codes == expected.exit_codes, own.text[-4000:]
     assert own.figures == expected.figures
     assert len(own.figures) >= 6
@@ -202,20 +202,20 @@ def _switched(own: Log) -> None:
 @pytest.mark.parametrize("schedule", IN_PLACE)
 def test_logs_equal_stock(checkout: Checkout, pipeline: int, schedule: str) -> None:
     job = job_of(checkout, pipeline, PLAIN)
-    _same(pretrain_gpt(*job, schedule), stock(*job))
+    same(pretrain_gpt(*job, schedule), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 def test_logs_equal_stock_interleaved(checkout: Checkout, pipeline: int) -> None:
     job = job_of(checkout, pipeline, PLAIN, "--num-virtual-stages-per-pipeline-rank 2")
-    _same(pretrain_gpt(*job, "interleaved-1f1b"), stock(*job))
+    same(pretrain_gpt(*job, "interleaved-1f1b"), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
 def test_logs_equal_stock_while_zb_auto_switches(checkout: Checkout, pipeline: int) -> None:
     job = job_of(checkout, pipeline, PLAIN, "--train-iters 60")
     own = pretrain_gpt(*job, "zb-auto")
-    _same(own, stock(*job))
+    same(own, stock(*job))
     _switched(own)
 
 
@@ -225,7 +225,7 @@ def test_logs_equal_stock_while_zb_auto_switches(checkout: Checkout, pipeline: i
 def test_logs_equal_stock_with_combined_features(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
     """Ten iterations; ``zb-auto`` may or may not have switched schedules by then."""
     job = job_of(checkout, pipeline, COMBINED[name])
-    _same(pretrain_gpt(*job, schedule), stock(*job))
+    same(pretrain_gpt(*job, schedule), stock(*job))
 
 
 @pytest.mark.full
@@ -234,7 +234,7 @@ def test_logs_equal_stock_with_combined_features(checkout: Checkout, pipeline: i
 @pytest.mark.parametrize("name", FEATURES)
 def test_logs_equal_stock_with_each_feature(checkout: Checkout, pipeline: int, name: str, schedule: str) -> None:
     job = job_of(checkout, pipeline, FEATURES[name])
-    _same(pretrain_gpt(*job, schedule), stock(*job))
+    same(pretrain_gpt(*job, schedule), stock(*job))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)
@@ -264,7 +264,7 @@ def test_logs_equal_stock_with_unusual_stages(checkout: Checkout, name: str, sch
     job = checkout, 3, f"--pipeline-model-parallel-size 3 {flags}"
     own = pretrain_gpt(*job, schedule)
     if int(checkout.minor.partition(".")[2]) >= first:
-        _same(own, stock(*job))
+        same(own, stock(*job))
         return
     # Stock rejects the layout too, except 0.14, where its ranks deadlock.
     assert all(own.exit_codes)
@@ -277,7 +277,7 @@ def test_uneven_layers_equal_stock_with_the_same_layout(checkout: Checkout) -> N
     flags = f"--pipeline-model-parallel-size 2 --num-layers 5 {_UNTIED}"
     own = pretrain_gpt(checkout, 2, flags, "zb-h1")
     assert own.of("zero-bubble: layers by stage: ") == ["zero-bubble: layers by stage: Et*5|L"]
-    _same(own, stock(checkout, 2, f"{flags} --pipeline-model-parallel-layout Et*5|L"))
+    same(own, stock(checkout, 2, f"{flags} --pipeline-model-parallel-layout Et*5|L"))
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
@@ -324,7 +324,7 @@ def _moved(checkout: Checkout, pipeline: int, row: Row, folder: Path) -> None:
     if checkout.minor in ("0.13", "0.14") and "--untie-embeddings-and-output-weights" not in row.flags:
         assert "cannot load a checkpoint if one rank holds both ends of a tied embedding" in own.text
         return
-    _same(own, stock(*job, tuple(load)))
+    same(own, stock(*job, tuple(load)))
 
 
 @pytest.mark.parametrize(("checkout", "pipeline"), CASES)

@@ -31,7 +31,7 @@ _REFUSED_SWITCHES = {
 }
 _REFUSED = {
     "--zero-bubble-adaptive-memory-limit-percentile": "give --zero-bubble-memory-limit, 60GiB for example",
-    "--num-seq-splits": "drop it: splitting of sequences is not supported",
+    "--num-seq-splits": "give --zero-bubble-schedule seq-1f1b and --zero-bubble-num-slices",
     "--interleave-group-size": "drop it, or give --zero-bubble-schedule interleaved-1f1b or breadth-first",
     "--offload-chunk-num": "give --zero-bubble-offload with the share of the chunks, 50% for example",
     "--offload-time": "drop it: --zero-bubble-offload needs no time",
