@@ -84,7 +84,8 @@ class PinnedMemory(HostMemory):
         if status != runtime.cudaError.success:
             raise UserError(
                 f"activations in host memory need {num_bytes} bytes of pinned memory, got CUDA error {int(status)}; "
-                "raise the limit of locked memory (ulimit -l), or lower the percentage of --zero-bubble-offload"
+                "raise the limit of locked memory (ulimit -l), or lower the percentage of --zero-bubble-offload",
+                everywhere=False,
             )
         return buffer
 

@@ -65,7 +65,8 @@ class HostMemory(ABC):
             raise UserError(
                 f"activations in host memory must fit in --zero-bubble-host-memory, {self._limit} bytes per rank; this "
                 f"rank has {self._size} bytes in use and needs {num_bytes} more; raise the limit, or lower the "
-                "percentage of --zero-bubble-offload"
+                "percentage of --zero-bubble-offload",
+                everywhere=False,
             )
         made = self._allocate(num_bytes)
         self._size += num_bytes

@@ -115,7 +115,7 @@ class Offloader:
     def _start(
         self, observer: IterationObserver | None, op: Op, pairs: list[tuple[torch.Tensor, torch.Tensor]], value: Any
     ) -> _Copy:
-        work = partial(_copy, pairs)
+        work = partial(_copy, op, pairs)
         return _Copy(self._lane.start(work if observer is None else _observed(op, work, observer), ()), value)
 
 
@@ -205,11 +205,18 @@ def _bytes(place: Place) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _copy(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy, and drop the references: they must be gone when ``leave`` asks what else refers to a storage."""
-    while pairs:
-        target, source = pairs.pop()
-        target.copy_(source, non_blocking=True)
+def _copy(op: Op, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy, and drop the references: they must be gone when ``leave`` asks what else refers to a storage.
+
+    Raises:
+        RuntimeError: a copy failed; the message names the op.
+    """
+    try:
+        while pairs:
+            target, source = pairs.pop()
+            target.copy_(source, non_blocking=True)
+    except RuntimeError as error:
+        raise RuntimeError(f"{op}, a copy between device and host memory, failed: {error}") from error
 
 
 def _observed(op: Op, work: Callable[[], None], observer: IterationObserver) -> Callable[[], None]:
