@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -121,3 +123,40 @@ def test_uses_within_a_microbatch_are_summed_first_as_in_autograd() -> None:
     accumulator.add([[Product(weight, None, one, 0.75 * one)] * 2], ready=False)
     # Added one by one, both would be lost to rounding: bfloat16 numbers near 256 are 2 apart.
     assert weight.grad.item() == 258.0
+
+
+class _InPlace(torch.autograd.Function):
+    """Imitates upstream's cross entropy in float32: the gradient of its input is its input, changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return x.mul_(2).mul_(grad)
+
+
+def test_operands_are_freed_with_w_without_garbage_collection() -> None:
+    """The gradient may be an output of the linear itself, and lead to its node, which refers to the operands."""
+    accumulate = GradAccumulator()
+    store = WgradStore(accumulate)
+    linear, weight = split_linear(upstream, store, accumulate), torch.nn.Parameter(torch.ones(3, 4))
+    gc.disable()
+    try:
+        with store.defer(F):
+            y = linear(torch.ones(5, 2, 4).requires_grad_(), weight, None, False, False, False)
+            loss = _InPlace.apply(y)
+        del y
+        with store.defer(B):
+            loss.backward()
+        del loss
+        operands = [weakref.ref(tensor) for tensor in store.tensors(W)]
+        assert len(operands) == 2
+        store.run(W)
+        assert [operand() for operand in operands] == [None, None]
+    finally:
+        gc.enable()
+    assert weight.grad is not None and torch.equal(weight.grad, torch.full((3, 4), 8.0 * 10))

@@ -76,9 +76,14 @@ class DeferredLinear:
         return 0
 
     def append(self, grad_output: torch.Tensor) -> None:
-        """Store the deferred gradient; called by upstream's backward instead of its weight-gradient GEMM."""
-        self._grad_output = grad_output
-        self._input = unpack(self._input)
+        """Store the deferred gradient; called by upstream's backward instead of its weight-gradient GEMM.
+
+        The operands are detached. In float32, upstream's cross entropy computes the gradient of the logits in the
+        logits themselves: their node would refer to this object, which would refer to the node, and the operands would
+        be freed only by garbage collection.
+        """
+        self._grad_output = grad_output.detach()
+        self._input = unpack(self._input).detach()
         self._store.put(self)
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
