@@ -47,7 +47,6 @@ class MemoryMeter(IterationObserver):
         self.history: dict[int, int] = {}
         self.logits: dict[int, int] = {}
         self.peak = 0
-        self._counted: set[int] = set()
         self._split: dict[int, int] = {}  # by stage, the first microbatch whose backward is split
         self._alive = _Alive()
         self._saved: set[int] = set()
@@ -108,8 +107,8 @@ class MemoryMeter(IterationObserver):
         """Add what a slice of microbatch 0 has saved, and what no earlier slice has."""
         history = _storages(self._histories(work.stage, 0))
         sizes = {pointer: self._alive.size.get(pointer, 0) for pointer in self._saved} | history
-        new = sizes.keys() - self._counted
-        self._counted |= new
+        new = sizes.keys() - self._alive.counted
+        self._alive.counted |= new
         self.activation[work.stage] = self.activation.get(work.stage, 0) + sum(sizes[pointer] for pointer in new)
         if history:
             self.history[work.stage] = sum(history.values())
@@ -132,9 +131,15 @@ class MemoryMeter(IterationObserver):
 
 
 class _Alive:
-    """Number of references to each live storage and its size in bytes, by address."""
+    """Number of references to each live storage and its size in bytes, by address.
+
+    Attributes:
+        counted: addresses of the storages that are part of an M_B. A storage that is allocated where one was freed, for
+            example because it moved to the host, is another one.
+    """
 
     def __init__(self) -> None:
+        self.counted: set[int] = set()
         self.count: Counter[int] = Counter()
         self.size: dict[int, int] = {}
         self.num_bytes = 0
@@ -154,6 +159,7 @@ class _Kept:
         self._alive.count[self._pointer] -= 1
         if not self._alive.count[self._pointer]:
             self._alive.num_bytes -= self._alive.size.pop(self._pointer)
+            self._alive.counted.discard(self._pointer)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
