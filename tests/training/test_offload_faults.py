@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 60.0
 
 
-def fill_the_disk(rank: int) -> None:
-    """A limit of the size of files stands for a full disk: both refuse the blocks before anything is written."""
+def fill_the_host(rank: int) -> None:
+    """A limit of the size of files stands for a full host: both refuse the pages before anything is written."""
     if rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**15, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
@@ -64,7 +64,12 @@ def fetch_too_late(rank: int) -> None:
 EXCEEDED = "must fit in --zero-bubble-host-memory, 102400 bytes per rank; this rank has"
 FAULTS: dict[str, tuple[Setup | None, str, str, str]] = {
     "limit": (None, "--zero-bubble-host-memory 100KiB", EXCEEDED, f"{EXCEEDED}|stopped because rank 0"),
-    "disk": (fill_the_disk, "", "stopped because rank 1", "activations in host memory need .* got File too large"),
+    "host": (
+        fill_the_host,
+        "",
+        "stopped because rank 1",
+        "activations in host memory need .* more bytes on this machine, got File too large",
+    ),
     "copy out": (partial(fail_a_copy, "Evict"), "", "stopped because rank 1", "F.*\\^, a copy between .* failed"),
     "copy back": (partial(fail_a_copy, "Fetch"), "", "stopped because rank 1", "F.*v, a copy between .* failed"),
     "late": (fetch_too_late, "", "plan for 'zb-v' refused: .*:saved is used by .* but is not there", ""),

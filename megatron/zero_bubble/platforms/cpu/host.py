@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 
 import torch
 
@@ -13,24 +11,22 @@ from megatron.zero_bubble.platforms.host import HostMemory
 
 
 class MappedMemory(HostMemory):
-    """Buffers in files without a name: no other process can remove or truncate them, and none is left when this process
-    ends.
+    """Buffers in files in memory, without a name: no other process can remove or truncate them, and none is left when
+    this process ends. With files on a disk, copies would wait for the disk.
     """
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        folder = tempfile.gettempdir()
+        descriptor = os.memfd_create("zero-bubble-host")
         try:
-            descriptor, path = tempfile.mkstemp(prefix="zero-bubble-host-", dir=folder)
-            try:
-                # Without blocks on the disk, a write to the mapping of a full disk would kill the process.
-                os.posix_fallocate(descriptor, 0, num_bytes)
-                return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
-            finally:
-                os.close(descriptor)
-                Path(path).unlink()
+            # Without its pages, a write to the mapping could find no memory and would kill the process.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+            path = f"/proc/self/fd/{descriptor}"
+            return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         except OSError as error:
             raise UserError(
-                f"activations in host memory need {num_bytes} bytes in {folder}, got {error.strerror}; set TMPDIR to a "
-                "folder with more space, or lower the percentage of --zero-bubble-offload",
+                f"activations in host memory need {num_bytes} more bytes on this machine, got {error.strerror}; lower "
+                "the percentage of --zero-bubble-offload",
                 everywhere=False,
             ) from error
+        finally:
+            os.close(descriptor)
