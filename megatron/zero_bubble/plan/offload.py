@@ -1,7 +1,8 @@
 """Insert the ops that move what forwards saved to host memory and back (PipeOffload, arXiv 2503.01328, section 3).
 
 Two steps, with ``Move`` between them: a selection decides which forwards move and how many passes each copy overlaps;
-the lowering pass ``offload`` places the ops accordingly, and decides nothing. ``select_longest`` is a simple selection.
+the lowering pass ``offload`` places the ops accordingly, and decides nothing. ``select_longest`` is a simple selection,
+which needs no costs; ``plan.copies`` plans the copies so that they delay no pass.
 
 Fewer passes during a copy mean less memory, because both copies of it exist meanwhile, and more waiting if the copy
 takes longer than the passes.
@@ -29,13 +30,28 @@ class Move(NamedTuple):
     """What ``forward`` saved leaves the device.
 
     Attributes:
-        out: number of passes between the start of the copy to the host, right after the forward, and the wait for it.
+        out: number of passes between the start of the copy to the host and the wait for it.
         back: number of passes between the start of the copy back and the backward.
+        after: number of passes between the forward and the start of the copy to the host.
     """
 
     forward: Pass
     out: int = 1
     back: int = 1
+    after: int = 0
+
+    def places(self, span: Lifespan) -> Places:
+        """The places of its ops, for the positions of its forward and backward."""
+        evict = span.begin + self.after + 1
+        return Places(evict, evict + self.out, span.end - self.back)
+
+
+class Places(NamedTuple):
+    """The places of the ops of a move among the passes of its rank: the number of passes before each."""
+
+    evict: int
+    release: int
+    fetch: int
 
 
 MoveSelection = Callable[[Schedule], Collection[Move]]
@@ -119,12 +135,15 @@ def offload(plan: Plan, moves: Collection[Move]) -> Plan:
 
 def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
     passes = [op.work for op in row if isinstance(op, Compute)]
-    before: defaultdict[int, list[Op]] = defaultdict(list)  # by position among the passes
-    own = [(moves[span.forward], span) for span in lifespans(passes) if span.forward in moves]
-    for move, span in own:
-        before[span.begin + move.out + 1].append(Release(span.forward))
-    for move, span in own:  # after the releases: what is freed can be allocated again
-        before[span.end - move.back].append(Fetch(span.forward))
+    behind: defaultdict[int, list[Op]] = defaultdict(list)  # by the number of passes before
+    before: defaultdict[int, list[Op]] = defaultdict(list)
+    own = [(span, moves[span.forward].places(span)) for span in lifespans(passes) if span.forward in moves]
+    for span, places in sorted(own, key=lambda each: each[1].release):
+        behind[places.evict].append(Evict(span.forward))
+        before[places.release].append(Release(span.forward))
+    # After the releases, because what is freed can be allocated again; what is needed first is copied first.
+    for span, places in sorted(own, key=lambda each: each[0].end):
+        before[places.fetch].append(Fetch(span.forward))
     place = 0
     for op in row:
         if not isinstance(op, Compute):
@@ -132,9 +151,8 @@ def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
             continue
         yield from before[place]
         yield op
-        if op.work in moves:
-            yield Evict(op.work)
         place += 1
+        yield from behind[place]
 
 
 def _discards(row: Sequence[Op]) -> Iterator[Op]:

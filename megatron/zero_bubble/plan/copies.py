@@ -1,0 +1,201 @@
+"""Plan the copies of a rank to host memory and back, so that they delay no pass (arXiv 2503.01328, section 4).
+
+The passes keep their times. All copies of a rank run one after the other on one lane. A copy to the host starts as
+early as the lane allows, and a copy back as late as the backwards allow, because both mean less memory. Whenever the
+lane is free, it copies to the host, unless a copy back would then be late.
+
+A forward stays on the device if its round trip does not fit between it and its backward, or into the lane: where the
+lane is slower than the passes, this leaves a part of the forwards, spread evenly, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Collection, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate
+from typing import NamedTuple
+
+from megatron.zero_bubble.analysis.timeline import Span
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.ir import Pass, Slices, Value
+from megatron.zero_bubble.ir.flow import SAVED
+from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
+
+_ROUNDING = 1e-9
+"""Share of the length of a row by which sums of times may differ."""
+
+
+class Candidate(NamedTuple):
+    """A forward that may move.
+
+    Attributes:
+        lifespan: the positions of the forward and its backward in the row.
+        ms: time of a copy in one direction.
+        size: its memory, in the unit of the memory figures.
+        kept_ms: time from the end of the forward to the start of the backward.
+    """
+
+    lifespan: Lifespan
+    ms: float
+    size: float
+    kept_ms: float
+
+    @property
+    def gain(self) -> float:
+        """How long the memory could be free per time on the lane, as a factor."""
+        return self.kept_ms / self.ms if self.ms else math.inf
+
+
+def candidates(row: Sequence[Span], costs: PassCosts, memory: PassMemory, slices: Slices) -> list[Candidate]:
+    """Return the forwards of a rank that have a backward, in their order."""
+    found = []
+    for span in lifespans([p for p, _, _ in row]):
+        saved = Value(span.forward, SAVED)
+        kept_ms = row[span.end].start_ms - row[span.begin].end_ms
+        found.append(Candidate(span, costs.copy(saved, slices), memory.size(saved, slices), kept_ms))
+    return found
+
+
+def fit_copies(row: Sequence[Span], movable: Sequence[Candidate], room: float = math.inf) -> list[Move]:
+    """Select what moves out of ``movable``, and when, in time O(n log n) unless copies back queue up.
+
+    Args:
+        row: the passes of a rank with their times, which the copies keep.
+        movable: in the order of their forwards.
+        room: limit of host memory, in the unit of the memory figures.
+    """
+    return _Lane(row, room).fit(movable)
+
+
+def peak_with(passes: Sequence[Pass], moves: Collection[Move], memory: PassMemory, slices: Slices) -> float:
+    """Return the peak memory of a rank with these moves, in the unit of the memory figures. It depends only on the
+    order of the ops.
+    """
+    by_forward = {move.forward: move for move in moves}
+    freed, added = [0.0] * (len(passes) + 1), [0.0] * (len(passes) + 1)
+    for span in lifespans(passes):
+        if (move := by_forward.get(span.forward)) is not None:
+            size, places = memory.size(Value(span.forward, SAVED), slices), move.places(span)
+            freed[places.release] -= size
+            added[places.fetch] += size
+    changes = (
+        change
+        for place, p in enumerate(passes)
+        for change in (freed[place], added[place], *memory.changes(p, slices))
+    )
+    return max(accumulate(changes), default=0.0)
+
+
+class _Away(NamedTuple):
+    """A forward on the host or on its way there, and the places of its first two ops."""
+
+    candidate: Candidate
+    evict: int
+    release: int
+
+
+class _Lane:
+    """The lane of one rank.
+
+    ``_due`` has what must come back, in the order of the backwards, and ``_latest`` when each copy must start if those
+    after it are to be in time.
+    """
+
+    def __init__(self, row: Sequence[Span], room: float) -> None:
+        self._starts = [span.start_ms for span in row]
+        self._ends = [span.end_ms for span in row]
+        self._rounding = _ROUNDING * max(self._ends, default=0.0)
+        self._room = room * (1 + _ROUNDING)
+        self._now = 0.0
+        self._due: list[_Away] = []
+        self._deadlines: list[float] = []
+        self._latest: list[float] = []
+        self._fetched_at = -1
+        self._moves: list[Move] = []
+
+    def fit(self, movable: Sequence[Candidate]) -> list[Move]:
+        waiting: list[tuple[float, int]] = []
+        arrived = 0
+        while arrived < len(movable) or waiting or self._due:
+            while arrived < len(movable) and self._end(movable[arrived]) <= self._now + self._rounding:
+                heappush(waiting, (-movable[arrived].gain, arrived))
+                arrived += 1
+            latest = self._latest[0] if self._due else math.inf
+            if not waiting:
+                coming = self._end(movable[arrived]) if arrived < len(movable) else math.inf
+                self._now = max(self._now, min(coming, latest))
+                if coming <= latest:
+                    continue
+            elif movable[waiting[0][1]].size > self._room:  # until something comes back
+                if not self._due:
+                    heappop(waiting)
+                    continue
+                self._now = max(self._now, latest)
+            else:
+                chosen = movable[waiting[0][1]]
+                start = self._evict_start()
+                if start + chosen.ms <= latest + self._rounding:
+                    heappop(waiting)
+                    self._evict(chosen, start)
+                    continue
+            self._fetch()
+        return self._moves
+
+    def _end(self, candidate: Candidate) -> float:
+        return self._ends[candidate.lifespan.begin]
+
+    def _place(self, ms: float) -> int:
+        """The number of passes that have ended at ``ms``: an op at this place is issued at or before it."""
+        return bisect_right(self._ends, ms + self._rounding)
+
+    def _evict_start(self) -> float:
+        """When the next copy to the host can start. Between two passes, copies to the host come before copies back."""
+        if self._place(self._now) != self._fetched_at:
+            return self._now
+        return self._ends[self._fetched_at]
+
+    def _evict(self, chosen: Candidate, start: float) -> None:
+        """Start a copy to the host at ``start``, unless moving only costs memory or a copy back would be late."""
+        end = start + chosen.ms
+        release = bisect_left(self._starts, end - self._rounding)
+        deadline = self._starts[chosen.lifespan.end]
+        position = bisect_left(self._deadlines, deadline)
+        after = self._latest[position] if position < len(self._latest) else math.inf
+        latest = min(deadline, after) - chosen.ms
+        if latest < end - self._rounding or self._place(latest) <= release:
+            return
+        earlier = self._pulled(position, latest)
+        first = latest if position == 0 else earlier.get(0, self._latest[0])
+        if first < end - self._rounding:
+            return
+        for other, ms in earlier.items():
+            self._latest[other] = ms
+        self._due.insert(position, _Away(chosen, self._place(start), release))
+        self._deadlines.insert(position, deadline)
+        self._latest.insert(position, latest)
+        self._room -= chosen.size
+        self._now = end
+
+    def _pulled(self, position: int, latest: float) -> dict[int, float]:
+        """The new latest starts of the copies back before ``position``, as far as a start there changes them."""
+        pulled = {}
+        for other in range(position - 1, -1, -1):
+            latest = min(self._deadlines[other], latest) - self._due[other].candidate.ms
+            if latest >= self._latest[other] - self._rounding:
+                break
+            pulled[other] = latest
+        return pulled
+
+    def _fetch(self) -> None:
+        """Start the copy back that is due first."""
+        away, fetch = self._due.pop(0), self._place(self._now)
+        del self._deadlines[0], self._latest[0]
+        span = away.candidate.lifespan
+        self._fetched_at = fetch
+        self._now += away.candidate.ms
+        self._room += away.candidate.size
+        if away.release < fetch:  # else it would come back before it is gone
+            out, after = away.release - away.evict, away.evict - span.begin - 1
+            self._moves.append(Move(span.forward, out, span.end - fetch, after))
