@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -65,7 +66,7 @@ def test_valid_for_any_number_of_ranks_and_microbatches(name: str, d: int, m: in
     validate(schedule)
     validate(schedule.forward_only(), forward_only=True)
     for row in schedule.order:
-        for before, p in zip(row, row[1:], strict=False):
+        for before, p in pairwise(row):
             assert (p.kind is Kind.W) == (before.kind is Kind.B)
 
 

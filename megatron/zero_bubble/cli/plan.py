@@ -13,6 +13,14 @@ from megatron.zero_bubble.analysis.period import period_ms
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
+from megatron.zero_bubble.cli.offload import (
+    add_offload,
+    offload_content,
+    offload_summary,
+    offloaded,
+    offloads,
+    with_copies,
+)
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
@@ -80,6 +88,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     add_layout(verb)
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
     add_vocabulary(verb)
+    add_offload(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -126,9 +135,13 @@ def plan(options: argparse.Namespace) -> str:
     timeline, costs, certificate = made.timeline, made.costs, made.certificate
     if options.format == "svg":
         return zoomable(render_svg(timeline))
+    layouts, moved = made.layouts, made.offloaded
     if options.format == "json":
-        return plan_to_json(timeline, certificate, None if made.layouts is None else layout_content(made.layouts))
-    text = _text(timeline, costs) + ("" if made.layouts is None else layout_summary(made.layouts))
+        content = {} if layouts is None else layout_content(layouts)
+        moves = {} if moved is None else offload_content(moved, options.offload)
+        return plan_to_json(timeline, certificate, {**content, **moves})
+    text = _text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
+    text += "" if moved is None else offload_summary(moved, options.offload, costs)
     text += _limit_text(timeline, costs, certificate) if certificate else ""
     return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
 
@@ -153,8 +166,10 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     cuts = cuts_of(options)
     if cuts is not None and options.schedule_file is not None:
         raise UserError("--num-slices and --slice-cuts do not apply to a schedule file, which has its own; drop them")
+    moves = offloads(options)
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
+    costs = with_copies(options, costs) if moves else costs
     started = time.perf_counter()
     layouts = None
     if options.layout == BY_COST:
@@ -164,11 +179,16 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     else:
         best = _shortest(options, costs, cuts, file)
         timeline, costs = best.timeline, best.costs
+    moved = None
+    if moves:
+        limit = None if options.memory_limit is None else costs.limit(options.memory_limit)
+        moved = offloaded(options, timeline.schedule, costs, limit)
+        timeline = moved.timeline
     seconds = time.perf_counter() - started
     certificate = None
     if options.schedule == AUTO or options.memory_limit is not None:
         certificate = _certify(options, costs, timeline.schedule, seconds)
-    return PlannedSchedule(timeline, costs, certificate, layouts)
+    return PlannedSchedule(timeline, costs, certificate, layouts, moved)
 
 
 def searches(options: argparse.Namespace) -> bool:

@@ -81,9 +81,7 @@ def peak_with(passes: Sequence[Pass], moves: Collection[Move], memory: PassMemor
             freed[places.release] -= size
             added[places.fetch] += size
     changes = (
-        change
-        for place, p in enumerate(passes)
-        for change in (freed[place], added[place], *memory.changes(p, slices))
+        change for place, p in enumerate(passes) for change in (freed[place], added[place], *memory.changes(p, slices))
     )
     return max(accumulate(changes), default=0.0)
 

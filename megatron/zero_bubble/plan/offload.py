@@ -14,7 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.costs import PassMemory
@@ -23,6 +23,7 @@ from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Validate
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
 from megatron.zero_bubble.ir.passes import BW, B, F
 
+_Item = TypeVar("_Item")
 NO_SHARE = "none"
 
 
@@ -101,7 +102,7 @@ def select_longest(schedule: Schedule, share: float, out: int = 1, back: int = 1
         for spans in sorted(by_stage.values(), key=_mean_length, reverse=True):
             movable = [lifespan.forward for lifespan in spans if lifespan.can_move(out, back)]
             number = min(left, len(movable))
-            moves += [Move(forward, out, back) for forward in _evenly(movable, number)]
+            moves += [Move(forward, out, back) for forward in evenly(movable, number)]
             left -= number
     return tuple(moves)
 
@@ -110,10 +111,10 @@ def _mean_length(spans: Sequence[Lifespan]) -> float:
     return sum(span.length for span in spans) / len(spans)
 
 
-def _evenly(forwards: Sequence[Pass], number: int) -> list[Pass]:
-    """Return ``number`` of the forwards, at even distances."""
-    total = len(forwards)
-    return [p for place, p in enumerate(forwards) if place * number // total < (place + 1) * number // total]
+def evenly(items: Sequence[_Item], number: int) -> list[_Item]:
+    """Return ``number`` of the items, at even distances."""
+    total = len(items)
+    return [item for place, item in enumerate(items) if place * number // total < (place + 1) * number // total]
 
 
 def offload(plan: Plan, moves: Collection[Move]) -> Plan:

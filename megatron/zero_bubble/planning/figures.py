@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
-from megatron.zero_bubble.costs.units import parse_memory_limit
+from megatron.zero_bubble.costs.units import parse_memory_limit, spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
@@ -78,6 +78,29 @@ class Figures:
 
         weights = self.weight_bytes if self.layout_weight_bytes is None else self.layout_weight_bytes(layout)
         return replace(self, on=on, weight_bytes=weights)
+
+    def with_copies(self, host_ms: float | None = None, bytes_per_ms: float | None = None) -> Figures:
+        """Return these figures with the time of a copy of a rank's microbatch to the host or back: one time for the
+        share of every rank, or the bandwidth in bytes.
+
+        Raises:
+            UserError: for a bandwidth when memory is not in bytes.
+        """
+        if bytes_per_ms is not None and not self.in_bytes:
+            raise UserError(
+                "a bandwidth to the host needs activation memory in bytes; give --activation-memory, a costs file with "
+                "activation and wgrad, or --config, or the time of a copy with --host-ms"
+            )
+
+        def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+            costs, memory = self.on(placement)
+            if bytes_per_ms is not None:
+                copies = tuple(size / bytes_per_ms for size in memory.activation)
+            else:
+                copies = costs.host_ms if host_ms is None else spread(placement, host_ms)
+            return replace(costs, host_ms=copies), memory
+
+        return replace(self, on=on)
 
     @property
     def microbatch(self) -> float:

@@ -13,6 +13,7 @@ from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, Search
+from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.sliced import sliced_auto
@@ -24,14 +25,15 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 
 @dataclass(frozen=True)
 class PlannedSchedule:
-    """A simulated schedule, the figures that it was planned with, its certificate if there was a memory limit, and its
-    layout if that was planned as well.
+    """A simulated schedule, the figures that it was planned with, its certificate if there was a memory limit, its
+    layout if that was planned as well, and what moves to host memory if it offloads.
     """
 
     timeline: Timeline
     costs: Figures
     certificate: Certificate | None
     layouts: LayoutPlan | None = None
+    offloaded: Offloaded | None = None
 
 
 def auto(

@@ -1,0 +1,165 @@
+"""Flags for offloading activations to host memory, and its figures as text and JSON."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, plan_offload
+
+_BYTES_PER_MS = 1e6
+"""Bytes per ms in one GB/s."""
+
+
+def add_offload(verb: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    verb.add_argument(
+        "--offload",
+        metavar="WHAT",
+        help="activations to keep in host memory between F and B: auto for the least peak that delays no pass (with "
+        "--memory-limit: as few as meet it, with the least delay), all, a share of the microbatches such as 50%%, or "
+        "none (default: none)",
+    )
+    verb.add_argument(
+        "--host-ms",
+        type=float,
+        metavar="MS",
+        help="time to copy the activations of a microbatch on one rank to host memory, or back, in ms (default: "
+        "host_ms of --costs)",
+    )
+    verb.add_argument(
+        "--host-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="bandwidth between a rank and its host in one direction, in GB/s, instead of --host-ms; needs activation "
+        "memory in bytes",
+    )
+    verb.add_argument(
+        "--host-memory", metavar="SIZE", help="limit of host memory per rank, for example 200GiB (default: no limit)"
+    )
+    verb.add_argument(
+        "--node-memory",
+        metavar="SIZE",
+        help="limit of host memory per node, for all its pipeline ranks together (default: no limit)",
+    )
+    verb.add_argument(
+        "--ranks-per-node", type=int, metavar="N", help="pipeline ranks on a node, for --node-memory (default: 1)"
+    )
+    verb.add_argument(
+        "--ranks-per-link",
+        type=int,
+        metavar="N",
+        help="pipeline ranks that take turns on one link to the host: a copy takes N times as long (default: 1)",
+    )
+
+
+def offloads(options: argparse.Namespace) -> bool:
+    """Whether something is to be offloaded.
+
+    Raises:
+        UserError: for another form of ``--offload``, or for flags that have no effect without it.
+    """
+    choice = options.offload or NO_SHARE
+    if choice != AUTO and not parse_share(choice):
+        for name in ("host_ms", "host_bandwidth", "host_memory", "node_memory", "ranks_per_node", "ranks_per_link"):
+            if getattr(options, name) is not None:
+                flag = f"--{name.replace('_', '-')}"
+                raise UserError(f"{flag} applies only to --offload; got --offload {choice}; give --offload auto or all")
+        return False
+    return True
+
+
+def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
+    """Return the figures with the time of copies that the flags give.
+
+    Raises:
+        UserError: for a time and a bandwidth, or an invalid one.
+    """
+    ms, bandwidth = options.host_ms, options.host_bandwidth
+    if ms is not None and bandwidth is not None:
+        raise UserError("--host-ms and --host-bandwidth both give the time of copies; leave out one of them")
+    for flag, figure in (("--host-ms", ms), ("--host-bandwidth", bandwidth)):
+        if figure is not None:
+            refuse_huge(**{flag: figure})
+            if not checked_figure(flag, figure):
+                raise UserError(f"{flag} must be above 0; got {figure!r}")
+    if ms is None and bandwidth is None:
+        return costs
+    return costs.with_copies(ms, None if bandwidth is None else bandwidth * _BYTES_PER_MS)
+
+
+def offloaded(options: argparse.Namespace, schedule: Schedule, costs: Figures, limit: float | None) -> Offloaded:
+    """Plan offloading for a schedule as the flags request; ``costs`` have the time of copies.
+
+    Raises:
+        UserError: for slices or vocabulary parallelism, host limits in bytes when memory is not, or what
+            ``plan_offload`` rejects.
+    """
+    if schedule.num_slices > 1 or algorithm_of(schedule) is not None:
+        raise UserError(
+            f"--offload does not support sequence slices or vocabulary parallelism yet; got {schedule.name}; leave one "
+            "of them out"
+        )
+    host = HostLimits(
+        _size(options, costs, "host_memory"),
+        _size(options, costs, "node_memory"),
+        1 if options.ranks_per_node is None else options.ranks_per_node,
+        1 if options.ranks_per_link is None else options.ranks_per_link,
+    )
+    return plan_offload(schedule, *costs.on(schedule.placement), options.offload, limit, host)
+
+
+def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | None:
+    text = getattr(options, name)
+    if text is None:
+        return None
+    size = parse_bytes(text)
+    if not costs.in_bytes:
+        raise UserError(
+            f"--{name.replace('_', '-')} {text} needs activation memory in bytes; give --activation-memory, a costs "
+            "file with activation and wgrad, or --config"
+        )
+    return size
+
+
+def offload_content(done: Offloaded, choice: str) -> Mapping[str, Any]:
+    """Return the keys of the plan's JSON."""
+    return {
+        "offload": choice,
+        "offloaded_share": done.share,
+        "offload_added_ms": done.added_ms,
+        "device_peak": done.device_peak,
+        "host_peak": done.host_peak,
+        "pending_wgrad": done.pending_wgrad,
+        "moves": [[str(move.forward), move.after, move.out, move.back] for move in done.moves],
+    }
+
+
+def offload_summary(done: Offloaded, choice: str, costs: Figures) -> str:
+    """Format what moves, and the memory of device and host."""
+    longer = f"{done.added_ms:.3f} ms longer" if done.added_ms > 0 else "no longer"
+    rows = (
+        ("device peak", done.device_peak),
+        ("host peak", done.host_peak),
+        ("pending operands of W", done.pending_wgrad),
+    )
+    lines = [f"offload {choice}: {done.share:.1%} of the forwards move, makespan {longer} than without\n"]
+    for what, of_ranks in rows:
+        lines.append(f"{what} by rank, in {_unit(costs)}: {_listed(of_ranks, costs)}\n")
+    return "".join(lines)
+
+
+def _unit(costs: Figures) -> str:
+    return "GiB" if costs.in_bytes else "microbatches"
+
+
+def _listed(amounts: Iterable[float], costs: Figures) -> str:
+    unit = 2.0**30 if costs.in_bytes else costs.microbatch
+    return " ".join(f"{amount / unit:.4g}" for amount in amounts)

@@ -1,0 +1,180 @@
+"""Plan offloading: what moves to host memory for a choice of the user, within limits of device and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.ir.passes import F
+from megatron.zero_bubble.plan.offload import Move, offload, parse_share
+from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.plan.select import lane_load, peaks_with, pending_wgrads, select_hidden
+
+AUTO = "auto"
+_TRIES = 6
+"""How often the time that the copies may add is halved, or doubled, to meet a memory limit."""
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class HostLimits:
+    """Limits of the host, in the unit of memory of the costs.
+
+    Attributes:
+        per_rank: host memory of a rank; None for no limit.
+        per_node: host memory of the consecutive ranks of a node; None for no limit.
+        ranks_per_node: pipeline ranks on a node.
+        ranks_per_link: consecutive ranks that share a link to the host. They take turns, so a copy takes as many times
+            as long as on a link of its own, also where the others do not copy.
+    """
+
+    per_rank: float | None = None
+    per_node: float | None = None
+    ranks_per_node: int = 1
+    ranks_per_link: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("ranks_per_node", "ranks_per_link"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} must be 1 or more; got {getattr(self, name)}; give the number of ranks")
+
+
+NO_LIMITS = HostLimits()
+
+
+@dataclass(frozen=True)
+class Offloaded:
+    """A schedule with offloading. Memory is in the unit of the costs.
+
+    Attributes:
+        timeline: the passes and the copies; its peaks are those of the device.
+        moves: what moves.
+        share: share of the forwards that move, over all ranks.
+        device_peak, host_peak: per rank.
+        pending_wgrad: per rank, the most operands of W's that wait; no move reduces them.
+        added_ms: what the copies add to the makespan.
+    """
+
+    timeline: Timeline
+    moves: tuple[Move, ...]
+    share: float
+    device_peak: tuple[float, ...]
+    host_peak: tuple[float, ...]
+    pending_wgrad: tuple[float, ...]
+    added_ms: float
+
+
+def plan_offload(
+    schedule: Schedule,
+    costs: PassCosts,
+    memory: PassMemory,
+    choice: str = AUTO,
+    limit: float | None = None,
+    host: HostLimits = NO_LIMITS,
+) -> Offloaded:
+    """Plan what moves, prove the result without messages, and simulate it.
+
+    Args:
+        choice: ``auto`` for the least peak that delays nothing, or with ``limit``, for the shortest plan within it;
+            ``all`` and ``N%`` move this share of the forwards, also if that delays passes, except where it would only
+            cost memory; ``none``.
+        limit: device memory per rank. Ranks move no more than they need to.
+
+    Raises:
+        UserError: for another choice, or if ``costs`` lack the time of copies.
+    """
+    share = 1.0 if choice == AUTO else parse_share(choice)
+    if share and not any(costs.host_ms):
+        raise UserError(
+            f"offloading needs the time of a copy to host memory; got none with offload {choice}; give --host-ms or "
+            "--host-bandwidth, or host_ms in the costs file"
+        )
+    costs = replace(costs, host_ms=tuple(ms * host.ranks_per_link for ms in costs.host_ms))
+    before = simulate(schedule, costs, memory)
+    return _finished(schedule, _moves(before, costs, memory, choice, share, limit, host), before, costs, memory)
+
+
+def _moves(
+    before: Timeline,
+    costs: PassCosts,
+    memory: PassMemory,
+    choice: str,
+    share: float,
+    limit: float | None,
+    host: HostLimits,
+) -> tuple[Move, ...]:
+    room = None if host.per_rank is None else (host.per_rank,) * len(before.spans)
+
+    def select(slower: float, room: Sequence[float] | None) -> tuple[Move, ...]:
+        return select_hidden(before, costs, memory, share, limit if choice == AUTO else None, room, slower)
+
+    if not share:
+        return ()
+    slower = 1.0
+    if choice != AUTO:
+        slower = max(slower, lane_load(before, costs, share))
+    elif limit is not None:
+        most = limit * (1 + _ROUNDING)
+        slower = _least_slowdown(lambda slower: max(peaks_with(before, select(slower, room), memory)) <= most)
+    moves = select(slower, room)
+    if host.per_node is not None:
+        moves = select(slower, _shared(host_peaks(_bare(before.schedule, moves), memory), host, room))
+    return moves
+
+
+def _least_slowdown(fits: Callable[[float], bool]) -> float:
+    """Return the smallest factor found by which passes must be slower to meet the limit; 1 if none is found."""
+    low = high = 1.0
+    if fits(low):
+        return low
+    for _ in range(_TRIES):
+        high *= 2
+        if fits(high):
+            break
+    else:
+        return 1.0
+    low = high / 2
+    for _ in range(_TRIES):
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | None) -> tuple[float, ...]:
+    """Divide the memory of every node among its ranks in the ratio of what they would use without the limit."""
+    assert host.per_node is not None
+    shares: list[float] = []
+    for first in range(0, len(wanted), host.ranks_per_node):
+        of_node = wanted[first : first + host.ranks_per_node]
+        total = sum(of_node)
+        part = 1.0 if total <= host.per_node else host.per_node / total
+        shares += [peak * part for peak in of_node]
+    return tuple(shares) if room is None else tuple(map(min, shares, room))
+
+
+def _finished(
+    schedule: Schedule, moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory
+) -> Offloaded:
+    plan = _bare(schedule, moves)
+    prove(plan)
+    timeline = simulate(plan, costs, memory) if moves else before
+    forwards = sum(p.kind is F for p in schedule.passes())
+    return Offloaded(
+        timeline,
+        moves,
+        len(moves) / forwards,
+        most_kept(timeline, memory),
+        host_peaks(plan, memory),
+        pending_wgrads(timeline, memory),
+        timeline.makespan_ms - before.makespan_ms,
+    )
+
+
+def _bare(schedule: Schedule, moves: Collection[Move]) -> Plan:
+    return offload(Plan.bare(schedule), moves)
