@@ -39,6 +39,7 @@ from megatron.zero_bubble.planning.plans import (
     auto,
     auto_search,
     bound,
+    bound_with_offload,
     fitted,
     fitting_search,
     limit_verdict,
@@ -279,7 +280,10 @@ def _build(
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
     limit = costs.limit(options.memory_limit or "1p")
-    best = bound(costs, schedule.placement, limit, options.objective, schedule.slices, algorithm_of(schedule))
+    if offloads(options):
+        best = bound_with_offload(costs, schedule.placement, limit, options.objective)
+    else:
+        best = bound(costs, schedule.placement, limit, options.objective, schedule.slices, algorithm_of(schedule))
     return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
 
 

@@ -2,7 +2,7 @@
 
 The passes keep their times. All copies of a rank run one after the other on one lane. A copy to the host starts as
 early as the lane allows, and a copy back as late as the backwards allow, because both mean less memory. Whenever the
-lane is free, it copies to the host, unless a copy back would then be late.
+lane is free, it copies to the host what is needed last, unless a copy back would then be late.
 
 A forward stays on the device if its round trip does not fit between it and its backward, or into the lane: where the
 lane is slower than the passes, this leaves a part of the forwards, spread evenly, and nothing waits.
@@ -118,7 +118,7 @@ class _Lane:
         arrived = 0
         while arrived < len(movable) or waiting or self._due:
             while arrived < len(movable) and self._end(movable[arrived]) <= self._now + self._rounding:
-                heappush(waiting, (-movable[arrived].gain, arrived))
+                heappush(waiting, (-self._deadline(movable[arrived]), arrived))
                 arrived += 1
             latest = self._latest[0] if self._due else math.inf
             if not waiting:
@@ -141,6 +141,9 @@ class _Lane:
             self._fetch()
         return self._moves
 
+    def _deadline(self, candidate: Candidate) -> float:
+        return self._starts[candidate.lifespan.end]
+
     def _end(self, candidate: Candidate) -> float:
         return self._ends[candidate.lifespan.begin]
 
@@ -158,7 +161,7 @@ class _Lane:
         """Start a copy to the host at ``start``, unless moving only costs memory or a copy back would be late."""
         end = start + chosen.ms
         release = bisect_left(self._starts, end - self._rounding)
-        deadline = self._starts[chosen.lifespan.end]
+        deadline = self._deadline(chosen)
         position = bisect_left(self._deadlines, deadline)
         after = self._latest[position] if position < len(self._latest) else math.inf
         latest = min(deadline, after) - chosen.ms

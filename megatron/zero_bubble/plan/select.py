@@ -1,14 +1,15 @@
 """Select what moves to host memory (PipeOffload, arXiv 2503.01328, section 4).
 
-Stages go as a whole, those first whose lifespans are longest per time on the lane; each rank takes as few stages as
-give it the least peak, so that more offloading never raises the peak.
+The stages that are kept longest per time on the lane move first, and of a stage that moves in part, the microbatches
+that are kept longest. Each rank takes the number that gives it the least peak: moving more can mean more memory, because
+both copies exist meanwhile.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
@@ -17,6 +18,8 @@ from megatron.zero_bubble.plan.copies import Candidate, candidates, fit_copies, 
 from megatron.zero_bubble.plan.offload import Move, evenly
 
 _ROUNDING = 1e-9
+_PARTS = 4
+"""The least number of parts of the forwards of a rank from which the best number to move is chosen."""
 
 
 def select_hidden(
@@ -41,20 +44,72 @@ def select_hidden(
     moves: list[Move] = []
     for rank, spans in enumerate(timeline.spans):
         row = spans if slower == 1 else [Span(p, start * slower, end * slower) for p, start, end in spans]
-        of_rank = candidates(row, costs, memory, timeline.schedule.slices)
         space = math.inf if room is None else room[rank]
-        passes = [span.pass_ for span in row]
-        best: list[Move] = []
-        least = peak_with(passes, best, memory, timeline.schedule.slices)
-        for movable in _sets(of_rank, share):
-            if limit is not None and least <= limit * (1 + _ROUNDING):
-                break
-            found = fit_copies(row, movable, space)
-            peak = peak_with(passes, found, memory, timeline.schedule.slices)
-            if peak < least * (1 - _ROUNDING):
-                best, least = found, peak
-        moves += best
+        moves += _of_rank(row, timeline, costs, memory, share, limit, space)
     return tuple(moves)
+
+
+def _of_rank(
+    row: Sequence[Span],
+    timeline: Timeline,
+    costs: PassCosts,
+    memory: PassMemory,
+    share: float,
+    limit: float | None,
+    room: float,
+) -> list[Move]:
+    slices, passes = timeline.schedule.slices, [span.pass_ for span in row]
+    of_rank = candidates(row, costs, memory, slices)
+    chunks = len({each.lifespan.forward.stage for each in of_rank})
+    best: list[Move] = []
+    least = peak_with(passes, best, memory, slices)
+    if limit is not None and least <= limit * (1 + _ROUNDING):
+        return best
+    for number in reversed(_numbers(len(of_rank), chunks, share)):
+        found = fit_copies(row, longest(of_rank, number), room)
+        peak = peak_with(passes, found, memory, slices)
+        enough = limit is not None and peak <= limit * (1 + _ROUNDING)
+        if peak <= least * (1 + _ROUNDING) or enough:
+            best, least = found, min(peak, least)
+        elif best:
+            break
+    return best
+
+
+def _numbers(total: int, chunks: int, share: float) -> list[int]:
+    """The numbers of forwards to choose from: equal parts of all, as far as ``share`` reaches, and the share itself."""
+    parts = chunks * -(-_PARTS // max(1, chunks))
+    numbers = {round(total * part / parts) for part in range(1, parts + 1)}
+    most = round(total * share)
+    return sorted(number for number in {*numbers, most} if 0 < number <= most)
+
+
+def longest(of_rank: Sequence[Candidate], number: int) -> list[Candidate]:
+    """Return the ``number`` forwards that are kept longest per time on the lane, in the order of ``of_rank``: stages as
+    a whole by their mean, and of the last one its longest.
+    """
+    by_stage: defaultdict[int, list[Candidate]] = defaultdict(list)
+    for each in of_rank:
+        by_stage[each.lifespan.forward.stage].append(each)
+    chosen: set[Candidate] = set()
+    for stage in sorted(by_stage.values(), key=_mean_gain, reverse=True):
+        chosen.update(_longest_of_stage(stage, min(number - len(chosen), len(stage))))
+    return [each for each in of_rank if each in chosen]
+
+
+def _mean_gain(stage: Sequence[Candidate]) -> float:
+    return sum(each.gain for each in stage) / len(stage)
+
+
+def _longest_of_stage(stage: Sequence[Candidate], number: int) -> Iterable[Candidate]:
+    """Return the longest ``number``; at equal lifespans, at even distances, because neighbours are kept together."""
+    if number in (0, len(stage)):
+        return stage[:number]
+    shortest = sorted((each.gain for each in stage), reverse=True)[number - 1]
+    above, below = shortest * (1 + _ROUNDING), shortest * (1 - _ROUNDING)
+    longer = [each for each in stage if each.gain > above]
+    alike = [each for each in stage if below <= each.gain <= above]
+    return [*longer, *evenly(alike, number - len(longer))]
 
 
 def lane_load(timeline: Timeline, costs: PassCosts, share: float = 1.0) -> float:
@@ -65,7 +120,7 @@ def lane_load(timeline: Timeline, costs: PassCosts, share: float = 1.0) -> float
     loads = [0.0]
     for row in timeline.spans:
         of_rank = candidates(row, costs, memory, timeline.schedule.slices)
-        *_, movable = _sets(of_rank, share) if of_rank and share else [[]]
+        movable = longest(of_rank, round(share * len(of_rank))) if share else []
         work = sum(span.end_ms - span.start_ms for span in row)
         copies = 2 * sum(each.ms for each in movable)
         loads.append(copies / work if work else 0.0)
@@ -96,23 +151,3 @@ def pending_wgrads(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
             peak = max(peak, pending + (size if p.kind is BW else 0.0))
         peaks.append(peak)
     return tuple(peaks)
-
-
-def _sets(of_rank: Sequence[Candidate], share: float) -> Iterator[list[Candidate]]:
-    """Yield growing sets of candidates in the order of their forwards: one stage more each, the last one in part."""
-    by_stage: defaultdict[int, list[Candidate]] = defaultdict(list)
-    for candidate in of_rank:
-        by_stage[candidate.lifespan.forward.stage].append(candidate)
-    left = round(share * len(of_rank))
-    taken: list[Candidate] = []
-    for _, stage in sorted(by_stage.items(), key=lambda each: _gain(each[1]), reverse=True):
-        number = min(left, len(stage))
-        if not number:
-            return
-        taken += evenly(stage, number)
-        left -= number
-        yield sorted(taken, key=lambda each: each.lifespan.begin)
-
-
-def _gain(of_stage: Sequence[Candidate]) -> float:
-    return sum(each.gain for each in of_stage) / len(of_stage)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from megatron.zero_bubble.analysis.bounds import Bound, lower_bound
+from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
@@ -87,6 +87,11 @@ def bound(
         slices=slices,
         vocabulary=vocabulary,
     )
+
+
+def bound_with_offload(costs: Figures, placement: Placement, limit: float | None, objective: Metric) -> Bound:
+    """Return the lower bound for one placement if activations may move to host memory."""
+    return lower_bound_with_offload(*costs.on(placement), placement, costs.num_microbatches, limit, objective)
 
 
 def auto_search(limit: float, objective: Metric) -> Search:

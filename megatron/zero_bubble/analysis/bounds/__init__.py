@@ -5,7 +5,8 @@ gap. Every bound holds for all schedules of whole microbatches, or of given slic
 or fused backwards, and any order of microbatches. ``setting`` explains why these schedules can be treated alike;
 ``windows`` and ``ways`` derive the bounds in closed form, ``paths`` those by longest paths with Jackson's preemptive
 one-machine schedule, and ``trial`` those of small pipelines, by contradiction. Slices have bounds of their own
-(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``, ``vocabulary_paths``).
+(``sliced``), and vocabulary parallelism has bounds in addition (``vocabulary``, ``vocabulary_paths``). With offloading,
+memory limits the length in another way (``offload``).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+from megatron.zero_bubble.analysis.bounds.offload import by_offload
 from megatron.zero_bubble.analysis.bounds.paths import Paths
 from megatron.zero_bubble.analysis.bounds.setting import Setting
 from megatron.zero_bubble.analysis.bounds.sliced import by_slices
@@ -29,7 +31,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 
-__all__ = ["Bound", "least_memory", "lower_bound"]
+__all__ = ["Bound", "least_memory", "lower_bound", "lower_bound_with_offload"]
 
 _EFFORT = 120_000
 """Number of passes that the longest-path bounds may visit in total over all origins: about half a second."""
@@ -119,6 +121,31 @@ def lower_bound(
     paths = Paths(setting, _reach(setting, objective, effort))
     best = _by_paths(paths.bound, _origins(closed, objective, effort // len(paths.length)), best)
     return _by_contradiction(paths, objective, best, _COMPARED * effort) if paths.reach == setting.m else best
+
+
+def lower_bound_with_offload(
+    costs: PassCosts,
+    memory: PassMemory,
+    placement: Placement,
+    num_microbatches: int,
+    memory_limit: float | None,
+    objective: Metric = "span",
+) -> Bound:
+    """Compute the bound for schedules that may also move activations to host memory, in ``costs.host_ms`` per stage and
+    direction. Arguments as of ``lower_bound``; any limit of host memory only makes schedules longer.
+
+    Raises:
+        UserError: when figures are for another number of stages.
+    """
+    free = lower_bound(costs, memory, placement, num_microbatches, None, objective)
+    limit = _limits(memory_limit, placement.num_ranks)
+    setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused=False)
+    late = setting.forward_at if objective == "makespan" else (0.0,) * placement.num_stages
+    bounds = (
+        Bound(late[placement.stages_of(rank)[0]] + ms, "memory times time, and the lane of the copies", rank)
+        for rank, ms in enumerate(by_offload(setting, costs.host_ms))
+    )
+    return max((free, *bounds), key=lambda bound: bound.value_ms)
 
 
 def _by_paths(bound: Callable[[int | None], float], origins: Iterable[int | None], best: Bound) -> Bound:
