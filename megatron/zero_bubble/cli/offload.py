@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
@@ -95,13 +95,14 @@ def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
     return costs.with_copies(ms, None if bandwidth is None else bandwidth * _BYTES_PER_MS)
 
 
-def offloaded(options: argparse.Namespace, schedule: Schedule, costs: Figures, limit: float | None) -> Offloaded:
-    """Plan offloading for a schedule as the flags request; ``costs`` have the time of copies.
+def offloaded(options: argparse.Namespace, before: Timeline, costs: Figures, limit: float | None) -> Offloaded:
+    """Plan offloading for the schedule of ``before`` as the flags request; ``costs`` have the time of copies.
 
     Raises:
         UserError: for slices or vocabulary parallelism, host limits in bytes when memory is not, or what
             ``plan_offload`` rejects.
     """
+    schedule = before.schedule
     if schedule.num_slices > 1 or algorithm_of(schedule) is not None:
         raise UserError(
             f"--offload does not support sequence slices or vocabulary parallelism yet; got {schedule.name}; leave one "
@@ -113,7 +114,7 @@ def offloaded(options: argparse.Namespace, schedule: Schedule, costs: Figures, l
         1 if options.ranks_per_node is None else options.ranks_per_node,
         1 if options.ranks_per_link is None else options.ranks_per_link,
     )
-    return plan_offload(schedule, *costs.on(schedule.placement), options.offload, limit, host)
+    return plan_offload(before, *costs.on(schedule.placement), options.offload, limit, host)
 
 
 def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | None:

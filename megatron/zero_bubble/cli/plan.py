@@ -183,7 +183,7 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     moved = None
     if moves:
         limit = None if options.memory_limit is None else costs.limit(options.memory_limit)
-        moved = offloaded(options, timeline.schedule, costs, limit)
+        moved = offloaded(options, timeline, costs, limit)
         timeline = moved.timeline
     seconds = time.perf_counter() - started
     certificate = None

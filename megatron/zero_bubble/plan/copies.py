@@ -14,7 +14,6 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
-from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Span
@@ -69,21 +68,28 @@ def fit_copies(row: Sequence[Span], movable: Sequence[Candidate], room: float = 
     return _Lane(row, room).fit(movable)
 
 
-def peak_with(passes: Sequence[Pass], moves: Collection[Move], memory: PassMemory, slices: Slices) -> float:
-    """Return the peak memory of a rank with these moves, in the unit of the memory figures. It depends only on the
-    order of the ops.
-    """
-    by_forward = {move.forward: move for move in moves}
-    freed, added = [0.0] * (len(passes) + 1), [0.0] * (len(passes) + 1)
-    for span in lifespans(passes):
-        if (move := by_forward.get(span.forward)) is not None:
-            size, places = memory.size(Value(span.forward, SAVED), slices), move.places(span)
-            freed[places.release] -= size
-            added[places.fetch] += size
-    changes = (
-        change for place, p in enumerate(passes) for change in (freed[place], added[place], *memory.changes(p, slices))
-    )
-    return max(accumulate(changes), default=0.0)
+class RowMemory:
+    """The memory of a rank for any moves; it depends only on the order of the ops."""
+
+    def __init__(self, passes: Sequence[Pass], memory: PassMemory, slices: Slices) -> None:
+        self._changes = [memory.changes(p, slices) for p in passes]
+        self._spans = {span.forward: span for span in lifespans(passes)}
+        self._size = {forward: memory.size(Value(forward, SAVED), slices) for forward in self._spans}
+
+    def peak(self, moves: Collection[Move]) -> float:
+        """Return the peak with these moves, all of this rank, in the unit of the memory figures."""
+        before = [0.0] * (2 * len(self._changes))  # of every pass: what is freed, and what is then allocated
+        for move in moves:
+            places, size = move.places(self._spans[move.forward]), self._size[move.forward]
+            before[2 * places.release] -= size
+            before[2 * places.fetch + 1] += size
+        held = peak = 0.0
+        for place, (at_start, at_end) in enumerate(self._changes):
+            held += before[2 * place] + before[2 * place + 1] + at_start
+            peak = max(peak, held)
+            held += at_end
+            peak = max(peak, held)
+        return peak
 
 
 class _Away(NamedTuple):

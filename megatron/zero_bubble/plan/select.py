@@ -1,8 +1,8 @@
 """Select what moves to host memory (PipeOffload, arXiv 2503.01328, section 4).
 
 The stages that are kept longest per time on the lane move first, and of a stage that moves in part, the microbatches
-that are kept longest. Each rank takes the number that gives it the least peak: moving more can mean more memory, because
-both copies exist meanwhile.
+that are kept longest. Each rank takes the number that gives it the least peak: moving more can need more memory,
+because both copies exist meanwhile.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Sequence
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir.passes import BW, B, W
-from megatron.zero_bubble.plan.copies import Candidate, candidates, fit_copies, peak_with
+from megatron.zero_bubble.plan.copies import Candidate, RowMemory, candidates, fit_copies
 from megatron.zero_bubble.plan.offload import Move, evenly
 
 _ROUNDING = 1e-9
@@ -58,16 +58,16 @@ def _of_rank(
     limit: float | None,
     room: float,
 ) -> list[Move]:
-    slices, passes = timeline.schedule.slices, [span.pass_ for span in row]
-    of_rank = candidates(row, costs, memory, slices)
+    slices = timeline.schedule.slices
+    of_rank, held = candidates(row, costs, memory, slices), RowMemory([span.pass_ for span in row], memory, slices)
     chunks = len({each.lifespan.forward.stage for each in of_rank})
     best: list[Move] = []
-    least = peak_with(passes, best, memory, slices)
+    least = held.peak(best)
     if limit is not None and least <= limit * (1 + _ROUNDING):
         return best
     for number in reversed(_numbers(len(of_rank), chunks, share)):
         found = fit_copies(row, longest(of_rank, number), room)
-        peak = peak_with(passes, found, memory, slices)
+        peak = held.peak(found)
         enough = limit is not None and peak <= limit * (1 + _ROUNDING)
         if peak <= least * (1 + _ROUNDING) or enough:
             best, least = found, min(peak, least)
@@ -129,8 +129,12 @@ def lane_load(timeline: Timeline, costs: PassCosts, share: float = 1.0) -> float
 
 def peaks_with(timeline: Timeline, moves: Collection[Move], memory: PassMemory) -> tuple[float, ...]:
     """Return the peak memory of every rank with these moves, in the unit of ``memory``."""
-    slices = timeline.schedule.slices
-    return tuple(peak_with([span.pass_ for span in row], moves, memory, slices) for row in timeline.spans)
+    on, slices = timeline.schedule.placement, timeline.schedule.slices
+    by_rank: defaultdict[int, list[Move]] = defaultdict(list)
+    for move in moves:
+        by_rank[on.stage_to_rank[move.forward.stage]].append(move)
+    rows = ([span.pass_ for span in row] for row in timeline.spans)
+    return tuple(RowMemory(row, memory, slices).peak(by_rank[rank]) for rank, row in enumerate(rows))
 
 
 def pending_wgrads(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:

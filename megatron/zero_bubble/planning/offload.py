@@ -11,6 +11,7 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.passes import F
 from megatron.zero_bubble.plan.offload import Move, offload, parse_share
 from megatron.zero_bubble.plan.prove import prove
@@ -70,8 +71,9 @@ class Offloaded:
     added_ms: float
 
 
+@without_collection()
 def plan_offload(
-    schedule: Schedule,
+    before: Timeline,
     costs: PassCosts,
     memory: PassMemory,
     choice: str = AUTO,
@@ -81,6 +83,7 @@ def plan_offload(
     """Plan what moves, prove the result without messages, and simulate it.
 
     Args:
+        before: the schedule without offloading.
         choice: ``auto`` for the least peak that delays nothing, or with ``limit``, for the shortest plan within it;
             ``all`` and ``N%`` move this share of the forwards, also if that delays passes, except where it would only
             cost memory; ``none``.
@@ -96,8 +99,7 @@ def plan_offload(
             "--host-bandwidth, or host_ms in the costs file"
         )
     costs = replace(costs, host_ms=tuple(ms * host.ranks_per_link for ms in costs.host_ms))
-    before = simulate(schedule, costs, memory)
-    return _finished(schedule, _moves(before, costs, memory, choice, share, limit, host), before, costs, memory)
+    return _finished(_moves(before, costs, memory, choice, share, limit, host), before, costs, memory)
 
 
 def _moves(
@@ -158,9 +160,8 @@ def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | N
     return tuple(shares) if room is None else tuple(map(min, shares, room))
 
 
-def _finished(
-    schedule: Schedule, moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory
-) -> Offloaded:
+def _finished(moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory) -> Offloaded:
+    schedule = before.schedule
     plan = _bare(schedule, moves)
     prove(plan)
     timeline = simulate(plan, costs, memory) if moves else before
