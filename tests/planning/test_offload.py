@@ -28,8 +28,8 @@ RELEASED = {
     (8, 4): {0.5: (23, 15, 9, 5, 3), 0.7: (23, 15, 9, 5, 4), 1.0: (23, 15, 9, 5, REFUSED)},
     (8, 5): {0.5: (24, 17, 12, 7, 4, 3), 0.7: (24, 17, 12, 8, 5, 4), 1.0: (24, 17, 12, 8, 5, 6)},
 }
-"""The authors' released scheduler, run: the peak in chunks when 0, 1, 2, ... chunks move, by (ranks, chunks per rank) and
-k, the time of both copies over that of all passes. All passes take one unit, and there are 4 microbatches per rank."""
+"""The peak in chunks of the authors' released scheduler when 0, 1, 2, ... chunks move, by (ranks, chunks per rank) and
+k, the time of both copies over that of all passes. Passes take one unit, and there are 4 microbatches per rank."""
 
 
 def in_unit_time(name: str, d: int, v: int, k: float, m: int | None = None) -> tuple[Timeline, PassCosts, PassMemory]:

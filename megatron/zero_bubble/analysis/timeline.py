@@ -48,6 +48,11 @@ class Timeline:
     lanes: tuple[tuple[LaneSpan, ...], ...] = ()
 
     @cached_property
+    def timed_lanes(self) -> tuple[str, ...]:
+        """The lanes on which an op that is not a pass takes time."""
+        return tuple(sorted({span.lane for row in self.lanes for span in row if span.end_ms > span.start_ms}))
+
+    @cached_property
     def start_ms(self) -> float:
         """Start of the first pass over all ranks."""
         return min((row[0].start_ms for row in self.spans if row), default=0.0)

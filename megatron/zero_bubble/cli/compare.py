@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import chain, groupby, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
@@ -13,6 +14,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
+from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
 from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
 from megatron.zero_bubble.cli.progress import progress
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
@@ -21,6 +23,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import bound, peak_memory
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
@@ -38,7 +41,8 @@ class Row:
     memory on its rank, ``peak_memory`` in the unit of the costs. ``messages`` is the number of messages between ranks
     per iteration, ``message_bytes`` their total size; None if the size of a message is unknown. ``layout`` is
     Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost. ``vocabulary`` is the algorithm of
-    vocabulary parallelism, if the vocabulary is divided.
+    vocabulary parallelism, if the vocabulary is divided. With ``--offload``, ``offloaded_share`` of the forwards move,
+    and ``host_peak`` is the most host memory of a rank, in the unit of the costs; None without.
     """
 
     schedule: str
@@ -57,6 +61,8 @@ class Row:
     within_limit: bool
     layout: str | None
     vocabulary: int | None
+    offloaded_share: float | None = None
+    host_peak: float | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     add_slices(verb, "default: no schedules of slices")
     add_layout(verb)
     add_vocabulary(verb)
+    add_offload(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -119,7 +126,8 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
 
 def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
-    costs = figures(options)
+    offload = offloads(options)
+    costs = with_copies(options, figures(options)) if offload else figures(options)
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
@@ -138,16 +146,16 @@ def compare(options: argparse.Namespace) -> str:
         else:
             candidates += comparison.divided(variant)
     candidates += comparison.laid_out(costs) if by_cost else ()
-    rows, absent, best = _simulated(candidates, limit, options.objective)
+    finish = partial(_offloaded, options, limit) if offload else None
+    rows, absent, best = _simulated(candidates, limit, options.objective, finish)
+    bounds_of = partial(_bounds, options.objective, placements, limit, offload)
     table = Table(
         objective=options.objective,
         num_ranks=costs.num_ranks,
         num_microbatches=costs.num_microbatches,
         memory_limit=limit,
-        lower_bound_ms=_least(_bounds(variant, placements, limit, options.objective) for variant in variants),
-        sliced_lower_bound_ms=_bounds(variants[0], placements, limit, options.objective, *slices)
-        if len(slices) == 1 and len(slices[0]) > 1
-        else {},
+        lower_bound_ms=_least(bounds_of(variant) for variant in variants),
+        sliced_lower_bound_ms=bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {},
         rows=_with_speedups(rows, options.objective),
         absent=tuple(absent),
         gain_of_vocabulary=None,
@@ -159,8 +167,16 @@ def compare(options: argparse.Namespace) -> str:
     return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
 
 
+def _offloaded(options: argparse.Namespace, limit: float, timeline: Timeline, costs: Figures) -> Offloaded:
+    """Offload as requested, with ``auto`` only as much as a memory limit requires, if one is given."""
+    return offloaded(options, timeline, costs, limit if options.memory_limit else None)
+
+
+Finish = Callable[[Timeline, Figures], Offloaded]
+
+
 def _simulated(
-    candidates: Sequence[Candidate], limit: float, objective: Metric
+    candidates: Sequence[Candidate], limit: float, objective: Metric, finish: Finish | None = None
 ) -> tuple[list[Row], list[str], Timeline | None]:
     """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
 
@@ -172,10 +188,12 @@ def _simulated(
             try:
                 made = make()
                 timeline = timed(made.schedule, *made.costs.on(made.schedule.placement))
+                moved = None if finish is None else finish(timeline, made.costs)
             except UserError as error:
                 absent.append(str(error))
                 continue
-            rows.append(_row(timeline, made, limit))
+            timeline = timeline if moved is None else moved.timeline
+            rows.append(_row(timeline, made, limit, moved))
             if rows[-1].within_limit and (best is None or _ms(timeline, objective) < _ms(best, objective)):
                 best = timeline
     return rows, absent, best
@@ -191,10 +209,11 @@ def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoi
 
 
 def _bounds(
-    variant: Variant,
+    objective: Metric,
     placements: Sequence[PlacementChoice],
     limit: float,
-    objective: Metric,
+    offload: bool,
+    variant: Variant,
     slices: Slices = WHOLE,
 ) -> dict[PlacementChoice, float]:
     """Return the lower bound for each placement on which some schedule fits the limit."""
@@ -203,11 +222,11 @@ def _bounds(
     for name in placements:
         placement = PLACEMENTS[name](costs.num_ranks)
         if max(least_memory(costs.on(placement)[1], placement, fused=True)) <= limit * (1 + 1e-9):
-            bounds[name] = bound(costs, placement, limit, objective, slices, variant.algorithm).value_ms
+            bounds[name] = bound(costs, placement, limit, objective, slices, variant.algorithm, offload).value_ms
     return bounds
 
 
-def _row(timeline: Timeline, made: Made, limit: float) -> Row:
+def _row(timeline: Timeline, made: Made, limit: float, moved: Offloaded | None) -> Row:
     schedule, costs = timeline.schedule, made.costs
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
@@ -229,6 +248,8 @@ def _row(timeline: Timeline, made: Made, limit: float) -> Row:
         within_limit=kept <= limit * (1 + 1e-9),
         layout=made.layout,
         vocabulary=algorithm_of(schedule),
+        offloaded_share=None if moved is None else moved.share,
+        host_peak=None if moved is None else max(moved.host_peak),
     )
 
 
@@ -275,6 +296,8 @@ def _text(table: Table, costs: Figures) -> str:
     """Format the table as text columns, followed by the lower bounds."""
     width = max(22, *(len(row.schedule) + 1 for row in table.rows)) if table.rows else 22
     head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
+    moves = any(row.offloaded_share is not None for row in table.rows)
+    head += f"{'moved':>8}{'host':>8}" if moves else ""
     head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
     size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
     lines = [
@@ -285,6 +308,7 @@ def _text(table: Table, costs: Figures) -> str:
     for row in table.rows:
         line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}"
         line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
+        line += _moved(row, costs) if moves else ""
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
         lines.append(line if row.within_limit else f"{line}   over the limit")
@@ -311,6 +335,14 @@ def _layouts(table: Table) -> Iterator[str]:
     if divided is not None and (gain := table.gain_of_vocabulary) is not None:
         ms = _ms(divided, table.objective)
         yield f"vocabulary parallelism, {divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
+
+
+def _moved(row: Row, costs: Figures) -> str:
+    """Format the share that moves, and the peak of host memory, in GiB or microbatches."""
+    if row.offloaded_share is None or row.host_peak is None:
+        return f"{'':16}"
+    host = row.host_peak / (2**30 if costs.in_bytes else costs.microbatch)
+    return f"{row.offloaded_share:8.0%}{host:8.4g}"
 
 
 def _gib(amount: float | None) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, plan_offload
@@ -99,15 +98,9 @@ def offloaded(options: argparse.Namespace, before: Timeline, costs: Figures, lim
     """Plan offloading for the schedule of ``before`` as the flags request; ``costs`` have the time of copies.
 
     Raises:
-        UserError: for slices or vocabulary parallelism, host limits in bytes when memory is not, or what
-            ``plan_offload`` rejects.
+        UserError: for host limits in bytes when memory is not, or what ``plan_offload`` rejects.
     """
     schedule = before.schedule
-    if schedule.num_slices > 1 or algorithm_of(schedule) is not None:
-        raise UserError(
-            f"--offload does not support sequence slices or vocabulary parallelism yet; got {schedule.name}; leave one "
-            "of them out"
-        )
     host = HostLimits(
         _size(options, costs, "host_memory"),
         _size(options, costs, "node_memory"),

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import partial
 
 from megatron.zero_bubble.analysis.period import period_ms
-from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
 from megatron.zero_bubble.cli.offload import (
@@ -33,13 +33,14 @@ from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
+from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
+from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import (
     ADAPTING,
     PlannedSchedule,
     auto,
     auto_search,
     bound,
-    bound_with_offload,
     fitted,
     fitting_search,
     limit_verdict,
@@ -56,6 +57,8 @@ from megatron.zero_bubble.search.loops import compiled
 
 _WIDEST = 160
 """Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
+_MORE_MEMORY = (1.5, 2.0)
+"""Limits of searches whose schedules are then offloaded, as multiples of the given one."""
 SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
 """End of the sentence with the planning time where the search is not compiled."""
 
@@ -182,8 +185,7 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
         timeline, costs = best.timeline, best.costs
     moved = None
     if moves:
-        limit = None if options.memory_limit is None else costs.limit(options.memory_limit)
-        moved = offloaded(options, timeline, costs, limit)
+        moved = _offloaded(options, timeline, costs, cuts)
         timeline = moved.timeline
     seconds = time.perf_counter() - started
     certificate = None
@@ -259,6 +261,30 @@ def _shortest(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fi
     return best_variant(choices, make, limit, options.objective)
 
 
+def _offloaded(options: argparse.Namespace, timeline: Timeline, costs: Figures, cuts: Cuts | None) -> Offloaded:
+    """Plan offloading. Where that may free memory for a search, schedules for more memory are tried as well, and the
+    shortest within the limit is returned.
+    """
+    text = options.memory_limit or ("1p" if options.schedule == AUTO else None)
+    limit = None if text is None else costs.limit(text)
+    best = offloaded(options, timeline, costs, limit)
+    if options.schedule != AUTO or options.offload != OFFLOAD_AUTO or options.layout == BY_COST:
+        return best
+    assert limit is not None, "a search has a limit"
+    for factor in _MORE_MEMORY:
+        share = factor * limit / (costs.num_ranks * costs.microbatch)
+        more = argparse.Namespace(**{**vars(options), "memory_limit": f"{share:.9f}p"})
+        other = offloaded(options, _shortest(more, costs, cuts, None).timeline, costs, limit)
+        best = min(best, other, key=lambda each: _rank_by(each, limit, options.objective))
+    return best
+
+
+def _rank_by(plan: Offloaded, limit: float, objective: Metric) -> tuple[float, float]:
+    """Order plans: within the limit first, then shortest."""
+    excess = max(0.0, max(plan.device_peak) - limit * (1 + 1e-9))
+    return excess, plan.timeline.makespan_ms if objective == "makespan" else plan.timeline.span_ms
+
+
 def _build(
     options: argparse.Namespace, costs: Figures, slices: tuple[Slices, ...] | None, placement: PlacementChoice
 ) -> Schedule:
@@ -280,10 +306,8 @@ def _build(
 
 def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
     limit = costs.limit(options.memory_limit or "1p")
-    if offloads(options):
-        best = bound_with_offload(costs, schedule.placement, limit, options.objective)
-    else:
-        best = bound(costs, schedule.placement, limit, options.objective, schedule.slices, algorithm_of(schedule))
+    kinds = schedule.slices, algorithm_of(schedule), offloads(options)
+    best = bound(costs, schedule.placement, limit, options.objective, *kinds)
     return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
 
 

@@ -76,22 +76,14 @@ def bound(
     objective: Metric,
     slices: Slices = WHOLE,
     vocabulary: Algorithm | None = None,
+    offload: bool = False,
 ) -> Bound:
-    """Return the lower bound for one placement, these slices, and this algorithm of vocabulary parallelism."""
-    return lower_bound(
-        *costs.on(placement),
-        placement,
-        costs.num_microbatches,
-        limit,
-        objective,
-        slices=slices,
-        vocabulary=vocabulary,
-    )
-
-
-def bound_with_offload(costs: Figures, placement: Placement, limit: float | None, objective: Metric) -> Bound:
-    """Return the lower bound for one placement if activations may move to host memory."""
-    return lower_bound_with_offload(*costs.on(placement), placement, costs.num_microbatches, limit, objective)
+    """Return the lower bound for one placement, these slices, and this algorithm of vocabulary parallelism; with
+    ``offload``, activations may move to host memory.
+    """
+    of = lower_bound_with_offload if offload else lower_bound
+    sizes = placement, costs.num_microbatches
+    return of(*costs.on(placement), *sizes, limit, objective, slices=slices, vocabulary=vocabulary)
 
 
 def auto_search(limit: float, objective: Metric) -> Search:

@@ -29,7 +29,7 @@ def render_perfetto(compared: Comparison) -> str:
     """Write the JSON text, one event per line. Times are in us; plan and iteration start at the same time."""
     schedule = compared.measured.timeline.schedule
     sides = {True: compared.planned, False: compared.measured.timeline}
-    lanes = sorted({span.lane for timeline in sides.values() for row in timeline.lanes for span in row})
+    lanes = sorted({lane for timeline in sides.values() for lane in timeline.timed_lanes})
     events = [*_names(schedule.num_ranks, lanes), *_measured(compared), *_planned(compared), *_memory(compared)]
     for planned, timeline in sides.items():
         events += _on_lanes(timeline, planned, lanes)
@@ -71,7 +71,8 @@ def _thread(lanes: Sequence[str], lane: str) -> int:
 def _on_lanes(timeline: Timeline, planned: bool, lanes: Sequence[str]) -> Iterator[Event]:
     for rank, row in enumerate(timeline.lanes):
         for lane, op, start_ms, end_ms, _ in row:
-            yield _slice(_pid(rank, planned), _thread(lanes, lane), str(op), start_ms, end_ms)
+            if lane in lanes:
+                yield _slice(_pid(rank, planned), _thread(lanes, lane), str(op), start_ms, end_ms)
 
 
 def _process(rank: int, planned: bool) -> str:

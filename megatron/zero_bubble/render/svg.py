@@ -81,13 +81,14 @@ def render_svg(
         top += height
     height = round(top + _FOOTER)
     kinds = {span.pass_.kind for timeline in timelines for row in timeline.spans for span in row}
+    lanes = any(timeline.timed_lanes for timeline in timelines)
     more = "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_VOCABULARY.items() if kind in kinds)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
         f'<style>{_STYLE}{more}</style><rect width="{width}" height="{height}" fill="#fff"/>\n'
         + "".join(_axis(longest_ms, scale, top))
         + "".join(bodies)
-        + _legend([kind for kind in Kind if kind in kinds], width, top + 42)
+        + _legend([kind for kind in Kind if kind in kinds], lanes, width, top + 42)
         + "</svg>\n"
     )
 
@@ -111,7 +112,7 @@ def _panel(timeline: Timeline, title: str, scale: float, top: float) -> tuple[st
     pitch = 26 if len(timeline.spans) <= 16 else 18
     text = f"{title}: {headline(timeline)}" if title else headline(timeline)
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{escape(text)}</text>\n']
-    lanes = sorted({span.lane for row in timeline.lanes for span in row})
+    lanes = timeline.timed_lanes
     height = pitch + _LANE * len(lanes)
     for rank in range(len(timeline.spans)):
         y = top + _HEADER - 8 + rank * height
@@ -149,16 +150,20 @@ def _row(timeline: Timeline, rank: int, scale: float, y: float, height: int) -> 
 
 
 def _lane(timeline: Timeline, rank: int, lane: str, scale: float, y: float) -> Iterator[str]:
-    """Draw the ops of one lane, below the passes."""
+    """Draw the ops of one lane below the passes, one path for each class of ops."""
     yield f'<text class="of" x="{_LEFT - 8}" y="{y + _LANE - 3:g}">{escape(lane)}</text>'
+    paths: defaultdict[str, list[str]] = defaultdict(list)
+    names: defaultdict[str, list[str]] = defaultdict(list)
     for on, op, start_ms, end_ms, _ in timeline.lanes[rank]:
-        if on == lane:
+        if on == lane and end_ms > start_ms:
             x, w = _LEFT + (start_ms - timeline.start_ms) * scale, (end_ms - start_ms) * scale
             drawn = w - min(1.0, 0.15 * w)
-            yield (
-                f'<rect class="lane" x="{x:.2f}" y="{y:g}" width="{drawn:.2f}" height="{_LANE - 2}">'
-                f"<title>{escape(str(op))}</title></rect>"
-            )
+            part = type(op).__name__
+            paths[part].append(f"M{x:.2f} {y:g}h{drawn:.2f}v{_LANE - 2}h-{drawn:.2f}z")
+            names[part].append(str(op).replace(" ", "_"))
+    for number, (part, path) in enumerate(sorted(paths.items())):
+        numbers = escape(" ".join(names[part]), quote=True)
+        yield f'<path class="lane" fill-opacity="{1 / (1 + number):.3g}" data-numbers="{numbers}" d="{"".join(path)}"/>'
     yield "\n"
 
 
@@ -199,9 +204,11 @@ def _axis(longest_ms: float, scale: float, bottom: float) -> Iterator[str]:
     yield "\n"
 
 
-def _legend(kinds: Sequence[Kind], width: int, y: float) -> str:
+def _legend(kinds: Sequence[Kind], lanes: bool, width: int, y: float) -> str:
     parts = []
-    entries = [(kind.value, MEANING[kind]) for kind in kinds] + [("idle", "idle")]
+    entries = [(kind.value, MEANING[kind]) for kind in kinds]
+    entries += [("lane", "other lanes")] if lanes else []
+    entries += [("idle", "idle")]
     for k, (style, text) in enumerate(entries):
         x = _LEFT + min(156, (width - _LEFT - _RIGHT) // len(entries)) * k
         parts.append(f'<rect class="{style}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="2"/>')

@@ -130,14 +130,22 @@ def lower_bound_with_offload(
     num_microbatches: int,
     memory_limit: float | None,
     objective: Metric = "span",
+    slices: Slices = WHOLE,
+    vocabulary: Algorithm | None = None,
 ) -> Bound:
     """Compute the bound for schedules that may also move activations to host memory, in ``costs.host_ms`` per stage and
     direction. Arguments as of ``lower_bound``; any limit of host memory only makes schedules longer.
 
+    Of schedules of slices, it does not count the device memory.
+
     Raises:
         UserError: when figures are for another number of stages.
     """
-    free = lower_bound(costs, memory, placement, num_microbatches, None, objective)
+    free = lower_bound(
+        costs, memory, placement, num_microbatches, None, objective, slices=slices, vocabulary=vocabulary
+    )
+    if len(slices) > 1:
+        return free
     limit = _limits(memory_limit, placement.num_ranks)
     setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused=False)
     late = setting.forward_at if objective == "makespan" else (0.0,) * placement.num_stages

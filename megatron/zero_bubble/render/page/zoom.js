@@ -23,7 +23,7 @@
       return {x, y, height, width: drawn < 0.85 / 0.15 ? drawn / 0.85 : drawn + 1, number: numbers?.[at] ?? String(at)};
     })};
   });
-  const bars = all("rect.idle:not([rx]), rect.lane").map((bar) => (
+  const bars = all("rect.idle:not([rx])").map((bar) => (
     {bar, x: attribute(bar, "x"), width: attribute(bar, "width")}));
   const curves = all("path.kept, path.due").map((path) => ({path, d: path.getAttribute("d")}));
   const ticks = all("text.tick"), grid = all("path.grid");
