@@ -16,13 +16,14 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from site_parts import architecture, flags, gpu, refusals, schedules, slices, stored, vocabulary
+from site_parts import architecture, flags, gpu, offload, refusals, schedules, slices, stored, vocabulary
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[], str]] = {
     **schedules.PARTS,
     **slices.PARTS,
     **vocabulary.PARTS,
+    **offload.PARTS,
     **flags.PARTS,
     **refusals.PARTS,
     **stored.PARTS,
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--check", action="store_true", help="report stale parts instead of rewriting them")
     check = parser.parse_args(argv).check
     texts = {page: generated(page.read_text(encoding="utf-8")) for page in pages()}
-    pictures = {**schedules.PICTURES, **slices.PICTURES, **vocabulary.PICTURES}
+    pictures = {**schedules.PICTURES, **slices.PICTURES, **vocabulary.PICTURES, **offload.PICTURES}
     texts |= {ROOT / "docs" / name: draw() for name, draw in pictures.items()}
     stale = [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     if not check:

@@ -6,6 +6,7 @@ The page loads nothing: it contains style and script (``page/``), and the times 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -103,6 +104,8 @@ def _data(compared: Comparison) -> dict[str, Any]:
         "planned": _planned(compared),
         "measured": _measured(compared),
     }
+    if lanes := sorted({*planned.timed_lanes, *measured.timed_lanes}):
+        data["lanes"] = {"names": lanes, "planned": _lanes(planned, lanes), "measured": _lanes(measured, lanes)}
     if compared.memory is not None:
         curves = {
             name: [
@@ -144,6 +147,20 @@ def _pass(span: Any) -> list[Any]:
     p = span.pass_
     microbatch = f"{p.microbatch}.{p.slice}" if p.slice else p.microbatch
     return [p.stage, p.kind.value, microbatch, _ms(span.start_ms), _ms(span.end_ms)]
+
+
+def _lanes(timeline: Timeline, lanes: Sequence[str]) -> list[list[list[Any]]]:
+    """For every op beside the passes: the numbers of its lane and of its class, start and end."""
+    rows = timeline.lanes or ((),) * len(timeline.spans)
+    classes = sorted({type(span.op).__name__ for row in rows for span in row if span.lane in lanes})
+    return [
+        [
+            [lanes.index(lane), classes.index(type(op).__name__), _ms(start_ms), _ms(end_ms)]
+            for lane, op, start_ms, end_ms, _ in row
+            if lane in lanes
+        ]
+        for row in rows
+    ]
 
 
 def _ms(value: float) -> float:

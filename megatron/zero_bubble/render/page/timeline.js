@@ -11,18 +11,20 @@ const LEFT = 64, RIGHT = 8, TITLE = 26, AXIS = 22, GAP = 3;
 const ranks = data.planned.length;
 const ROW = ranks <= 16 ? 22 : 14;
 const CURVE = ranks <= 16 ? 34 : 20;
+const LANE = 7;  // height of a lane, such as that of copies, below the passes of its rank
+const LANES = data.lanes ? LANE * data.lanes.names.length : 0;
 const [STAGE, KIND, MICROBATCH, START, END, WAITS_FOR, AWAITED, ARRIVED, SLOW, LATE, HOST] = [...Array(11).keys()];
 const WORDS = { F: "forward", B: "input gradient", W: "weight gradient", BW: "fused backward" };
 
 const panels = [
-  { name: "planned", title: data.titles.planned, rows: data.planned, row: ROW },
-  { name: "measured", title: data.titles.measured, rows: data.measured, row: ROW },
+  { name: "planned", title: data.titles.planned, rows: data.planned, row: ROW, below: LANES },
+  { name: "measured", title: data.titles.measured, rows: data.measured, row: ROW, below: LANES },
 ];
-if (data.kept) panels.push({ name: "kept", title: data.titles.kept, rows: data.kept.measured, row: CURVE });
+if (data.kept) panels.push({ name: "kept", title: data.titles.kept, rows: data.kept.measured, row: CURVE, below: 0 });
 let bottom = 0;
 for (const panel of panels) {
   panel.top = bottom + TITLE;
-  bottom = panel.top + ranks * (panel.row + GAP) + 6;
+  bottom = panel.top + ranks * pitch(panel) + 6;
 }
 const HEIGHT = bottom + AXIS;
 
@@ -58,8 +60,12 @@ function ms(at) {
   return view[0] + ((at - LEFT) / (width - LEFT - RIGHT)) * (view[1] - view[0]);
 }
 
+function pitch(panel) {
+  return panel.row + panel.below + GAP;
+}
+
 function y(panel, rank) {
-  return panel.top + rank * (panel.row + GAP);
+  return panel.top + rank * pitch(panel);
 }
 
 // The range of passes that the view shows; the passes of a row are in order of time.
@@ -91,6 +97,7 @@ function draw() {
   context.clip();
   drawPasses(panels[0], ink);
   drawPasses(panels[1], ink);
+  if (data.lanes) for (const panel of panels.slice(0, 2)) drawLanes(panel, ink);
   if (panels[2]) drawKept(panels[2], ink);
   if (hovered) drawHovered(ink);
   context.restore();
@@ -145,6 +152,20 @@ function drawPasses(panel, ink) {
       }
     }
   });
+}
+
+// Draw the ops that ran beside the passes. Those of a class have the same shade: copies to the host, and back.
+function drawLanes(panel, ink) {
+  context.fillStyle = ink.soft;
+  data.lanes[panel.name].forEach((row, rank) => {
+    const top = y(panel, rank) + panel.row + 1;
+    for (const [lane, shade, start, end] of row) {
+      const from = x(start), length = x(end) - from;
+      context.globalAlpha = 1 / (1 + shade);
+      context.fillRect(from, top + lane * LANE, length - Math.min(1, 0.15 * length), LANE - 1);
+    }
+  });
+  context.globalAlpha = 1;
 }
 
 // Draw why a rank was idle before a pass: host gaps, and how much later than planned the input arrived.
@@ -237,7 +258,7 @@ function passAt(event) {
   const at = [event.clientX - box.left, event.clientY - box.top];
   if (at[0] < LEFT) return null;
   for (const panel of panels.slice(0, 2)) {
-    const rank = Math.floor((at[1] - panel.top) / (panel.row + GAP));
+    const rank = Math.floor((at[1] - panel.top) / pitch(panel));
     if (rank < 0 || rank >= ranks || at[1] < panel.top) continue;
     const time = ms(at[0]);
     // In a gap of the measured timeline, the following pass is selected: it shows why the rank was idle.
