@@ -25,9 +25,9 @@ def by_schedule() -> str:
         figures = f"{timeline.bubble_rate('makespan'):.1%}", f"{max(timeline.peak_activation):.3g}"
         rows.append((f"`{name}`", *figures, *(f"{peak:.3g}" for peak in peaks)))
     words = (
-        f"Peaks in microbatches, for {_RANKS} ranks, {4 * _RANKS} microbatches and passes of equal length, where W needs "
-        f"30% of the memory of a microbatch; interleaved schedules have {_CHUNKS} chunks per rank. k is the time of both "
-        "copies of a microbatch over the time of its F, B and W. No plan is longer than without offloading."
+        f"Peaks in microbatches, for {_RANKS} ranks, {4 * _RANKS} microbatches and passes of equal length, where W "
+        f"needs 30% of the memory of a microbatch; interleaved schedules have {_CHUNKS} chunks per rank. k is the time "
+        "of both copies of a microbatch over the time of its F, B and W. No plan is longer than without offloading."
     )
     head = ("schedule", "bubble", "peak without", *(f"`auto`, k = {k:g}" for k in _LINKS))
     return f"{words}\n\n{table(head, rows)}"

@@ -205,9 +205,9 @@ FIGURE_15 = {
     "18.1B": (16, 3, 2, 46 * 6144 * (16 + 4 * 8 / 48), 19, {1.2: (9, 4), 1.1: (9, 8), 0.9: (9, 15), 0.7: (8, 27)}),
     "42.9B": (32, 2, 1, 62 * 8192 * (16 + 4 * 8 / 64), 34, {0.9: (19, 10), 0.8: (18, 20), 0.7: (18, 41)}),
 }
-"""By model: ranks, chunks per rank, chunks that move, bytes of all activations per token (layers x hidden x (16 + 4 query
-groups / heads)), GB measured with GIS for 4k tokens, and, by k, for 4k tokens and then twice as many each: the chunks of
-the released scheduler, and GB measured with PO-H."""
+"""By model: ranks, chunks per rank, chunks that move, bytes of all activations per token (layers x hidden x (16 + 4
+query groups / heads)), GB measured with GIS for 4k tokens, and, by k, for 4k tokens and then twice as many each: the
+chunks of the released scheduler, and GB measured with PO-H."""
 
 
 @pytest.mark.parametrize("model", FIGURE_15)

@@ -81,5 +81,7 @@ def _of_passes(spans: Sequence[Span], memory: PassMemory, slices: Slices) -> Ite
 def _of_op(span: LaneSpan, memory: PassMemory, slices: Slices) -> Iterator[tuple[float, float]]:
     if not isinstance(span.op, str):
         at_start, at_end = span.op.memory(memory, slices)
-        yield span.start_ms if span.issued_ms is None else span.issued_ms, at_start
-        yield span.end_ms, at_end
+        if at_start:
+            yield span.start_ms if span.issued_ms is None else span.issued_ms, at_start
+        if at_end:
+            yield span.end_ms, at_end

@@ -150,7 +150,7 @@ def _pass(span: Any) -> list[Any]:
 
 
 def _lanes(timeline: Timeline, lanes: Sequence[str]) -> list[list[list[Any]]]:
-    """For every op beside the passes: the numbers of its lane and of its class, start and end."""
+    """For every op that is not a pass: the numbers of its lane and of its class, start and end."""
     rows = timeline.lanes or ((),) * len(timeline.spans)
     classes = sorted({type(span.op).__name__ for row in rows for span in row if span.lane in lanes})
     return [

@@ -154,7 +154,7 @@ function drawPasses(panel, ink) {
   });
 }
 
-// Draw the ops that ran beside the passes. Those of a class have the same shade: copies to the host, and back.
+// Draw the ops on lanes of their own. Those of a class have the same shade: copies to the host, and back.
 function drawLanes(panel, ink) {
   context.fillStyle = ink.soft;
   data.lanes[panel.name].forEach((row, rank) => {
