@@ -1,0 +1,128 @@
+"""``--offload`` of ``zero-bubble plan`` and ``compare``: text, JSON, SVG, costs files, and errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.zero_bubble import PassCosts, PassMemory
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json
+from megatron.zero_bubble.ir import Pass, Placement
+from megatron.zero_bubble.plan.offload import Move
+
+SIZE = ("--num-ranks", "4", "--num-microbatches", "16")
+UNITS = (*SIZE, "--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms", "2")
+COPIES = ("--offload", "auto", "--host-ms", "2.5")
+
+
+def out_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(list(words)) == 2
+    return capsys.readouterr().err
+
+
+def plan_of(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(out_of(capsys, "plan", *words, "--format", "json"))
+    return content
+
+
+def test_plan_prints_memory_of_device_and_host(capsys: pytest.CaptureFixture[str]) -> None:
+    text = out_of(capsys, "plan", "--schedule", "pipe-offload", *UNITS, *COPIES)
+    assert "of the forwards move, makespan no longer than without" in text
+    for what in ("device peak", "host peak", "pending operands of W"):
+        assert f"{what} by rank, in microbatches: " in text
+
+
+def test_json_has_the_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--schedule", "pipe-offload", *UNITS)
+    plain, moved = plan_of(capsys, *words), plan_of(capsys, *words, *COPIES)
+    assert moved["makespan_ms"] == plain["makespan_ms"] and moved["offload_added_ms"] == 0
+    assert max(moved["peak_activation"]) < max(plain["peak_activation"]) and "moves" not in plain
+    forward, after, out, back = moved["moves"][0]
+    assert Move(Pass.parse(forward), out, back, after).out >= 1
+    assert moved["offloaded_share"] == pytest.approx(len(moved["moves"]) / (8 * 16))
+
+
+def test_memory_limit_is_met_by_offloading(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--schedule", "zb-h2", *UNITS, "--wgrad-memory", "0.3", "--memory-limit", "1.2p")
+    assert "EXCEEDED" in out_of(capsys, "plan", *words)
+    text = out_of(capsys, "plan", *words, "--offload", "auto", "--host-ms", "1.5")
+    assert "memory limit 4.8 microbatches: met" in text
+    assert "lower bound 96.000 ms span" in text
+
+
+def test_search_uses_the_memory_that_offloading_frees(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (
+        "--schedule",
+        "zb-auto",
+        "--placement",
+        "linear",
+        *UNITS,
+        "--wgrad-memory",
+        "0.3",
+        "--memory-limit",
+        "0.8p",
+    )
+    plain = plan_of(capsys, *words)
+    moved = plan_of(capsys, *words, "--offload", "auto", "--host-ms", "1.5")
+    assert max(moved["device_peak"]) <= moved["memory_limit"]
+    assert moved["span_ms"] < plain["lower_bound_ms"]
+
+
+def test_svg_draws_both_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn = out_of(capsys, "plan", "--schedule", "pipe-offload", *UNITS, *COPIES, "--format", "svg")
+    assert drawn.count('<path class="lane"') == 2 * 4
+    assert 'data-numbers="0F0^ ' in drawn and ">copy</text>" in drawn and ">compute</text>" not in drawn
+    assert 'class="lane"' not in out_of(capsys, "plan", "--schedule", "gis", *UNITS, "--format", "svg")
+
+
+def test_compare_lists_what_moves(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("compare", *UNITS, *COPIES, "--placement", "linear", "--max-chunks", "2", "--equal-passes")
+    rows = {row["schedule"]: row for row in json.loads(out_of(capsys, *words, "--format", "json"))["rows"]}
+    assert 0 < rows["gis x2"]["offloaded_share"] < 1 and rows["gis x2"]["host_peak"] > 0
+    assert {"moved", "host"} <= set(out_of(capsys, *words).split("\n")[1].split())
+
+
+def test_costs_file_gives_the_time_of_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    on = Placement.linear(4)
+    costs = PassCosts((2.0,) * 4, (2.0,) * 4, (2.0,) * 4, host_ms=(2.5, 2.5, 2.0, 1.5))
+    memory = PassMemory.uniform(on, 2.0**30, 2.0**28)
+    text = costs_to_json(costs, memory)
+    assert CostsFile.parse(text).on(on) == (costs, memory)
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    words = ("--schedule", "zb-h2", *SIZE, "--costs", str(file))
+    moved = plan_of(capsys, *words, "--offload", "auto")
+    limited = plan_of(capsys, *words, "--offload", "auto", "--host-memory", "3GiB")
+    assert max(limited["host_peak"]) <= 3 * 2**30 and max(moved["host_peak"]) > 3 * 2**30
+    # 1 GiB in 2.5 ms is 429.5 GB/s.
+    fast = plan_of(capsys, *words, "--offload", "auto", "--host-bandwidth", "1000000")
+    assert max(fast["device_peak"]) <= max(moved["device_peak"])
+    assert "GiB" in out_of(capsys, "plan", *words, "--offload", "all", "--node-memory", "4GiB", "--ranks-per-node", "4")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--offload", "half"), "the share to offload is all, none or a percentage up to 100%, for example 50%"),
+        (("--offload", "all"), "offloading needs the time of a copy to host memory; got none with offload all"),
+        (("--host-ms", "1"), "--host-ms applies only to --offload; got --offload none; give --offload auto or all"),
+        ((*COPIES, "--host-bandwidth", "9"), "--host-ms and --host-bandwidth both give the time of copies; leave out"),
+        (("--offload", "all", "--host-ms", "0"), "--host-ms must be above 0; got 0.0"),
+        (("--offload", "all", "--host-bandwidth", "9"), "a bandwidth to the host needs activation memory in bytes"),
+        ((*COPIES, "--host-memory", "1GiB"), "--host-memory 1GiB needs activation memory in bytes"),
+        ((*COPIES, "--ranks-per-link", "0"), "ranks_per_link must be 1 or more; got 0"),
+    ],
+)
+def test_errors_state_rule_value_and_remedy(
+    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in error_of(capsys, "plan", "--schedule", "zb-h1", *UNITS, *flags)
