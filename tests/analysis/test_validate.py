@@ -79,13 +79,13 @@ def test_pass_on_another_rank_is_rejected(data: st.DataObject) -> None:
 
 @given(st.data())
 def test_swapping_a_pass_with_its_own_dependency_is_rejected(data: st.DataObject) -> None:
-    """Moves F after the backward of the same microbatch, or B after its W, on the same rank."""
+    """Moves F after the backward of the same slice of a microbatch, or B after its W, on the same rank."""
     schedule = data.draw(schedules())
     rank, column = data.draw(cells(schedule))
     rows = mutable(schedule)
     first = rows[rank][column]
-    same = (p for p in rows[rank][column + 1 :] if (p.stage, p.microbatch) == (first.stage, first.microbatch))
-    after = next(same, None)
+    of = first.stage, first.microbatch, first.slice
+    after = next((p for p in rows[rank][column + 1 :] if (p.stage, p.microbatch, p.slice) == of), None)
     assume(after is not None)
     assert after is not None
     other = rows[rank].index(after)
