@@ -61,7 +61,7 @@ def test_collective_time_is_added_once() -> None:
     plan = lower_training(schedule)
     slow = replace(costs, vocabulary=replace(costs.vocabulary, collective_ms=5.0))
     assert simulate(plan, slow).makespan_ms > simulate(plan, costs).makespan_ms
-    lasts = [end - begin for row in simulate(plan, slow).lanes for _, _, begin, end in row]
+    lasts = [span.end_ms - span.start_ms for row in simulate(plan, slow).lanes for span in row]
     assert lasts == [pytest.approx(5.0)] * sum(isinstance(op, Collective) for row in plan.ops for op in row)
 
 

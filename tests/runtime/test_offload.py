@@ -101,9 +101,12 @@ def test_storage_that_something_else_refers_to_stays(rank: Rank) -> None:
     rank.by_op[Discard](Discard(FIRST), ())
 
 
+@pytest.mark.parametrize("late", [True, False])
 @pytest.mark.parametrize("moves", [True, False])
-def test_change_in_place_is_noticed(rank: Rank, moves: bool) -> None:
-    """Of a saved tensor that moves, and of one whose memory is only measured."""
+def test_change_in_place_is_noticed(rank: Rank, moves: bool, late: bool) -> None:
+    """Of a saved tensor that moves, and of one whose memory is only measured; ``late``: while others have moved, which
+    is possible for a tensor that stays because something else refers to it.
+    """
     rank.saved.counter = lambda storage: None
     x = torch.randn(SIZE, requires_grad=True)
     outputs = []
@@ -112,12 +115,19 @@ def test_change_in_place_is_noticed(rank: Rank, moves: bool) -> None:
         outputs.append(x.exp())
         return (outputs[0] * 1.0).sum()
 
+    def change() -> None:
+        with torch.no_grad():
+            outputs[0].mul_(2.0)
+
     y = rank.forward(run, moves=moves)
-    with torch.no_grad():
-        outputs[0].mul_(2.0)
-    leaving = rank.evict(x, y) if moves else None
+    if not late:
+        change()
+    if moves:
+        rank.fetch(rank.release(rank.evict(x, y)))
+    if late:
+        change()
     with pytest.raises(RuntimeError, match="modified by an inplace operation: .* is at version 1; expected version 0"):
-        rank.release(leaving) if moves else y.backward()
+        y.backward()
 
 
 def test_measured_storage_counts_while_it_is_on_the_device(rank: Rank) -> None:

@@ -160,11 +160,7 @@ class _Away:
         return pairs
 
     def leave(self) -> list[tuple[int, int, int]]:
-        """Free the memory on the device; returns the keys of what stays.
-
-        Raises:
-            RuntimeError: a saved tensor was changed in place.
-        """
+        """Free the memory on the device; returns the keys of what stays."""
         for window in self._windows:
             window.leave()
         self._windows.clear()

@@ -59,22 +59,22 @@ class Place:
 class Window:
     """What autograd keeps in place of a tensor: its view of a storage.
 
-    With hooks, autograd does not notice that a saved tensor is changed in place; the window does.
+    With hooks, autograd does not notice that a saved tensor is changed in place; the window does, also after it left.
     """
 
-    __slots__ = ("_alias", "_dtype", "_version", "_view", "place")
+    __slots__ = ("_alias", "_has_left", "_version", "_view", "place")
 
     def __init__(self, place: Place, tensor: torch.Tensor) -> None:
         self.place = place
-        self._alias: torch.Tensor | None = tensor.detach()  # shares the version, and has no graph: no cycle
+        self._alias = tensor.detach()  # shares the version, and has no graph: no cycle
         self._version = tensor._version
-        self._dtype = tensor.dtype
         self._view = tensor.storage_offset(), tensor.size(), tensor.stride()
+        self._has_left = False
 
     def leave(self) -> None:
         """Refer to the storage only through ``place``."""
-        self._check()
-        self._alias = None
+        self._has_left = True
+        self._alias.data = self._alias.new_empty(0)  # without the bytes, it still shares the version
 
     def tensor(self) -> torch.Tensor:
         """The tensor, without gradient.
@@ -82,20 +82,18 @@ class Window:
         Raises:
             RuntimeError: it was changed in place after it was saved.
         """
-        if self._alias is not None:
-            self._check()
-            return self._alias
-        storage = self.place.storage
-        assert storage is not None, "a backward ran before its values were fetched"
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(storage, *self._view)
-
-    def _check(self) -> None:
-        if self._alias is not None and self._alias._version != self._version:
+        alias = self._alias
+        if alias._version != self._version:
             raise RuntimeError(
                 "one of the tensors needed for gradient computation has been modified by an inplace operation: "
-                f"{self._dtype} of shape {list(self._alias.shape)} is at version {self._alias._version}; expected "
-                f"version {self._version}"
+                f"{alias.dtype} of shape {list(self._view[1])} is at version {alias._version}; expected version "
+                f"{self._version}"
             )
+        if not self._has_left:
+            return alias
+        storage = self.place.storage
+        assert storage is not None, "a backward ran before its values were fetched"
+        return torch.empty(0, dtype=alias.dtype, device=storage.device).set_(storage, *self._view)
 
 
 class SavedTensors:
@@ -121,8 +119,10 @@ class SavedTensors:
                 because linears save them detached or transposed.
             moving: forwards whose windows are needed (see ``take``).
         """
-        self._parameters = frozenset(p.untyped_storage().data_ptr() for chunk in chunks for p in chunk.parameters())
         self._moving = frozenset(moving)
+        hooked = self._moving or self.counter is not None  # some subclasses of weights have no storage to ask
+        weights = (p for chunk in chunks for p in chunk.parameters()) if hooked else ()
+        self._parameters = frozenset(p.untyped_storage().data_ptr() for p in weights)
         self.clear()
 
     def take(self, forward: Pass) -> list[Window]:

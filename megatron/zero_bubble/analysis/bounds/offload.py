@@ -39,9 +39,8 @@ def _of_rank(s: Setting, rank: int, host_ms: Sequence[float]) -> float:
     stages, limit = s.stages(rank), s.limit[rank]
     area = s.m * sum(s.a[k] * (s.round_trip(k, k) + s.b[k]) + s.g[k] * s.w[k] for k in stages)
     lane = 0.0
-    for stage in sorted((_stage(s, k, host_ms[k]) for k in stages), key=lambda each: each.density, reverse=True):
-        if stage.saved <= 0:
-            break
+    gains = [stage for stage in (_stage(s, k, host_ms[k]) for k in stages) if stage.saved > 0]
+    for stage in sorted(gains, key=lambda each: each.density, reverse=True):
         after, less = lane + stage.lane_ms, area - stage.saved
         if after * limit >= less:  # moving a part is best
             part = max(0.0, (area - lane * limit) / (stage.lane_ms * limit + stage.saved))
