@@ -76,7 +76,8 @@ def test_divided_vocabulary_is_measured(
         tmp_path / "metrics.jsonl",
     )
     bubbles = [line for line in lines if line["kind"] == "bubble"]
-    assert bubbles and all(0 < line[share] < 1 for line in bubbles for share in ("planned", "measured"))
+    # A rank that the others never make wait has no bubble in the plan.
+    assert bubbles and all(0 < line["measured"] < 1 and -1e-9 < line["planned"] < 1 for line in bubbles)
     recording = read_trace_file(tmp_path / "trace.json")
     placement = Placement.vee(2) if schedule == "zb-v" else Placement.linear(2)
     for trace in recording.traces.values():
