@@ -24,22 +24,26 @@ def ranks() -> Iterator[RankPool]:
     pool.close()
 
 
-WITHOUT_RANKS = frozenset("analysis cli costs formats job plan planning render schedules search".split())
-"""The folders whose tests start no training processes."""
+WITHOUT_POOL = frozenset("analysis cli costs formats gpu_day job plan planning render schedules search".split())
+"""The folders whose tests do not run on the pool of ranks. Those of ``gpu_day`` start processes of their own."""
+FILES_WITHOUT_POOL = ("tests/bench/test_peer_schedules.py", "tests/bench/test_ladder.py")
+FILES_BESIDE_POOL = ("tests/cli/test_launch_scripts.py",)
+"""Tests of the folders above that start several nodes, and would be slow beside those on the pool."""
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests that start ranks to one worker of pytest-xdist, so that they share a pool and run one at a time;
-    the other worker runs the rest.
+    """Give all tests that run on the pool of ranks to one worker of pytest-xdist, so that there is one pool; the other
+    worker runs the rest.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class RanksTogether(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             _, folder, *_ = nodeid.split("/")
-            alone = folder in WITHOUT_RANKS and "test_launch_scripts.py" not in nodeid
-            return nodeid if alone else "ranks"
+            if nodeid.startswith(FILES_WITHOUT_POOL):
+                return nodeid
+            return nodeid if folder in WITHOUT_POOL and not nodeid.startswith(FILES_BESIDE_POOL) else "ranks"
 
     return RanksTogether(config, log)
 

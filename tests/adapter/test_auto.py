@@ -98,7 +98,13 @@ def test_schedules_of_slices_are_searched_for(ranks: RankPool, cuts: str) -> Non
     assert values(sliced.grad_norms) == pytest.approx(values(stock.grad_norms), rel=1e-4)
 
 
-@pytest.mark.parametrize("options", ["2 --zero-bubble-memory-limit 1.5p", f"1 {ON_A_V} --zero-bubble-recompute-logits"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "2 --zero-bubble-memory-limit 1.5p",
+        pytest.param(f"1 {ON_A_V} --zero-bubble-recompute-logits", marks=pytest.mark.full),
+    ],
+)
 def test_schedules_with_a_divided_vocabulary_are_searched_for(ranks: RankPool, options: str) -> None:
     """Costs are measured with the passes of the vocabulary, and the losses are those of whole layers up to rounding."""
     auto, first = f"zb-auto --zero-bubble-vocabulary-parallel {options}", "zb-v" if ON_A_V in options else None

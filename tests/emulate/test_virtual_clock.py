@@ -40,9 +40,12 @@ def assert_executed_as_planned(ranks: RankPool, cases: list[Case]) -> None:
             assert deviation_ms <= 0.01, (schedule.name, schedule.num_microbatches, costs, rank, where)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int) -> None:
-    assert_executed_as_planned(ranks, list(virtual_cases(num_ranks)))
+@pytest.mark.parametrize(("num_ranks", "every"), [(2, 1), (4, 1), (8, 4), pytest.param(8, 1, marks=pytest.mark.full)])
+def test_every_schedule_runs_as_planned(ranks: RankPool, num_ranks: int, every: int) -> None:
+    """Eight ranks are slow on few cores, so one case in ``every`` is enough, with another ratio of costs each time."""
+    cases = list(virtual_cases(num_ranks))[::every]
+    assert {schedule.name.split()[0] for schedule, _ in cases} >= {"1f1b", "zb-h2", "zb-v", "seq-zb-h1", "pipe-offload"}
+    assert_executed_as_planned(ranks, cases)
 
 
 @pytest.mark.timeout(300)
