@@ -49,13 +49,8 @@ def differences(rank: int, flags: str, schedules: Sequence[str]) -> list[Differe
     start = None
     for args, _ in _under_each(flags, [None, *schedules]):
         gradients, start = whole_gradients_of(args, start)
-        size = len(found[0].of[EMBEDDING]) if found else 0
-        for name in (EMBEDDING, OUTPUT) if found else ():
-            if name in gradients.of:  # without the padding
-                assert not gradients.of[name][size:].any()
-                gradients.of[name] = gradients.of[name][:size]
         found.append(gradients)
-    return [Difference.between(gradients, found[0]) for gradients in found[1:]]
+    return [Difference.between(_without_padding(gradients, found[0]), found[0]) for gradients in found[1:]]
 
 
 def distances_in_bf16(rank: int, flags: str, schedules: Sequence[str]) -> list[Difference]:
@@ -68,7 +63,15 @@ def distances_in_bf16(rank: int, flags: str, schedules: Sequence[str]) -> list[D
     found = []
     for args, _pipeline in _under_each(f"{flags} --bf16", [None, *schedules]):
         found.append(whole_gradients_of(args, start)[0])
-    return [Difference.between(gradients, exact) for gradients in found]
+    return [Difference.between(_without_padding(gradients, exact), exact) for gradients in found]
+
+
+def _without_padding(gradients: Gradients, stock: Gradients) -> Gradients:
+    """Remove the rows of the vocabulary that stock does not have; their gradient is zero."""
+    whole = {name: gradients.of[name] for name in (EMBEDDING, OUTPUT) if name in gradients.of}
+    size = len(stock.of[EMBEDDING])
+    assert not any(gradient[size:].any() for gradient in whole.values())
+    return Gradients(gradients.losses, gradients.of | {name: gradient[:size] for name, gradient in whole.items()})
 
 
 def largest_differences(found: Outcome, stock: Outcome) -> tuple[float, float]:

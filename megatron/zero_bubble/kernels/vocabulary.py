@@ -25,6 +25,8 @@ shards that do not have the label. Statistics are one float32 tensor, (3, s, b).
 _FEWEST_BLOCKS, _MOST_LOGITS = 4, 2**24
 """The logits of a block of tokens are at most a quarter of all, and 64 MiB in float32."""
 
+_HAS_OUTPUT_DTYPE = torch.version.cuda is not None and hasattr(torch.ops.aten.mm, "dtype")
+
 
 class Rows(NamedTuple):
     """The rows of the vocabulary that a shard has.
@@ -148,10 +150,10 @@ def hidden_gradient_parts(softmax: LocalSoftmax, weight: Tensor) -> tuple[Tensor
     """With algorithm 2: what the shard adds to the gradient of the hidden states, before the statistics are known.
 
     Returns:
-        A and G, (s, b, h) in the dtype of ``weight``. The gradient, for losses of gradient 1, is the sum over all
-        shards of ``share * A - G``.
+        A, (s, b, h) in float32, and G, (s, b, h) in the dtype of ``weight``. The gradient, for losses of gradient 1, is
+        the sum over all shards of ``share * A - G``.
     """
-    mean = torch.matmul(softmax.probabilities.to(weight.dtype), weight)
+    mean = product_in_float32(softmax.probabilities.to(weight.dtype), weight)
     return mean, weight[softmax.labels].masked_fill(~softmax.owned[..., None], 0)
 
 
@@ -165,6 +167,21 @@ def logits_gradient(softmax: LocalSoftmax, whole: Tensor, gradient: Tensor) -> T
     grad = softmax.probabilities.mul_(share(softmax.statistics, whole)[..., None])
     grad.scatter_add_(-1, softmax.labels[..., None], -softmax.owned[..., None].to(grad.dtype))
     return grad.mul_(gradient[..., None])
+
+
+def product_in_float32(left: Tensor, weight: Tensor) -> Tensor:
+    """The product of ``left``, (s, b, v), and ``weight``, (v, h), of the same dtype: (s, b, h) in float32.
+
+    It is a shard's part of a sum over all shards. Rounded to 16 bits only after that sum, the sum is as near to the
+    exact one as the product with the whole vocabulary. torch before 2.8 has no such product of 16-bit matrices on GPUs;
+    there every part is rounded.
+    """
+    if left.device.type == "cpu":
+        return torch.matmul(left.float(), weight.float())
+    if left.dtype == torch.float32 or not _HAS_OUTPUT_DTYPE:
+        return torch.matmul(left, weight).float()
+    product = torch.mm(left.flatten(0, 1), weight, out_dtype=torch.float32)
+    return product.view(*left.shape[:-1], -1)
 
 
 def look_up(weight: Tensor, ids: Tensor, rows: Rows) -> Tensor:

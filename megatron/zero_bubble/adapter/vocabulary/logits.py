@@ -129,7 +129,7 @@ class RecomputedLogits:
         own, *parts = vocabulary.softmax_in_blocks(x, weight, labels, rows, prepares)
         whole = tensor.combined(own)
         if whole is not own and parts:
-            parts[0] = (parts[0] * vocabulary.share(own, whole)[..., None]).to(weight.dtype)
+            parts[0] *= vocabulary.share(own, whole)[..., None]
         return Softmax(whole, tuple(map(tensor.added, parts)), Saved(hidden, (labels,)))
 
     def gradients(

@@ -99,7 +99,7 @@ class VocabularyStage:
         if self._facts.algorithm == 1:
             return (factors,)
         (of_hidden,) = gradient
-        return factors, (of_hidden * self._shapes.own(of_losses)[..., None]).to(of_hidden.dtype)
+        return factors, (of_hidden * self._shapes.own(of_losses)[..., None]).to(self._shapes.dtype)
 
     @torch.no_grad()
     def _weights(self, work: Pass, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -117,7 +117,7 @@ class VocabularyStage:
             with self._synchronized(work, is_last):
                 self._accumulate.add([[product]], ready=is_last and self._is_ready(work))
             if self._facts.algorithm == 1:
-                of_hidden.append(torch.matmul(grad, weight))
+                of_hidden.append(vocabulary.product_in_float32(grad, weight))
         return ((self._tensor.added(torch.cat(of_hidden)),),) if self._facts.algorithm == 1 else ()
 
     @torch.no_grad()

@@ -47,8 +47,9 @@ class Shapes:
         """Token numbers, (b, s)."""
         return torch.empty(self.tokens[::-1], dtype=torch.int64, device=self.device)
 
-    def empty_hidden(self) -> torch.Tensor:
-        return torch.empty(self.hidden, dtype=self.dtype, device=self.device)
+    def empty_hidden(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Hidden states, or with another ``dtype`` a part of their gradient, (s/t, b, h)."""
+        return torch.empty(self.hidden, dtype=dtype or self.dtype, device=self.device)
 
     def empty_rows(self) -> torch.Tensor:
         """Rows of the embedding or their gradient, (b, s, h)."""
@@ -98,15 +99,16 @@ class VocabularyTransfers:
 
         Returns:
             None except on the root. For S: losses, maximum and total, (s, b) in float32, and with algorithm 2 the
-            gradient of the hidden states for losses of gradient 1. For T: the gradient of the hidden states. For I: the
-            looked-up rows.
+            gradient of the hidden states for losses of gradient 1, in float32. For T: the gradient of the hidden
+            states, rounded to their dtype after the sum. For I: the looked-up rows.
         """
         if part is FORGOTTEN:
             part = self._parts(kind)
         if kind is Kind.S:
             return self._statistics(part, root, group)
         (tensor,) = part
-        return self._reduce(tensor, root, group)
+        added = self._reduce(tensor, root, group)
+        return added and (added[0].to(self._shapes.dtype),)
 
     def _statistics(self, part: Tensors, root: int, group: dist.ProcessGroup) -> Tensors | None:
         own = part[0]
@@ -117,7 +119,7 @@ class VocabularyTransfers:
         if self._prepares_gradient:
             mean, of_labels = part[1:]
             share = self._shapes.own(vocabulary.share(own, whole))
-            gradient = self._reduce((mean * share[..., None] - of_labels).to(mean.dtype), root, group)
+            gradient = self._reduce(mean * share[..., None] - of_labels, root, group)
         if gradient is None or group.rank() != root:
             return None
         return vocabulary.cross_entropy(whole), whole[vocabulary.MAXIMUM], whole[vocabulary.TOTAL], *gradient
@@ -143,9 +145,9 @@ class VocabularyTransfers:
         """Uninitialized tensors in place of a part that was not computed."""
         shapes = self._shapes
         if kind is Kind.S:
-            gradient = (shapes.empty_hidden(), shapes.empty_hidden()) if self._prepares_gradient else ()
+            gradient = (shapes.empty_hidden(torch.float32), shapes.empty_hidden()) if self._prepares_gradient else ()
             return shapes.empty_of_tokens(3), *gradient
-        return (shapes.empty_hidden() if kind is Kind.T else shapes.empty_rows(),)
+        return (shapes.empty_hidden(torch.float32) if kind is Kind.T else shapes.empty_rows(),)
 
 
 def _sent(name: str, held: Tensors) -> Tensors:
