@@ -27,8 +27,8 @@ def ranks() -> Iterator[RankPool]:
 WITHOUT_POOL = frozenset("analysis cli costs formats gpu_day job plan planning render schedules search".split())
 """The folders whose tests do not run on the pool of ranks. Those of ``gpu_day`` start processes of their own."""
 FILES_WITHOUT_POOL = ("tests/bench/test_peer_schedules.py", "tests/bench/test_ladder.py")
-FILES_BESIDE_POOL = ("tests/cli/test_launch_scripts.py",)
-"""Tests of the folders above that start several nodes, and would be slow beside those on the pool."""
+FILES_AS_IF_ON_POOL = ("tests/cli/test_launch_scripts.py",)
+"""Tests of the folders above that start several nodes, and would be slow next to those on the pool."""
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -43,7 +43,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             _, folder, *_ = nodeid.split("/")
             if nodeid.startswith(FILES_WITHOUT_POOL):
                 return nodeid
-            return nodeid if folder in WITHOUT_POOL and not nodeid.startswith(FILES_BESIDE_POOL) else "ranks"
+            return nodeid if folder in WITHOUT_POOL and not nodeid.startswith(FILES_AS_IF_ON_POOL) else "ranks"
 
     return RanksTogether(config, log)
 

@@ -25,10 +25,10 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import bound, peak_memory
+from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
-from megatron.zero_bubble.search.timed import timed
 
 _MOST_CHUNKS = 4
 
@@ -187,7 +187,7 @@ def _simulated(
         for make in makers:
             try:
                 made = make()
-                timeline = timed(made.schedule, *made.costs.on(made.schedule.placement))
+                timeline = timeline_of(made.schedule, *made.costs.on(made.schedule.placement))
                 moved = None if finish is None else finish(timeline, made.costs)
             except UserError as error:
                 absent.append(str(error))

@@ -28,6 +28,7 @@ from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
+from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build
@@ -89,7 +90,8 @@ def dry_run(options: argparse.Namespace) -> str:
     schedule = _schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs)
     plan = _with_offload(args, schedule)
-    timeline = simulate(schedule if plan is None else plan, *costs.on(args.placement))
+    figures = costs.on(args.placement)
+    timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
     host = None if plan is None else host_peaks(plan, costs.on(args.placement)[1])
     if options.gpu_memory is not None:
         _check_memory(options.gpu_memory, timeline, costs)

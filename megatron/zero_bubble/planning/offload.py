@@ -13,6 +13,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.passes import F
+from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.offload import Move, offload, parse_share
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.select import lane_load, peaks_with, pending_wgrads, select_hidden
@@ -178,4 +179,4 @@ def _finished(moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memor
 
 
 def _bare(schedule: Schedule, moves: Collection[Move]) -> Plan:
-    return offload(Plan.bare(schedule), moves)
+    return offload(collect(Plan.bare(schedule)), moves)

@@ -17,10 +17,10 @@ from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, fitted, peak_memory
+from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.auto import PlacementChoice
 from megatron.zero_bubble.search.cut import even
-from megatron.zero_bubble.search.timed import timed
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 Choice = Literal["off", "1", "2", "auto"]
@@ -131,8 +131,9 @@ def inserted(schedule: Schedule, variant: Variant, limit: float | None, objectiv
     """Insert the passes of the variant's algorithm into ``schedule``, unless it has passes of the vocabulary."""
     on = variant.costs.on(schedule.placement)
     if variant.algorithm is None or algorithm_of(schedule) is not None:
-        return timed(schedule, *on)
-    return best_with_vocabulary(schedule, *on, variant.algorithm, objective, limit)
+        return timeline_of(schedule, *on)
+    best = best_with_vocabulary(schedule, *on, variant.algorithm, objective, limit)
+    return timeline_of(best.schedule, *on)
 
 
 def shards_inserted(
@@ -181,7 +182,7 @@ def auto_with_vocabulary(
     source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=algorithm)
     first = replace(source.make(costs.num_microbatches), name=f"{AUTO} (vocabulary {algorithm})")
     if memory_limit == DEFAULT_LIMIT:
-        limit = max(limit, peak_memory(timed(first, *costs.on(first.placement)), costs))
+        limit = max(limit, peak_memory(timeline_of(first, *costs.on(first.placement)), costs))
     found = searched(variant, limit, placement, objective)
     return shards_inserted(lambda: (first, *found), variant, limit, objective)
 

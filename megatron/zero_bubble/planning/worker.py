@@ -24,8 +24,8 @@ from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.plans import auto
+from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
-from megatron.zero_bubble.search.timed import timed
 
 _LOWEST_PRIORITY = 19
 
@@ -96,7 +96,7 @@ def plan(request: Request) -> Timeline:
         schedule = auto(figures, figures.limit(request.memory_limit), *wanted, request.slices)
     else:
         schedule = auto_with_vocabulary(figures, request.vocabulary, request.memory_limit, *wanted)
-    return timed(schedule, *figures.on(schedule.placement))
+    return timeline_of(schedule, *figures.on(schedule.placement))
 
 
 def main() -> int:
