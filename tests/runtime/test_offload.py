@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import resource
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,12 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.platforms.cpu import host as cpu_host
+from megatron.zero_bubble.platforms.host import ALIGNMENT, Extent, HostBuffer, HostMemory
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
 
@@ -87,18 +91,36 @@ def test_gradients_are_the_same_and_memory_is_freed_in_between(rank: Rank) -> No
 
 def test_storage_that_something_else_refers_to_stays(rank: Rank) -> None:
     shared, x = torch.randn(SIZE), torch.randn(SIZE, requires_grad=True)
-    y = rank.forward(lambda: (x * shared).exp().sum())
     want = shared * (x.detach() * shared).exp()
-    leaving = rank.evict(x, y)
-    assert rank.host.used == 2 * x.nbytes
-    on_host = rank.release(leaving)
-    rank.fetch(on_host)
+    with rank.offloader.iteration():
+        y = rank.forward(lambda: (x * shared).exp().sum())
+        leaving = rank.evict(x, y)
+        assert rank.host.used == 2 * x.nbytes
+        rank.fetch(rank.release(leaving))
     y.backward()
     assert x.grad is not None and torch.equal(x.grad, want)
-    rank.host.close()
     rank.release(rank.evict(x, rank.forward(lambda: (x * shared).exp().sum())))
-    assert rank.host.used == x.nbytes, "what stayed once is not copied again"
+    assert rank.host.used == x.nbytes, "what never left in an iteration is not copied in the next one"
     rank.by_op[Discard](Discard(FIRST), ())
+
+
+def test_storage_that_stayed_once_may_leave_later(rank: Rank) -> None:
+    """For example, an output that was still being sent."""
+    x, held = torch.randn(SIZE, requires_grad=True), []
+
+    def run() -> torch.Tensor:
+        held.append(x.exp())
+        return (held[0] * 1.0).sum()
+
+    for held_by in ((True, False), (True, True), (True,)):
+        with rank.offloader.iteration():
+            for is_held in held_by:
+                leaving = rank.evict(x, rank.forward(run))
+                assert rank.host.used == x.nbytes, "it is copied again"
+                if not is_held:
+                    held.clear()
+                rank.fetch(rank.release(leaving))
+                held.clear()
 
 
 @pytest.mark.parametrize("late", [True, False])
@@ -174,16 +196,52 @@ def test_outside_of_forwards_nothing_is_packed() -> None:
 
 
 def test_host_memory_is_used_again_and_limited() -> None:
-    host = select("cpu").host_memory(3000)
-    first, second = host.take(1000), host.take(1500)
-    with pytest.raises(UserError, match="3000 bytes per rank; this rank has 2500 bytes in use and needs 600 more"):
-        host.take(600)
-    address = first.data_ptr()
+    host = select("cpu").host_memory(6 * ALIGNMENT)
+    first, second = host.take(2 * ALIGNMENT), host.take(3 * ALIGNMENT)
+    with pytest.raises(UserError, match="3072 bytes per rank; this rank has 2560 bytes in use and needs 1024 more"):
+        host.take(2 * ALIGNMENT)
+    (piece,) = first.parts(0, first.num_bytes)
     host.give(first)
-    assert host.take(900).data_ptr() == address
+    (again,) = host.take(ALIGNMENT).parts(0, ALIGNMENT)
+    assert again.data_ptr() == piece.data_ptr()
     host.give(second)
-    assert host.take(2000).numel() == 2000, "free buffers make room for one of another size"
-    assert (host.used, host.peak) == (3000, 3000)
+    assert host.take(5 * ALIGNMENT).num_bytes == 5 * ALIGNMENT, "pieces of other sizes make room for it"
+    assert (host.used, host.peak) == (6 * ALIGNMENT, 6 * ALIGNMENT)
+    host.close()
+    assert host.take(6 * ALIGNMENT).num_bytes == 6 * ALIGNMENT
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=40), st.randoms())
+def test_what_fits_by_bytes_fits_in_host_memory(steps: list[tuple[int, bool]], draw: random.Random) -> None:
+    """Whatever is taken and given back: blocks are as large as the most bytes in use, and no two buffers overlap."""
+    blocks: list[int] = []
+
+    class Counting(HostMemory):
+        def _allocate(self, num_bytes: int) -> torch.Tensor:
+            blocks.append(num_bytes)
+            return torch.empty(num_bytes, dtype=torch.uint8)
+
+    host, taken = Counting(), [(HostBuffer((), ()), 0)]
+    for number, (size, gives) in enumerate(steps):
+        if gives:
+            if taken:
+                host.give(taken.pop(draw.randrange(len(taken)))[0])
+            continue
+        taken.append((host.take(size * ALIGNMENT), number))
+        for part in taken[-1][0].parts(0, size * ALIGNMENT):
+            part.fill_(number)
+    assert sum(blocks) == host.peak
+    for buffer, number in taken:
+        assert sum(part.numel() for part in buffer.parts(0, buffer.num_bytes)) == buffer.num_bytes
+        assert all(bool((part == number).all()) for part in buffer.parts(0, buffer.num_bytes))
+
+
+def test_a_buffer_of_several_pieces_is_read_in_order() -> None:
+    pieces = torch.arange(10, dtype=torch.uint8).split([3, 1, 6])
+    buffer = HostBuffer([Extent(0, 0, 3), Extent(1, 4, 5), Extent(1, 8, 14)], pieces)
+    for start, num_bytes in [(0, 10), (1, 5), (3, 1), (4, 6), (2, 1)]:
+        found = torch.cat([*buffer.parts(start, num_bytes)])
+        assert found.tolist() == list(range(start, start + num_bytes))
 
 
 def test_full_host_is_named() -> None:
@@ -198,10 +256,27 @@ def test_full_host_is_named() -> None:
     assert not caught.value.everywhere, "the rank itself must say it"
 
 
+def test_memory_that_the_container_does_not_have_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_host, "_GROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("100000\n")
+    (tmp_path / "memory.current").write_text("95000\n")
+    assert select("cpu").host_memory().take(4096).num_bytes == 4096
+    with pytest.raises(UserError, match="need 8192 more bytes on this machine, got 5000 bytes available; lower the"):
+        select("cpu").host_memory().take(8192)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert select("cpu").host_memory().take(8192).num_bytes == 8192
+
+
+def test_systems_without_files_in_memory_have_anonymous_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(cpu_host.os, "memfd_create")
+    (part,) = select("cpu").host_memory().take(ALIGNMENT).parts(0, ALIGNMENT)
+    assert part.fill_(7).sum() == 7 * ALIGNMENT
+
+
 def test_host_memory_has_no_name_by_which_it_could_be_truncated() -> None:
     before = set(Path("/proc/self/fd").iterdir())
-    buffer = select("cpu").host_memory().take(10)
+    buffer = select("cpu").host_memory().take(ALIGNMENT)
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if "zero-bubble-host" in line]
     assert maps and all(line.endswith("(deleted)") for line in maps), "it is mapped"
     assert set(Path("/proc/self/fd").iterdir()) <= before, "no descriptor is left"
-    assert buffer.numel() == 10
+    assert buffer.num_bytes == ALIGNMENT

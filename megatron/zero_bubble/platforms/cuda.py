@@ -73,25 +73,25 @@ class CudaResult:
 
 
 class PinnedMemory(HostMemory):
-    """Pinned buffers. They are registered at their exact size, because torch's own allocator of pinned memory rounds up
-    to a power of two.
+    """Pinned memory. Blocks are registered at their exact size, because torch's own allocator of pinned memory rounds
+    up to a power of two.
     """
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        block = torch.empty(num_bytes, dtype=torch.uint8)
         runtime = torch.cuda.cudart()
-        status = runtime.cudaHostRegister(buffer.data_ptr(), num_bytes, 0)
+        status = runtime.cudaHostRegister(block.data_ptr(), num_bytes, 0)
         if status != runtime.cudaError.success:
             raise UserError(
                 f"activations in host memory need {num_bytes} bytes of pinned memory, got CUDA error {int(status)}; "
                 "raise the limit of locked memory (ulimit -l), or lower the percentage of --zero-bubble-offload",
                 everywhere=False,
             )
-        return buffer
+        return block
 
-    def _release(self, buffer: torch.Tensor) -> None:
+    def _release(self, block: torch.Tensor) -> None:
         torch.cuda.synchronize()  # a copy back may still read it
-        torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())
+        torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
 class CudaHostCopy(HostCopy):

@@ -3,20 +3,63 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from megatron.zero_bubble.errors import UserError
 
-_SPARE = 2
-"""A free buffer is used again for at least its size divided by this."""
+ALIGNMENT = 512
+"""Bytes between starts of storages in host memory, as torch aligns tensors on a GPU."""
+
+
+class Extent(NamedTuple):
+    """A range of bytes of a block of host memory."""
+
+    block: int
+    start: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.start
+
+
+class HostBuffer:
+    """Uninitialized host memory, in one piece or several.
+
+    Args:
+        extents: the places of its pieces.
+        pieces: uint8 tensors, (n,) each.
+    """
+
+    def __init__(self, extents: Sequence[Extent], pieces: Sequence[torch.Tensor]) -> None:
+        self.extents = extents
+        self._pieces = pieces
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(extent.size for extent in self.extents)
+
+    def parts(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
+        """The bytes from ``start`` on, in order: a uint8 tensor for each piece that has some of them."""
+        end = start + num_bytes
+        for extent, piece in zip(self.extents, self._pieces, strict=True):
+            if start < extent.size and end > 0:
+                yield piece[max(0, start) : end]
+            start, end = start - extent.size, end - extent.size
 
 
 class HostMemory(ABC):
-    """Buffers in host memory. Freed buffers are kept for later, because a new one is slow to make.
+    """Blocks of host memory, divided into buffers.
+
+    Blocks are freed only by ``close``: to free pinned memory, all work of the device has to end, which could wait for
+    passes that are not issued yet. A buffer may have several pieces, so that free bytes fit whatever their places, and
+    the blocks together are never larger than the buffers that were in use at the same time.
 
     Args:
-        limit: most bytes of all buffers together; None for no limit.
+        limit: most bytes of all blocks together; None for no limit.
 
     Attributes:
         used: bytes of the buffers in use.
@@ -25,56 +68,72 @@ class HostMemory(ABC):
 
     def __init__(self, limit: int | None = None) -> None:
         self._limit = limit
-        self._free: list[torch.Tensor] = []
-        self._size = 0  # of all buffers
+        self._blocks: list[torch.Tensor] = []
+        self._free: list[Extent] = []  # in order, none next to another
+        self._size = 0  # of all blocks
         self.used = self.peak = 0
 
-    def take(self, num_bytes: int) -> torch.Tensor:
-        """Return an uninitialized buffer, a uint8 tensor (n,) with n >= ``num_bytes``.
+    def take(self, num_bytes: int) -> HostBuffer:
+        """Return a buffer of ``num_bytes``, a multiple of ``ALIGNMENT``.
 
         Raises:
             UserError: the limit is exceeded, or the machine has no more memory.
         """
-        fitting = [buffer for buffer in self._free if num_bytes <= buffer.numel() <= _SPARE * num_bytes]
-        if fitting:
-            found = min(fitting, key=torch.Tensor.numel)
-            # By identity: tensors compare by elements.
-            self._free = [buffer for buffer in self._free if buffer is not found]
-        else:
-            found = self._new(num_bytes)
-        self.used += found.numel()
-        self.peak = max(self.peak, self.used)
-        return found
-
-    def give(self, buffer: torch.Tensor) -> None:
-        """Take ``buffer`` back. Only copies that start later may use it again."""
-        self.used -= buffer.numel()
-        self._free.append(buffer)
-
-    def close(self) -> None:
-        """Free all buffers that are not in use."""
-        for buffer in self._free:
-            self._size -= buffer.numel()
-            self._release(buffer)
-        self._free.clear()
-
-    def _new(self, num_bytes: int) -> torch.Tensor:
-        if self._limit is not None and self._size + num_bytes > self._limit:
-            self.close()
-        if self._limit is not None and self._size + num_bytes > self._limit:
+        assert num_bytes % ALIGNMENT == 0
+        if self._limit is not None and self.used + num_bytes > self._limit:
             raise UserError(
                 f"activations in host memory must fit in --zero-bubble-host-memory, {self._limit} bytes per rank; this "
-                f"rank has {self._size} bytes in use and needs {num_bytes} more; raise the limit, or lower the "
+                f"rank has {self.used} bytes in use and needs {num_bytes} more; raise the limit, or lower the "
                 "percentage of --zero-bubble-offload",
                 everywhere=False,
             )
-        made = self._allocate(num_bytes)
-        self._size += num_bytes
-        return made
+        missing = num_bytes - (self._size - self.used)
+        if missing > 0:
+            self._blocks.append(self._allocate(missing))
+            self._free.append(Extent(len(self._blocks) - 1, 0, missing))
+            self._size += missing
+        whole = [extent for extent in self._free if extent.size >= num_bytes]
+        # The smallest that is large enough, else the largest ones.
+        candidates = [min(whole, key=_size)] if whole else sorted(self._free, key=_size, reverse=True)
+        taken: list[Extent] = []
+        for extent in candidates:
+            part = min(extent.size, num_bytes - sum(map(_size, taken)))
+            if part:
+                taken.append(extent._replace(end=extent.start + part))
+                self._free.remove(extent)
+                if part < extent.size:
+                    self._free.append(extent._replace(start=extent.start + part))
+        self._free.sort()
+        self.used += num_bytes
+        self.peak = max(self.peak, self.used)
+        return HostBuffer(taken, [self._blocks[block][start:end] for block, start, end in taken])
+
+    def give(self, buffer: HostBuffer) -> None:
+        """Take ``buffer`` back. Only copies that start later may use its memory again."""
+        self.used -= buffer.num_bytes
+        merged: list[Extent] = []
+        for extent in sorted((*self._free, *buffer.extents)):
+            if merged and merged[-1].block == extent.block and merged[-1].end == extent.start:
+                merged[-1] = merged[-1]._replace(end=extent.end)
+            else:
+                merged.append(extent)
+        self._free = merged
+
+    def close(self) -> None:
+        """Free all memory. No buffer may be in use."""
+        for block in self._blocks:
+            self._release(block)
+        self._blocks.clear()
+        self._free.clear()
+        self._size = self.used = 0
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor:
-        """Make a buffer of exactly ``num_bytes``."""
+        """Make a block, a uint8 tensor of exactly ``num_bytes``."""
 
-    def _release(self, buffer: torch.Tensor) -> None:  # noqa: B027 (most buffers end with their last reference)
+    def _release(self, block: torch.Tensor) -> None:  # noqa: B027 (most blocks end with their last reference)
         """Undo what ``_allocate`` did in addition to making the tensor."""
+
+
+def _size(extent: Extent) -> int:
+    return extent.size

@@ -20,7 +20,7 @@ import torch
 
 from megatron.zero_bubble.ir import Op, Pass
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
-from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.platforms.host import ALIGNMENT, HostBuffer, HostMemory
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
@@ -28,9 +28,9 @@ from megatron.zero_bubble.runtime.saved import Place, SavedTensors, Window
 
 LEAST_BYTES = 4096
 """Smaller storages stay: a copy takes some microseconds, whatever its size."""
-_ALIGNMENT = 512
-"""Bytes between starts of storages in a host buffer, as torch aligns tensors on a GPU."""
 
+Key = tuple[int, int, int, int]
+"""A storage that forwards save again and again: stage, slice, position among the storages of a forward, and bytes."""
 Ends = Sequence[torch.Tensor | None]
 """The input and the output of a forward: the value ``saved``."""
 
@@ -47,7 +47,9 @@ class Offloader:
     def __init__(self, saved: SavedTensors, host: HostMemory, lane: Lane) -> None:
         self._saved, self._host, self._lane = saved, host, lane
         self._away: dict[Pass, _Away] = {}
-        self._stays: set[tuple[int, int, int]] = set()
+        self._stays: set[Key] = set()
+        self._stayed: set[Key] = set()
+        self._left: set[Key] = set()
 
     @property
     def num_away(self) -> int:
@@ -61,7 +63,10 @@ class Offloader:
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
-        """Context around an iteration. If it fails, copies still end, and all host memory is free again."""
+        """Context around an iteration. If it fails, copies still end, and all host memory is free again.
+
+        Storages that never left in an iteration are not copied in later ones.
+        """
         try:
             yield
         except BaseException:
@@ -71,6 +76,7 @@ class Offloader:
                 self._free(forward)
             raise
         assert not self._away, "a proved plan leaves nothing on the host"
+        self._stays |= self._stayed - self._left
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Free host memory and stop the lane."""
@@ -95,7 +101,8 @@ class Offloader:
 
     def _release(self, op: Release, inputs: Sequence[_Away]) -> tuple[_Away]:
         (away,) = inputs
-        self._stays.update(away.leave())
+        for key, has_left in away.leave():
+            (self._left if has_left else self._stayed).add(key)
         return (away,)
 
     def _fetch(self, observer: IterationObserver | None, op: Fetch, inputs: Sequence[_Away]) -> tuple[_Copy]:
@@ -124,7 +131,7 @@ class _Away:
 
     Args:
         windows: of everything that it saved.
-        stays: what stayed before: (stage, position among the storages of a forward, bytes).
+        stays: what never left in earlier iterations.
 
     Attributes:
         ends: input and output of the forward.
@@ -132,50 +139,53 @@ class _Away:
         num_bytes: the size that the buffer needs.
     """
 
-    def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[tuple[int, int, int]]) -> None:
+    def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[Key]) -> None:
         self.ends = ends
-        self.buffer: torch.Tensor | None = None
+        self.buffer: HostBuffer | None = None
         device = next((end.device for end in ends if end is not None), None)
         places = dict.fromkeys(window.place for window in windows)
-        keys = [(forward.stage, number, place.num_bytes) for number, place in enumerate(places)]
+        keys = [(forward.stage, forward.slice, number, place.num_bytes) for number, place in enumerate(places)]
         self._moving = {
             place: key for place, key in zip(places, keys, strict=True) if key not in stays and _can_move(place, device)
         }
         self._windows = [window for window in windows if window.place in self._moving]
-        sizes = (-(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT for place in self._moving)
+        sizes = (-(-place.num_bytes // ALIGNMENT) * ALIGNMENT for place in self._moving)
         *starts, self.num_bytes = accumulate(sizes, initial=0)
         self._starts = dict(zip(self._moving, starts, strict=True))
 
     def out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The (target, source) of each copy to the host."""
-        return [(self._on_host(place), _bytes(place)) for place in self._moving]
+        return [pair for place in self._moving for pair in self._with_host(place)]
 
     def back(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Allocate memory on the device; returns the (target, source) of each copy back."""
         pairs = []
         for place in self._starts:
-            source = self._on_host(place)
             place.come_back(torch.empty(place.num_bytes, dtype=torch.uint8, device=place.device).untyped_storage())
-            pairs.append((_bytes(place), source))
+            pairs += [(device, host) for host, device in self._with_host(place)]
         return pairs
 
-    def leave(self) -> list[tuple[int, int, int]]:
-        """Free the memory on the device; returns the keys of what stays."""
+    def leave(self) -> list[tuple[Key, bool]]:
+        """Free the memory on the device; returns for each storage whether it left, which it does unless something else
+        refers to it.
+        """
         for window in self._windows:
             window.leave()
         self._windows.clear()
         for end in self.ends:
             _keep_shape(end)
-        stay = [(place, key) for place, key in self._moving.items() if not place.leave()]
-        for place, _ in stay:
-            del self._starts[place]
-        self._moving.clear()
-        return [key for _, key in stay]
+        left = {place: place.leave() for place in self._moving}
+        self._starts = {place: start for place, start in self._starts.items() if left[place]}
+        keys, self._moving = self._moving, {}
+        return [(key, left[place]) for place, key in keys.items()]
 
-    def _on_host(self, place: Place) -> torch.Tensor:
+    def _with_host(self, place: Place) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The bytes of a storage on host and device, in as many parts as the host has pieces for them."""
         assert self.buffer is not None, "something moves, so there is a buffer"
-        start = self._starts[place]
-        return self.buffer[start : start + place.num_bytes]
+        own, done = _bytes(place), 0
+        for part in self.buffer.parts(self._starts[place], place.num_bytes):
+            yield part, own[done : done + part.numel()]
+            done += part.numel()
 
 
 def _can_move(place: Place, device: torch.device | None) -> bool:

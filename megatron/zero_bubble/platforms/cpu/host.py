@@ -1,21 +1,33 @@
-"""Host memory of the CPU platform: mapped files, which torch's CPU allocator, here the device's, does not count."""
+"""Host memory of the CPU platform: mapped memory, which torch's CPU allocator, here the device's, does not count."""
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.host import HostMemory
 
+_GROUP = Path("/sys/fs/cgroup")
+
 
 class MappedMemory(HostMemory):
-    """Buffers in files in memory, without a name: no other process can remove or truncate them, and none is left when
-    this process ends. With files on a disk, copies would wait for the disk.
+    """Blocks in files in memory, without a name: no other process can remove or truncate them, and none is left when
+    this process ends. With files on a disk, copies would wait for the disk. Systems other than Linux have no such
+    files; there, blocks are anonymous memory.
     """
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
+        available = min(_available_bytes(), default=None)
+        if available is not None and num_bytes > available:
+            raise _no_room(num_bytes, f"{available} bytes available")
+        if not hasattr(os, "memfd_create"):
+            return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
         descriptor = os.memfd_create("zero-bubble-host")
         try:
             # Without its pages, a write to the mapping could find no memory and would kill the process.
@@ -23,10 +35,28 @@ class MappedMemory(HostMemory):
             path = f"/proc/self/fd/{descriptor}"
             return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         except OSError as error:
-            raise UserError(
-                f"activations in host memory need {num_bytes} more bytes on this machine, got {error.strerror}; lower "
-                "the percentage of --zero-bubble-offload",
-                everywhere=False,
-            ) from error
+            raise _no_room(num_bytes, str(error.strerror)) from error
         finally:
             os.close(descriptor)
+
+
+def _no_room(num_bytes: int, found: str) -> UserError:
+    return UserError(
+        f"activations in host memory need {num_bytes} more bytes on this machine, got {found}; lower the percentage of "
+        "--zero-bubble-offload",
+        everywhere=False,
+    )
+
+
+def _available_bytes() -> Iterator[int]:
+    """The memory that the machine and the container say is available, as far as they do: beyond it, Linux kills
+    processes instead of failing.
+    """
+    with suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                yield int(line.split()[1]) * 1024
+    with suppress(OSError):
+        limit, used = ((_GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        if limit != "max":
+            yield int(limit) - int(used)
