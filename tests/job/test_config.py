@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron.zero_bubble import build, simulate
+from megatron.zero_bubble.formats.moves import moves_content
+from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.source import even_costs
+from megatron.zero_bubble.plan.offload import Move
 
 
 @pytest.mark.parametrize(
@@ -26,5 +33,23 @@ def test_options_without_effect_are_rejected(options: dict[str, Any], sentence: 
 
 
 def test_offloading_excludes_a_stream_for_weight_gradients() -> None:
-    with pytest.raises(ValueError, match="got offload=50% with wgrad_stream; leave one of them out"):
+    with pytest.raises(ValueError, match="got wgrad_stream with offload=50%; leave one of them out"):
         ZeroBubbleConfig("zb-h1", offload="50%", wgrad_stream=True)
+
+
+def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
+    timeline = simulate(schedule, even_costs(schedule.placement))
+    plain, moving = (str(tmp_path / name) for name in ("plain.json", "moving.json"))
+    Path(plain).write_text(plan_to_json(timeline))
+    move = Move(Pass(0, Kind.F, 1))
+    Path(moving).write_text(plan_to_json(timeline, layout=moves_content([move])))
+    config = ZeroBubbleConfig(schedule_file=moving, host_memory="1GiB")
+    select = config.selection(config.sources()(2))
+    assert select is not None and select(schedule) == (move,)
+    without = ZeroBubbleConfig(schedule_file=moving, offload="none", wgrad_stream=True)
+    assert without.selection(without.sources()(2)) is None
+    with pytest.raises(ValueError, match="got wgrad_stream with offload=the moves of the schedule file"):
+        ZeroBubbleConfig(schedule_file=moving, wgrad_stream=True).sources()
+    with pytest.raises(ValueError, match="host_memory=1GiB with offload=none, which moves nothing"):
+        ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB").sources()

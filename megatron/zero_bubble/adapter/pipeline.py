@@ -7,7 +7,7 @@ results and the order of the steps after the passes are the same.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -42,7 +42,7 @@ from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
-from megatron.zero_bubble.plan.offload import MoveSelection
+from megatron.zero_bubble.plan.offload import Move, MoveSelection
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
@@ -69,7 +69,7 @@ class Pipeline:
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
         post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
-        select_moves: selects what is offloaded, to at most ``host_limit`` bytes per rank; None for nothing.
+        select_moves: as ``make_schedule``, for what moves to at most ``host_limit`` bytes of host memory; or None.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -329,29 +329,23 @@ class Pipeline:
                 "with post_validated(optimizer, model) of the pipeline that apply() returns, or leave post_validation "
                 "out"
             )
+        moves = () if forward_only or self._select_moves is None else self._select_moves(schedule)
         prepared = self._prepared.get(key)
-        if prepared is None or prepared.schedule != schedule:
+        if prepared is None or (prepared.schedule, prepared.moves) != (schedule, moves):
             check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
             check_runnable(schedule, group.size(), num_microbatches)
-            plan = self._plan(schedule, forward_only)
+            plan = self._plan(schedule, moves, forward_only)
             _check_queues(group, plan)
             self._connect(group, plan)
-            prepared = self._prepared[key] = Prepared.of(schedule, plan, group.rank(), self._break_even(plan))
+            prepared = self._prepared[key] = Prepared.of(schedule, moves, plan, group.rank(), _break_even(plan))
         return prepared
 
-    def _plan(self, schedule: Schedule, forward_only: bool) -> Plan:
+    def _plan(self, schedule: Schedule, moves: Collection[Move], forward_only: bool) -> Plan:
         """Validate the schedule and lower it to a plan."""
         validate(schedule)
         if forward_only:
             return lower_forward_only(schedule, self._post_receives)
-        moves = () if self._select_moves is None else self._select_moves(schedule)
         return lower_training(schedule, self._post_receives, self._rollback is not None, moves)
-
-    def _break_even(self, plan: Plan) -> float:
-        """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
-        if not plan.drain:
-            return 0.0  # the plan validates nothing
-        return break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""
@@ -393,8 +387,14 @@ class _Call(NamedTuple):
     force_all_reduce: bool | None
 
 
+def _break_even(plan: Plan) -> float:
+    """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
+    if not plan.drain:
+        return 0.0  # the plan validates nothing
+    return break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
+
+
 def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
-    if backend_of(group) != "nccl" or os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1":
-        return
-    prove_single_queue(plan)
+    if backend_of(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        prove_single_queue(plan)

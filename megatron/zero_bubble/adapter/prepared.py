@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.plan.offload import Move
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,7 @@ class Prepared:
     """A plan, and the facts about it that one rank needs in every iteration."""
 
     schedule: Schedule
+    moves: Collection[Move]
     plan: Plan
     rank: int
     stages: tuple[StageFacts, ...]
@@ -25,10 +28,10 @@ class Prepared:
     vocabulary: VocabularyFacts | None
 
     @classmethod
-    def of(cls, schedule: Schedule, plan: Plan, rank: int, break_even: float) -> Prepared:
+    def of(cls, schedule: Schedule, moves: Collection[Move], plan: Plan, rank: int, break_even: float) -> Prepared:
         own = schedule.placement.stages_of(rank)
         facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
-        return cls(schedule, plan, rank, facts, break_even, VocabularyFacts.of(plan.schedule, rank))
+        return cls(schedule, moves, plan, rank, facts, break_even, VocabularyFacts.of(plan.schedule, rank))
 
     @property
     def last_stage_rank(self) -> int:

@@ -26,6 +26,7 @@ from megatron.zero_bubble.job.layers import job_layers
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
+from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
 from megatron.zero_bubble.planning.timelines import timeline_of
@@ -144,10 +145,12 @@ def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -
 
 def _with_offload(args: argparse.Namespace, schedule: Schedule) -> Plan | None:
     """Return the plan of ``schedule`` with the ops of offloading; None if nothing is offloaded."""
-    if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
-        return None
-    config: ZeroBubbleConfig = args.zero_bubble
-    return lower_training(schedule, moves=config.moves(schedule)) if config.offloads else None
+    select = _selection(args)
+    return None if select is None else lower_training(schedule, moves=select(schedule))
+
+
+def _selection(args: argparse.Namespace) -> MoveSelection | None:
+    return None if args.source is None else args.zero_bubble.selection(args.source)
 
 
 def _prove(args: argparse.Namespace, costs: Figures) -> str:
@@ -155,6 +158,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
     if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
         return "The job uses Megatron's built-in schedule, which is not proved."
     config: ZeroBubbleConfig = args.zero_bubble
+    select = _selection(args)
     one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and _uses_nccl(args)
     batches = args.batch_sizes
     counts = sorted({size // batches.granule for size in batches.steps})
@@ -164,7 +168,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         schedule = _schedule(args, costs, count)
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
-        moves = config.moves(schedule)
+        moves = () if select is None else select(schedule)
         training = lower_training(schedule, config.post_receives, config.post_validation, moves)
         for own in (training, lower_forward_only(schedule, config.post_receives)):
             if one_queue:

@@ -9,6 +9,7 @@ from typing import Any
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.moves import moves_content
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, plan_offload
@@ -132,7 +133,7 @@ def offload_content(done: Offloaded, choice: str) -> Mapping[str, Any]:
         "device_peak": done.device_peak,
         "host_peak": done.host_peak,
         "pending_wgrad": done.pending_wgrad,
-        "moves": [[str(move.forward), move.after, move.out, move.back] for move in done.moves],
+        **moves_content(done.moves),
     }
 
 

@@ -10,17 +10,19 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from megatron.zero_bubble.analysis.bounds import Bound
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
+from megatron.zero_bubble.formats.moves import moves_from
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import Flow, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
+from megatron.zero_bubble.plan.offload import Move
 
 VOCABULARY = "vocabulary"
 
@@ -90,13 +92,30 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
     return content
 
 
-def schedule_from_json(text: str) -> Schedule:
-    """Read and validate the schedule of a plan's JSON. Keys that do not describe the schedule are ignored.
+class PlanContent(NamedTuple):
+    """What a run takes from a plan: the schedule, and what moves to host memory between forward and backward."""
+
+    schedule: Schedule
+    moves: tuple[Move, ...] = ()
+
+
+def plan_from_json(text: str) -> PlanContent:
+    """Read and validate a plan's JSON. Keys that describe neither the schedule nor what moves are ignored.
 
     Raises:
         UserError: when the text is not a plan; a ``ScheduleError``, with the grid, when the order is invalid.
     """
     content = json_object(text)
+    schedule = _schedule_from(content)
+    return PlanContent(schedule, moves_from(content, schedule))
+
+
+def schedule_from_json(text: str) -> Schedule:
+    """Read a plan with ``plan_from_json``, and return its schedule."""
+    return plan_from_json(text).schedule
+
+
+def _schedule_from(content: dict[str, Any]) -> Schedule:
     name = read_key(content, "schedule", "a string", _is_text)
     num_microbatches = read_key(content, "num_microbatches", "a whole number above 0", lambda v: _is_count(v) and v > 0)
     stage_to_rank = read_key(content, "stage_to_rank", "a list of ranks", lambda v: _is_list(v, _is_count))
@@ -133,9 +152,14 @@ def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
     )
 
 
+def read_plan_file(path: str | Path) -> PlanContent:
+    """Read a file with ``plan_from_json``; errors name the file."""
+    return read_file(path, "schedule file", plan_from_json)
+
+
 def read_schedule_file(path: str | Path) -> Schedule:
-    """Read a file with ``schedule_from_json``; errors name the file."""
-    return read_file(path, "schedule file", schedule_from_json)
+    """Read a file with ``read_plan_file``, and return its schedule."""
+    return read_plan_file(path).schedule
 
 
 def _is_text(value: object) -> bool:

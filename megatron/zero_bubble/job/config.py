@@ -10,11 +10,11 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.costs.units import checked_share, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
-from megatron.zero_bubble.plan.offload import Move, parse_share, select_longest
+from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.schedules import recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -56,8 +56,8 @@ class ZeroBubbleConfig:
             pipeline ranks. The job's own NCCL options for its pipeline take precedence.
         offload: which activations are in host memory between forward and backward: ``all`` of them, the given share of
             each rank's microbatches, such as ``50%``, longest lifespan first, or ``none``. Activations whose backward
-            follows too closely stay on the device.
-        host_memory: limit per rank for ``offload``, for example ``60GiB``; None for no limit.
+            follows too closely stay on the device. None is what ``schedule_file`` moves, and nothing without a file.
+        host_memory: limit per rank for what moves, for example ``60GiB``; None for no limit.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -81,7 +81,7 @@ class ZeroBubbleConfig:
     wgrad_stream: bool = False
     post_receives: PostReceives = "early"
     nccl_ctas: int = DEFAULT_NCCL_CTAS
-    offload: str = "none"
+    offload: str | None = None
     host_memory: str | None = None
     measure_memory: bool = False
     peer_timeout_s: float | None = None
@@ -124,31 +124,34 @@ class ZeroBubbleConfig:
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
 
-    @property
-    def offloads(self) -> bool:
-        """Whether any activations are to be in host memory between forward and backward.
-
-        Raises:
-            UserError: ``offload`` has none of its forms.
-        """
-        return parse_share(self.offload) > 0
-
-    def moves(self, schedule: Schedule) -> tuple[Move, ...]:
-        """What leaves the device between forward and backward; none if nothing is offloaded."""
-        return select_longest(schedule, parse_share(self.offload))
+    def selection(self, source: ScheduleSource) -> MoveSelection | None:
+        """How to select what leaves the device between forward and backward; None if nothing does."""
+        if self.offload is None:
+            return (lambda _: source.moves) if source.moves else None
+        share = parse_share(self.offload)
+        return functools.partial(select_longest, share=share) if share else None
 
     def _check_offload(self) -> None:
+        moves = parse_share(NO_SHARE if self.offload is None else self.offload) > 0
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
-            if not self.offloads:
-                raise UserError(
-                    f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
-                    f"offload={self.offload}, which moves nothing; leave it out, or give offload=all"
-                )
-        if self.offloads and self.wgrad_stream:
+            if not moves and (self.schedule_file is None or self.offload is not None):
+                self._refuse_host_memory()
+        if moves:
+            self._check_wgrad_stream()
+
+    def _refuse_host_memory(self) -> None:
+        raise UserError(
+            f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
+            f"offload={self.offload or NO_SHARE}, which moves nothing; leave it out, or give offload=all"
+        )
+
+    def _check_wgrad_stream(self) -> None:
+        if self.wgrad_stream:
             raise UserError(
                 "offloading needs all weight gradients on the stream of the passes, because another stream uses "
-                f"activations longer than planned; got offload={self.offload} with wgrad_stream; leave one of them out"
+                "activations longer than planned; got wgrad_stream with offload="
+                f"{self.offload or 'the moves of the schedule file'}; leave one of them out"
             )
 
     def _check_vocabulary(self) -> None:
@@ -227,6 +230,10 @@ class ZeroBubbleConfig:
         return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=cuts, vocabulary=vocabulary)
 
     def _check_file(self, source: ScheduleSource) -> None:
+        if self.offload is None and source.moves:
+            self._check_wgrad_stream()
+        elif self.offload is None and self.host_memory is not None:
+            self._refuse_host_memory()
         has, wanted = source.vocabulary, self.vocabulary
         if wanted not in (None, has):
             raise UserError(

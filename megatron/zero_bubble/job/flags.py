@@ -136,7 +136,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="all|N%|none",
         help="keep activations in host memory between forward and backward: all of them, or N%% of each rank's "
         "microbatches, longest lifespan first; those whose backward follows too closely stay on the device; default: "
-        "none",
+        "what the plan in --zero-bubble-schedule-file moves, else none",
     )
     add(
         "--zero-bubble-host-memory",
@@ -251,7 +251,7 @@ def config_of(
         wgrad_stream=bool(options.zero_bubble_wgrad_stream),
         post_receives=options.zero_bubble_post_receives or "early",
         nccl_ctas=DEFAULT_NCCL_CTAS if options.zero_bubble_nccl_ctas is None else options.zero_bubble_nccl_ctas,
-        offload=options.zero_bubble_offload or "none",
+        offload=options.zero_bubble_offload,
         host_memory=options.zero_bubble_host_memory,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,

@@ -10,9 +10,10 @@ from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.formats.plan import read_schedule_file
+from megatron.zero_bubble.formats.plan import read_plan_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
@@ -34,12 +35,14 @@ class ScheduleSource:
         make: returns the schedule for a number of microbatches. For a file, it returns the file's schedule whatever
             the number; for ``zb-auto``, the schedule that runs before the planned one.
         vocabulary: the algorithm of vocabulary parallelism that all its schedules have; None without it.
+        moves: what moves to host memory between forward and backward by the schedule file.
     """
 
     name: str
     placement: Placement
     make: Callable[[int], Schedule]
     vocabulary: Algorithm | None = None
+    moves: tuple[Move, ...] = ()
 
     @classmethod
     def by_name(
@@ -70,13 +73,13 @@ class ScheduleSource:
 
     @classmethod
     def from_file(cls, path: str | Path) -> ScheduleSource:
-        """The schedule of a file, which is read once, in this call.
+        """The schedule of a file and what it moves; the file is read once, in this call.
 
         Raises:
             UserError: the file cannot be read or does not contain a valid schedule.
         """
-        schedule = read_schedule_file(path)
-        return cls(str(path), schedule.placement, lambda _: schedule, algorithm_of(schedule))
+        schedule, moves = read_plan_file(path)
+        return cls(str(path), schedule.placement, lambda _: schedule, algorithm_of(schedule), moves)
 
     @classmethod
     def automatic(

@@ -152,7 +152,9 @@ def _pipeline(
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
     more = config.post_receives, config.nccl_ctas, config.recompute_logits
-    moves = config.moves if config.offloads else None
+    # The number of ranks may be unknown yet; what a schedule file moves does not depend on it.
+    select_moves = config.selection(sources(2))
+    moves = None if select_moves is None else functools.cache(select_moves)
     limit = None if config.host_memory is None else parse_bytes(config.host_memory)
     return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit)
 
