@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import resource
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,63 @@ def test_failed_iteration_leaves_nothing_on_the_host(rank: Rank) -> None:
     with pytest.raises(ArithmeticError):
         fail()
     assert rank.host.used == 0 and rank.offloader.num_away == 0
+
+
+class Subclass(torch.Tensor):
+    """A tensor with a storage, which its view of the storage does not describe."""
+
+
+class OfParts(torch.Tensor):
+    """A tensor without a storage of its own, as those of fp8 are."""
+
+    @staticmethod
+    def __new__(cls, part: torch.Tensor) -> OfParts:
+        return torch.Tensor._make_wrapper_subclass(cls, part.shape, dtype=part.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, part: torch.Tensor) -> None:
+        self.part = part
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*(arg.part if isinstance(arg, OfParts) else arg for arg in args), **(kwargs or {}))
+        return OfParts(result) if isinstance(result, torch.Tensor) else result
+
+
+def of_subclass(x: torch.Tensor) -> torch.Tensor:
+    return x.as_subclass(Subclass)
+
+
+@pytest.mark.parametrize("wrap", [of_subclass, OfParts])
+def test_tensor_of_a_subclass_stays_and_keeps_no_graph(rank: Rank, wrap: Any) -> None:
+    rank.saved.counter = lambda storage: None
+    x = wrap(torch.randn(SIZE)).requires_grad_()
+    kept: list[Any] = []
+
+    def run() -> torch.Tensor:
+        kept.append(x.exp())  # saves its result
+        return x.exp() * 2
+
+    y = rank.forward(run, [torch.nn.Linear(*SIZE)])
+    rank.fetch(rank.release(rank.evict(None, None)))
+    y.sum().backward()
+    assert x.grad is not None and torch.equal(x.grad.norm(), (x.detach().exp() * 2).norm())
+    alive = weakref.ref(kept[0])
+    gc.disable()
+    try:
+        kept.clear()
+        assert alive() is None, "it is free without the garbage collector, so the graph does not refer to it"
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("wrap", [of_subclass, OfParts])
+def test_change_in_place_of_a_subclass_is_noticed(rank: Rank, wrap: Any) -> None:
+    x = wrap(torch.randn(SIZE)).requires_grad_()
+    y = rank.forward(x.exp)
+    with torch.no_grad():
+        y.mul_(2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation: .* is at version 1; expected version 0"):
+        y.sum().backward()
 
 
 def test_outside_of_forwards_nothing_is_packed() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import merge
 from itertools import accumulate
 from typing import NamedTuple
@@ -27,7 +27,7 @@ def memory_curve(timeline: Timeline, memory: PassMemory) -> tuple[tuple[Kept, ..
 def peaks(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
     """Return the peak memory of each rank, in units of one microbatch on that rank."""
     changes = (_changes(timeline, rank, memory) for rank in range(len(timeline.spans)))
-    most = (max(accumulate(change for _, change in of_rank), default=0.0) for of_rank in changes)
+    most = (highest(change for _, change in of_rank) for of_rank in changes)
     return tuple(peak / one for peak, one in zip(most, _microbatch(timeline, memory), strict=True))
 
 
@@ -41,8 +41,12 @@ def host_peaks(plan: Plan, memory: PassMemory) -> tuple[float, ...]:
     the order of the rank's ops.
     """
     slices = plan.schedule.slices
-    changes = ((op.host_memory(memory, slices) for op in row) for row in plan.ops)
-    return tuple(max(accumulate(row), default=0.0) for row in changes)
+    return tuple(highest(op.host_memory(memory, slices) for op in row) for row in plan.ops)
+
+
+def highest(changes: Iterable[float]) -> float:
+    """Return the peak of what is 0 at first and changes by these amounts, in order."""
+    return max(accumulate(changes, initial=0.0))
 
 
 def _microbatch(timeline: Timeline, memory: PassMemory) -> Iterator[float]:

@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
+from megatron.zero_bubble.analysis.memory import highest
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Pass, Slices, Value
@@ -72,24 +73,19 @@ class RowMemory:
     """The memory of a rank for any moves; it depends only on the order of the ops."""
 
     def __init__(self, passes: Sequence[Pass], memory: PassMemory, slices: Slices) -> None:
-        self._changes = [memory.changes(p, slices) for p in passes]
+        # Of every pass: what is freed before it, what is then allocated, and its own changes at its start and its end.
+        self._changes = [change for p in passes for change in (0.0, 0.0, *memory.changes(p, slices))]
         self._spans = {span.forward: span for span in lifespans(passes)}
         self._size = {forward: memory.size(Value(forward, SAVED), slices) for forward in self._spans}
 
     def peak(self, moves: Collection[Move]) -> float:
         """Return the peak with these moves, all of this rank, in the unit of the memory figures."""
-        before = [0.0] * (2 * len(self._changes))  # of every pass: what is freed, and what is then allocated
+        changes = self._changes.copy()
         for move in moves:
             places, size = move.places(self._spans[move.forward]), self._size[move.forward]
-            before[2 * places.release] -= size
-            before[2 * places.fetch + 1] += size
-        held = peak = 0.0
-        for place, (at_start, at_end) in enumerate(self._changes):
-            held += before[2 * place] + before[2 * place + 1] + at_start
-            peak = max(peak, held)
-            held += at_end
-            peak = max(peak, held)
-        return peak
+            changes[4 * places.release] -= size
+            changes[4 * places.fetch + 1] += size
+        return highest(changes)
 
 
 class _Away(NamedTuple):

@@ -83,12 +83,7 @@ class Window:
             RuntimeError: it was changed in place after it was saved.
         """
         alias = self._alias
-        if alias._version != self._version:
-            raise RuntimeError(
-                "one of the tensors needed for gradient computation has been modified by an inplace operation: "
-                f"{alias.dtype} of shape {list(self._view[1])} is at version {alias._version}; expected version "
-                f"{self._version}"
-            )
+        _check_unchanged(alias, self._version, self._view[1])
         if not self._has_left:
             return alias
         storage = self.place.storage
@@ -105,7 +100,7 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self.counter: Counter | None = None
-        self._parameters: frozenset[int] = frozenset()
+        self._parameters: frozenset[int | None] = frozenset()
         self._moving: frozenset[Pass] = frozenset()
         self._windows: list[Window] | None = None  # of the running forward
         self._places: dict[int, Place] = {}
@@ -120,9 +115,9 @@ class SavedTensors:
             moving: forwards whose windows are needed (see ``take``).
         """
         self._moving = frozenset(moving)
-        hooked = self._moving or self.counter is not None  # some subclasses of weights have no storage to ask
+        hooked = self._moving or self.counter is not None
         weights = (p for chunk in chunks for p in chunk.parameters()) if hooked else ()
-        self._parameters = frozenset(p.untyped_storage().data_ptr() for p in weights)
+        self._parameters = frozenset(map(_address, weights)) - {None}
         self.clear()
 
     def take(self, forward: Pass) -> list[Window]:
@@ -163,9 +158,12 @@ class SavedTensors:
         """What to keep in place of ``tensor`` until the backward; ``unpack`` returns the tensor."""
         if self._windows is None:
             return tensor
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() in self._parameters:
+        address = _address(tensor)
+        if address is None:
+            return _Whole(None, tensor)
+        if address in self._parameters:
             return tensor
+        storage = tensor.untyped_storage()
         place = self._places.get(storage._cdata)
         if place is None:
             place = self._places[storage._cdata] = Place(storage, self.counter)
@@ -177,18 +175,38 @@ class SavedTensors:
 
 
 class _Whole:
-    """A tensor of a subclass, which stays as it is, and its counted storage."""
+    """A tensor of a subclass, which stays as it is, and its storage, which is counted if it has one."""
 
-    __slots__ = ("_place", "tensor_")
+    __slots__ = ("_place", "_tensor", "_version")
 
-    def __init__(self, place: Place, tensor: torch.Tensor) -> None:
+    def __init__(self, place: Place | None, tensor: torch.Tensor) -> None:
         self._place = place
-        self.tensor_ = tensor
+        # Without its graph, because what saves it may be a part of the graph. A leaf has none.
+        self._tensor = tensor if tensor.is_leaf else tensor.detach()
+        self._version = tensor._version
 
     def tensor(self) -> torch.Tensor:
-        return self.tensor_
+        """See ``Window``."""
+        _check_unchanged(self._tensor, self._version, self._tensor.size())
+        return self._tensor
 
 
 def unpack(kept: Any) -> torch.Tensor:
     """The tensor that was given to ``SavedTensors.pack``."""
     return kept.tensor() if isinstance(kept, (Window, _Whole)) else kept
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """The address of its storage; None for a subclass that consists of other tensors, for example of fp8."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except RuntimeError:  # torch has no function that asks
+        return None
+
+
+def _check_unchanged(tensor: torch.Tensor, version: int, size: torch.Size) -> None:
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the tensors needed for gradient computation has been modified by an inplace operation: "
+            f"{tensor.dtype} of shape {list(size)} is at version {tensor._version}; expected version {version}"
+        )
