@@ -51,6 +51,8 @@ ROWS = {
     "zb-h2, bf16": ("zb-h2", Layout(4), 6, "--bf16"),
     "zb-v": ("zb-v", Layout(2, num_layers=4), 4, ""),
     "interleaved": ("interleaved-1f1b", Layout(2, num_layers=4), 4, CHUNKS),
+    "gis": ("gis", Layout(2, num_layers=4), 4, CHUNKS),
+    "pipe-offload": ("pipe-offload", Layout(2, num_layers=4), 4, CHUNKS),
     "slices": ("seq-1f1b", Layout(2), 4, "--zero-bubble-num-slices 2"),
     "slices, split backward, recompute": (
         "seq-zb-h1",

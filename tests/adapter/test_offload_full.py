@@ -20,6 +20,18 @@ ROWS = {
     "zb-h1, dp=2, distributed optimizer, both overlaps": ("zb-h1", Layout(2, data=2), 6, f"--bf16 {DISTRIBUTED}"),
     "zb-h1, experts": ("zb-h1", Layout(2), 6, EXPERTS),
 }
+CHUNKED = ("zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offload")
+SCHEDULES = ("1f1b", "zb-h1", "zb-h2", *CHUNKED)
+OPTIONS = {
+    "fp32": "",
+    "bf16": "--bf16",
+    "dropout": "--attention-dropout 0.1 --hidden-dropout 0.1",
+    "full recompute": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "selective recompute": "--recompute-granularity selective",
+    "experts": EXPERTS,
+    "tensor and sequence parallel": "--sequence-parallel",
+    "distributed optimizer": f"--bf16 {DISTRIBUTED}",
+}
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -31,3 +43,20 @@ def test_same_bits_as_stock(ranks: RankPool, row: str) -> None:
     results = ranks.run(layout.num_ranks, train, flags, runs, timeout=120)
     assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank in results], runs)
     assert all(peak for _, peak in results[0][1:])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_same_bits_as_without_offload(ranks: RankPool, name: str, option: str) -> None:
+    tensor, data = 1 + (option == "tensor and sequence parallel"), 1 + (option == "distributed optimizer")
+    layout = Layout(2, num_layers=4, tensor=tensor, data=data)
+    flags = layout.flags(6, f"{LARGE} {OPTIONS[option]} {chunks_of(name)}")
+    runs = [name, f"{name} {ALL}", f"{name} {HALF}"]
+    results = ranks.run(layout.num_ranks, train, flags, runs, timeout=120)
+    assert_same_bits([[outcome for outcome, _ in of_rank] for of_rank in results], runs)
+    assert all(peak for _, peak in results[0][1:])
+
+
+def chunks_of(name: str) -> str:
+    return CHUNKS if name in CHUNKED and name != "zb-v" else ""
