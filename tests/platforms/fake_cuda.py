@@ -70,6 +70,11 @@ class FakeStream:
         event.record(self)
         return event
 
+    def query(self) -> bool:
+        """Whether all its work has ended: always when it is asked, and then the host knows."""
+        self._cuda.host |= self.known
+        return True
+
     def queue(self) -> None:
         """Queue an operation. It starts after what the stream and the host have waited for."""
         self.known |= self._cuda.host

@@ -174,6 +174,17 @@ def test_offload_copies_between_the_passes_that_write_and_read(cuda: FakeCuda) -
     assert offload(cuda) == 2 * 3 * 32 * 32
 
 
+def test_lane_closes_when_its_own_work_has_ended(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not with the passes: they may wait for a rank that is lost. It gives up if its work waits for them."""
+    lane, passes = CudaPlatform().lane(), cuda.on_device(torch.ones(2))
+    lane.start(lambda: None, ())
+    passes.mul_(2.0)
+    assert lane.close(0.0)
+    assert not cuda.host_waits_for(cuda.compute), "the host waits for passes"
+    monkeypatch.setattr(FakeStream, "query", lambda self: False)
+    assert not lane.close(0.01)
+
+
 @pytest.mark.parametrize("forgotten", ["wait_stream", "wait_event"])
 def test_fake_notices_a_forgotten_wait_for_a_copy(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, forgotten: str

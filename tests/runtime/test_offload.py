@@ -21,6 +21,7 @@ from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.cpu import host as cpu_host
 from megatron.zero_bubble.platforms.host import ALIGNMENT, Extent, HostBuffer, HostMemory
+from megatron.zero_bubble.platforms.streams import ThreadLane
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
 
@@ -191,6 +192,22 @@ def test_failed_iteration_leaves_nothing_on_the_host(rank: Rank) -> None:
     assert rank.host.used == 0 and rank.offloader.num_away == 0
 
 
+class Stuck(ThreadLane):
+    """A lane whose last copy never ends."""
+
+    def close(self, timeout_s: float) -> bool:
+        super().close(timeout_s)
+        return False
+
+
+def test_host_memory_is_kept_while_copies_may_use_it() -> None:
+    for lane, blocks in ((ThreadLane(), 0), (Stuck(), 1)):
+        host = select("cpu").host_memory()
+        host.take(ALIGNMENT)
+        assert Offloader(SavedTensors(), host, lane).close() == (not blocks)
+        assert len(host._blocks) == blocks
+
+
 class Subclass(torch.Tensor):
     """A tensor with a storage, which its view of the storage does not describe."""
 
@@ -318,9 +335,13 @@ def test_memory_that_the_container_does_not_have_is_not_taken(tmp_path: Path, mo
     monkeypatch.setattr(cpu_host, "_GROUP", tmp_path)
     (tmp_path / "memory.max").write_text("100000\n")
     (tmp_path / "memory.current").write_text("95000\n")
+    (tmp_path / "memory.stat").write_text("anon 94000\nfile 1000\n")
     assert select("cpu").host_memory().take(4096).num_bytes == 4096
     with pytest.raises(UserError, match="need 8192 more bytes on this machine, got 5000 bytes available; lower the"):
         select("cpu").host_memory().take(8192)
+    (tmp_path / "memory.stat").write_text("inactive_file 2000\nactive_file 1500\n")
+    assert select("cpu").host_memory().take(8192).num_bytes == 8192, "what was read from files can be dropped"
+    (tmp_path / "memory.stat").write_text("anon 94000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert select("cpu").host_memory().take(8192).num_bytes == 8192
 

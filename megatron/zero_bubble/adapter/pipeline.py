@@ -306,9 +306,8 @@ class Pipeline:
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None
-        if self.offloader is not None:
-            self.offloader.close()
-            self.offloader = None
+        if self.offloader is not None and self.offloader.close():
+            self.offloader = None  # else copies still use its memory
         if self._transport is not None:
             self._transport.close()
             self._transport = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -12,6 +13,9 @@ import torch.distributed as dist
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.host import HostMemory
 from megatron.zero_bubble.platforms.streams import HostCopy
+
+_PERIOD_S = 0.001
+"""Time between two looks at a stream whose end is awaited."""
 
 
 class CudaSideStream:
@@ -53,7 +57,12 @@ class CudaLane:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def close(self, timeout_s: float) -> bool:
-        """Nothing to stop: the stream ends with its work."""
+        """Wait for the work of this stream only: others may wait for a rank that is lost."""
+        deadline_s = time.monotonic() + timeout_s
+        while not self._stream.query():
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_PERIOD_S)
         return True
 
 
@@ -90,7 +99,6 @@ class PinnedMemory(HostMemory):
         return block
 
     def _release(self, block: torch.Tensor) -> None:
-        torch.cuda.synchronize()  # a copy back may still read it
         torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 

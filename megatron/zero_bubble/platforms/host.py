@@ -54,9 +54,9 @@ class HostBuffer:
 class HostMemory(ABC):
     """Blocks of host memory, divided into buffers.
 
-    Blocks are freed only by ``close``: to free pinned memory, all work of the device has to end, which could wait for
-    passes that are not issued yet. A buffer may have several pieces, so that free bytes fit whatever their places, and
-    the blocks together are never larger than the buffers that were in use at the same time.
+    Blocks are freed only by ``close``: a copy that is queued may still use them, and to wait for it within an iteration
+    could mean to wait for passes that are not issued yet. A buffer may have several pieces, so that free bytes fit
+    whatever their places, and the blocks together are never larger than the buffers that were in use at the same time.
 
     Args:
         limit: most bytes of all blocks together; None for no limit.
@@ -120,7 +120,7 @@ class HostMemory(ABC):
         self._free = merged
 
     def close(self) -> None:
-        """Free all memory. No buffer may be in use."""
+        """Free all memory. No buffer may be in use, and all copies must have ended."""
         for block in self._blocks:
             self._release(block)
         self._blocks.clear()

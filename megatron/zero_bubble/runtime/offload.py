@@ -78,10 +78,15 @@ class Offloader:
         assert not self._away, "a proved plan leaves nothing on the host"
         self._stays |= self._stayed - self._left
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Free host memory and stop the lane."""
-        self._lane.close(timeout_s)
-        self._host.close()
+    def close(self, timeout_s: float = 10.0) -> bool:
+        """Stop the lane and free host memory; returns whether all copies have ended within the timeout.
+
+        If not, because another rank died or hangs, host memory stays as it is: a copy may still use it.
+        """
+        stopped = self._lane.close(timeout_s)
+        if stopped:
+            self._host.close()
+        return stopped
 
     def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
         """The handlers of one iteration; ``observer`` is notified when copies run."""

@@ -57,6 +57,11 @@ def _available_bytes() -> Iterator[int]:
             if line.startswith("MemAvailable:"):
                 yield int(line.split()[1]) * 1024
     with suppress(OSError):
-        limit, used = ((_GROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
+        limit, used, figures = (
+            (_GROUP / name).read_text().strip() for name in ("memory.max", "memory.current", "memory.stat")
+        )
+        by_name = dict(line.split() for line in figures.splitlines())
+        # Pages of files on a disk are dropped when memory is needed; after reading data, they fill a container.
+        cached = sum(int(by_name.get(name, 0)) for name in ("inactive_file", "active_file"))
         if limit != "max":
-            yield int(limit) - int(used)
+            yield max(0, int(limit) - int(used) + cached)
