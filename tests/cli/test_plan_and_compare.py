@@ -106,7 +106,8 @@ def test_zb_auto_uses_costs_per_stage(capsys: Capture, tmp_path: Path) -> None:
 def test_compare_lists_every_schedule_and_sorts_fitting_ones_first(capsys: Capture) -> None:
     table = run_json(capsys, "compare", *SIZES, *TIMES, "--max-chunks", "2")
     rows = {(row["schedule"], row["placement"]): row for row in table["rows"]}
-    looped_names = {f"{name} x2" for name in ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload")}
+    names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp")
+    looped_names = {f"{name} x2" for name in names}
     fitted = {f"{name} fitted" for name in ("zb-v", "v-half", "v-min")}
     by_name = {name for name, recipe in SCHEDULES.items() if recipe.shape != "interleaved" and not recipe.sliced}
     assert {name for name, _ in rows} == {*by_name, "zb-auto", *looped_names, *fitted}
@@ -190,8 +191,8 @@ def test_compare_shows_progress_on_a_terminal_only(
     assert main(["compare", *SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"]) == 0
     shown = capsys.readouterr().err.split("\r\x1b[K")
     if terminal:
-        assert shown[:3] == ["", "planning 1f1b (1 of 14)", "planning interleaved-1f1b x2 (2 of 14)"]
-        assert shown[-2:] == ["planning zb-auto vee (14 of 14)", ""]
+        assert shown[:3] == ["", "planning 1f1b (1 of 15)", "planning interleaved-1f1b x2 (2 of 15)"]
+        assert shown[-2:] == ["planning zb-auto vee (15 of 15)", ""]
     else:
         assert shown == [""]
 

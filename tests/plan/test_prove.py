@@ -108,7 +108,7 @@ def test_one_queue_per_direction_blocks_plans_that_several_queues_allow() -> Non
     """So would NCCL's eagerly created communicators block them."""
     _, blocked = blocked_by_one_queue_per_direction((2, 3))
     kinds = ("training", "evaluation")
-    names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload")
+    names = ("interleaved-1f1b", "breadth-first", "gis", "gis-h", "pipe-offload", "zero-pp")
     expected = {*product(names, kinds), ("seq-interleaved-1f1b", "training")}
     assert blocked.keys() == expected, blocked
 
@@ -121,4 +121,5 @@ def test_number_of_plans_that_one_queue_per_direction_blocks() -> None:
     expected |= {("breadth-first", "training"): 21, ("breadth-first", "evaluation"): 36}
     expected |= {("gis", "training"): 82, ("gis", "evaluation"): 46, ("gis-h", "training"): 86}
     expected |= {("gis-h", "evaluation"): 83, ("pipe-offload", "training"): 97, ("pipe-offload", "evaluation"): 91}
+    expected |= {("zero-pp", "training"): 63, ("zero-pp", "evaluation"): 63}
     assert blocked == expected | {("seq-interleaved-1f1b", "training"): 29, ("seq-interleaved-1f1b", "evaluation"): 3}

@@ -20,6 +20,7 @@ from megatron.zero_bubble.schedules import (
     zb_h1,
     zb_h2,
     zb_v,
+    zero_pp,
 )
 from megatron.zero_bubble.schedules.recipe import Recipe
 
@@ -39,6 +40,7 @@ _MODULES = (
     seq_1f1b,
     seq_interleaved,
     seq_zb_h1,
+    zero_pp,
 )
 SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
 
@@ -66,16 +68,18 @@ def build(
     num_microbatches: int,
     num_chunks: int | None = None,
     num_slices: int | Slices | None = None,
+    unit_microbatches: int | None = None,
 ) -> Schedule:
     """Build the schedule called ``name``.
 
     Args:
         num_chunks: the stages per rank of an interleaved schedule (default: 2).
         num_slices: the slices of every sequence of a sliced schedule, or their cuts (default: 4 even slices).
+        unit_microbatches: the most microbatches per unit of a schedule of units (default: one per rank).
 
     Raises:
-        UserError: for an unknown name, counts below 1, or a number of chunks or slices that the schedule does not
-            support.
+        UserError: for an unknown name, counts below 1, or a number of chunks, slices or microbatches per unit that
+            the schedule does not support.
     """
     known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
@@ -83,5 +87,6 @@ def build(
             raise UserError(f"{count} must be 1 or more; got {value}")
     chunks, slices = known.num_chunks(num_chunks), known.slices(num_slices)
     if known.sliced:
+        known.units(unit_microbatches)
         return known.build(num_ranks, num_microbatches, chunks, slices)
-    return known.build(num_ranks, num_microbatches, chunks)
+    return known.build(num_ranks, num_microbatches, chunks, **known.units(unit_microbatches))

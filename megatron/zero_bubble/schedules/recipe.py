@@ -26,12 +26,14 @@ class Recipe:
 
     ``build(num_ranks, num_microbatches, num_chunks)`` builds it; only interleaved schedules use ``num_chunks``.
     ``bubble`` is the idle time of the longest rank without communication, and ``memory`` the peak over ranks. Both are
-    formulas in p (ranks), v (chunks per rank), F, B, W (durations on a rank) and M (activation of a microbatch on a
-    rank) and n (slices per sequence), valid when there are enough microbatches or slices to fill the pipeline.
+    formulas in p (ranks), v (chunks per rank), F, B, W (durations on a rank), M (activation of a microbatch on a
+    rank), n (slices per sequence) and U (microbatches per unit), valid when there are enough microbatches or slices to
+    fill the pipeline.
 
     Attributes:
         shape: the placement of its stages.
         sliced: whether it cuts sequences into slices; ``build`` then also accepts their ``Slices``.
+        has_units: whether it runs units of microbatches; ``build`` then also accepts their size.
         adapts: whether it is made for equal passes, so that the search can refit it to known costs in the same memory.
     """
 
@@ -43,6 +45,7 @@ class Recipe:
     shape: Shape = "linear"
     adapts: bool = False
     sliced: bool = False
+    has_units: bool = False
 
     def placement(self, num_ranks: int, num_chunks: int) -> Placement:
         """Return the placement of its stages; only an interleaved schedule uses ``num_chunks``."""
@@ -61,6 +64,19 @@ class Recipe:
         if own < 1 or (self.shape == "interleaved" and own < 2):
             raise UserError(f"schedule {self.name!r} needs 2 or more stages per rank; got {own}; use 1f1b for one")
         return own
+
+    def units(self, asked: int | None) -> dict[str, int]:
+        """Return the further argument of ``build``: the microbatches of a unit; ``asked`` is the user's choice, if any.
+
+        Raises:
+            UserError: when this schedule does not support ``asked``, or it is below 1.
+        """
+        if asked is None:
+            return {}
+        if not self.has_units or asked < 1:
+            what = "has no units of microbatches" if not self.has_units else "needs 1 or more microbatches per unit"
+            raise UserError(f"schedule {self.name!r} {what}; got units of {asked}; leave the number out")
+        return {"unit_microbatches": asked}
 
     def slices(self, asked: int | Slices | None) -> Slices:
         """Return the cuts of every sequence; ``asked`` is the user's choice, if any: a number means even slices.
