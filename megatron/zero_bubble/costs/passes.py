@@ -22,6 +22,7 @@ from megatron.zero_bubble.ir.passes import BW, VOCABULARY, B, F, W
 TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 ATTENTION = ("forward_attention", "backward_attention")
 HOST = "host_ms"
+SHARDS = ("gather_ms", "reduce_ms")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,9 @@ class PassCosts:
 
     ``host_ms`` is the time per stage to copy what F saves to host memory, and also the time to copy it back; only plans
     that offload need it (default: 0).
+
+    ``gather_ms`` and ``reduce_ms`` are the times per stage to gather its weights from all replicas, and to add its
+    gradients over them; only plans with sharded units need them (default: 0).
 
     ``vocabulary`` has the figures of vocabulary parallelism, which only schedules with its passes need.
 
@@ -53,16 +57,19 @@ class PassCosts:
     backward_attention: tuple[float, ...] = ()
     vocabulary: VocabularyCosts | None = None
     host_ms: tuple[float, ...] = ()
+    gather_ms: tuple[float, ...] = ()
+    reduce_ms: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ATTENTION:
             shares = getattr(self, name) or (0.0,) * len(self.forward_ms)
             object.__setattr__(self, name, tuple(checked_share(name, share) for share in shares))
-        if not self.host_ms:
-            object.__setattr__(self, HOST, (0.0,) * len(self.forward_ms))
-        for name in (*TIMES, HOST):
+        for name in (HOST, *SHARDS):
+            if not getattr(self, name):
+                object.__setattr__(self, name, (0.0,) * len(self.forward_ms))
+        for name in (*TIMES, HOST, *SHARDS):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
-        check_same_length(self, (*TIMES, *ATTENTION, HOST))
+        check_same_length(self, (*TIMES, *ATTENTION, HOST, *SHARDS))
         object.__setattr__(self, "comm_ms", checked_figure("comm_ms", self.comm_ms))
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
         object.__setattr__(self, "links", links)
@@ -108,8 +115,8 @@ class PassCosts:
         forward, backward = (
             self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
         )
-        host = recut(self.host_ms, placement.num_stages)
-        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, host)
+        more = (recut(getattr(self, name), placement.num_stages) for name in (HOST, *SHARDS))
+        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *more)
 
     def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
         """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
@@ -137,6 +144,14 @@ class PassCosts:
     def copy(self, value: Value, slices: Slices = WHOLE) -> float:
         """Milliseconds to copy what an F saved, ``value``, to host memory or back."""
         return self.host_ms[value.producer.stage] * slices.shares[value.producer.slice]
+
+    def gather(self, stage: int) -> float:
+        """Milliseconds to gather the weights of ``stage`` from all replicas."""
+        return self.gather_ms[stage]
+
+    def reduce(self, stage: int) -> float:
+        """Milliseconds to add the gradients of ``stage`` over all replicas, so that each has its shard of the sum."""
+        return self.reduce_ms[stage]
 
     def collective(self) -> float:
         """Milliseconds that a collective takes in addition to one transfer between its ranks."""

@@ -39,6 +39,10 @@ class Times(Protocol):
 
     def collective(self) -> float: ...
 
+    def gather(self, stage: int) -> float: ...
+
+    def reduce(self, stage: int) -> float: ...
+
 
 class Memory(Protocol):
     """The source of an op's memory: ``costs.PassMemory``."""

@@ -12,6 +12,7 @@ from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.ir.ops import OPS, Compute, Effects, Message, Op, Recv, Send, parse_op
 from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
+from megatron.zero_bubble.ir.shards import SHARD_OPS
 from megatron.zero_bubble.ir.unrolled import Unrolled
 
 Channel = tuple[int, int]
@@ -88,7 +89,7 @@ class Plan:
         cls,
         schedule: Schedule,
         rows: Iterable[Iterable[str]],
-        ops: Iterable[type[Op]] = (*OPS, *OFFLOAD_OPS),
+        ops: Iterable[type[Op]] = (*OPS, *OFFLOAD_OPS, *SHARD_OPS),
         has_messages: bool = True,
     ) -> Plan:
         """Read what ``to_text`` wrote; ``ops`` are the allowed classes of ops.

@@ -14,6 +14,7 @@ from megatron.zero_bubble.plan.communicate import PostReceives, communicate
 from megatron.zero_bubble.plan.offload import Move, offload
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.plan.shard import Sharding, shard
 from megatron.zero_bubble.plan.unroll import unroll
 
 LoweringPass = Callable[[Plan], Plan]
@@ -90,6 +91,7 @@ def lower_training(
     post_receives: PostReceives = "early",
     post_validation: bool = False,
     moves: Collection[Move] = (),
+    sharding: Sharding | None = None,
 ) -> Plan:
     """Lower the schedule of a training iteration.
 
@@ -97,10 +99,13 @@ def lower_training(
         post_receives: see ``communicate``.
         post_validation: whether the iteration validates the previous optimizer step.
         moves: what leaves the device between forward and backward.
+        sharding: how chunks are sharded over their replicas; None if each replica has all of them.
     """
     passes: list[LoweringPass] = [collect, partial(communicate, post_receives=post_receives)]
     if post_validation:
         passes.append(with_validation)
     if moves:
         passes.append(partial(offload, moves=moves))
+    if sharding is not None:
+        passes.append(partial(shard, sharding=sharding))
     return lower(schedule, passes)
