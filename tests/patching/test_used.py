@@ -38,7 +38,7 @@ def look_ups(rank: int) -> list[str]:
     from megatron.zero_bubble.patching import used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    more = (used.POST_VALIDATION, used.LATE_LINES, used.DATA, used.BUBBLE)
+    more = (used.POST_VALIDATION, used.SHARDED_UNITS, used.LATE_LINES, used.DATA, used.BUBBLE)
     names = (*installed_seams().used, *chain.from_iterable(more))
     return [f"{name.module}.{name.name}" for name in names]
 
@@ -129,7 +129,7 @@ def rejects_each_missing_name(rank: int) -> int:
     from megatron.zero_bubble.patching import apply, report, used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    names = (*installed_seams().used, *used.POST_VALIDATION)
+    names = (*installed_seams().used, *used.POST_VALIDATION, *used.SHARDED_UNITS)
     for name in names:
         holder, _, attribute = name.name.rpartition(".")
         with pytest.MonkeyPatch.context() as patch:
@@ -143,8 +143,11 @@ def rejects_each_missing_name(rank: int) -> int:
                 of_class = getattr(module, holder)
                 rest = {other: getattr(of_class, other, None) for other in others if other != attribute}
                 patch.setattr(module, holder, type(holder, (), rest))
+            config = ZeroBubbleConfig(schedule="zb-h2", post_validation=True)
+            if name in used.SHARDED_UNITS:
+                config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True)
             with pytest.raises(SeamError) as caught:
-                apply(ZeroBubbleConfig(schedule="zb-h2", post_validation=True))
+                apply(config)
         assert str(caught.value) == (
             f"{name.module} has no {name.name}, which zero-bubble training uses; "
             "install a supported megatron-core (see README) or update this package"

@@ -11,6 +11,7 @@ import torch
 
 from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.history import Histories
+from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StageParts, StepArguments, StepResults
 from megatron.zero_bubble.ir import Compute, Op, Plan
@@ -62,6 +63,7 @@ class Iteration:
         observer: is notified of every op, message and wait; None if the iteration is not observed.
         maker: makes the stages.
         offloader: runs the ops of offloading; None if the plan has none.
+        units: runs the ops of sharded units; None if the plan has none.
     """
 
     plan: Plan
@@ -77,6 +79,7 @@ class Iteration:
     observer: IterationObserver | None
     maker: StageMaker
     offloader: Offloader | None = None
+    units: ShardedUnits | None = None
 
     def evaluate(self) -> None:
         """Run the forwards only."""
@@ -132,4 +135,7 @@ class Iteration:
             if self.offloader is not None:
                 by_op.update(self.offloader.handlers(self.observer))
                 hooks.enter_context(self.offloader.iteration())
+            if self.units is not None:
+                by_op.update(self.units.handlers(self.observer))
+                hooks.enter_context(self.units.iteration(self.stages, self.chunks))
             return Executor(self.plan, self.transport.rank, by_op, self.observer).run()

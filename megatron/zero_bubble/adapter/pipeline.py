@@ -6,8 +6,8 @@ results and the order of the steps after the passes are the same.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, p
 from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.iteration import ChainStages, Iteration, StageMaker
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
-from megatron.zero_bubble.adapter.prepared import Prepared, loss_rank
+from megatron.zero_bubble.adapter.prepared import Prepared, check_queues, check_same_plan, loss_rank
+from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
 from megatron.zero_bubble.adapter.vocabulary.build import VocabularyStages
@@ -41,7 +42,7 @@ from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
-from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
+from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training
 from megatron.zero_bubble.plan.offload import Move, MoveSelection
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
@@ -70,6 +71,7 @@ class Pipeline:
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
         post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
         select_moves: as ``make_schedule``, for what moves to at most ``host_limit`` bytes of host memory; or None.
+        units: shards chunks over their data-parallel replicas; None if each replica has all of them.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -88,6 +90,7 @@ class Pipeline:
         recompute_logits: bool = False,
         select_moves: MoveSelection | None = None,
         host_limit: int | None = None,
+        units: ShardedUnits | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
@@ -102,6 +105,7 @@ class Pipeline:
         self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
         self._select_moves, self._host_limit = select_moves, host_limit
+        self.units = units
         self.offloader: Offloader | None = None
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
@@ -253,13 +257,15 @@ class Pipeline:
             observer,
             self._maker(call, prepared, boundary),
             None if step.forward_only else self.offloader,
+            None if step.forward_only else self.units,
         )
         if step.forward_only:
             if self._optimizer is not None:
                 self._optimizer.settle()
             iteration.evaluate()
         else:
-            with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce):
+            reduced = nullcontext() if self.units is None else self.units.finalizing(chunks)
+            with reduced, finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce):
                 self._train(iteration, prepared)
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -308,6 +314,8 @@ class Pipeline:
             self._lanes = None
         if self.offloader is not None and self.offloader.close():
             self.offloader = None  # else copies still use its memory
+        if self.units is not None:
+            self.units.close()
         if self._transport is not None:
             self._transport.close()
             self._transport = None
@@ -333,8 +341,10 @@ class Pipeline:
         if prepared is None or (prepared.schedule, prepared.moves) != (schedule, moves):
             check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
             check_runnable(schedule, group.size(), num_microbatches)
+            if self.units is not None:
+                self.units.check(config, schedule)
             plan = self._plan(schedule, moves, forward_only)
-            _check_queues(group, plan)
+            check_queues(group, plan)
             self._connect(group, plan)
             prepared = self._prepared[key] = Prepared.of(schedule, moves, plan, group.rank(), _break_even(plan))
         return prepared
@@ -344,17 +354,12 @@ class Pipeline:
         validate(schedule)
         if forward_only:
             return lower_forward_only(schedule, self._post_receives)
-        return lower_training(schedule, self._post_receives, self._rollback is not None, moves)
+        sharding = None if self.units is None else self.units.sharding(schedule.num_ranks)
+        return lower_training(schedule, self._post_receives, self._rollback is not None, moves, sharding)
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""
-        digests: list[Any] = [None] * group.size()
-        dist.all_gather_object(digests, plan.digest, group=group)
-        if len(set(digests)) > 1:
-            raise UserError(
-                f"all ranks of a pipeline must run the same plan; their fingerprints are {digests}; start every rank "
-                "with the same schedule, batch sizes and version"
-            )
+        check_same_plan(plan, group, "ranks of a pipeline")
         if self._transport is None or self._group is not group:
             self.close()
             directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
@@ -369,6 +374,8 @@ class Pipeline:
                 watchdog.start()
         else:
             self._transport.open(plan.channels)
+        if self.units is not None:
+            self.units.connect(plan, select("cpu" if backend_of(group) == "gloo" else "cuda").lane)
         assert self._lanes is not None
         self._lanes.open(collective_kinds(plan))
         if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
@@ -391,9 +398,3 @@ def _break_even(plan: Plan) -> float:
     if not plan.drain:
         return 0.0  # the plan validates nothing
     return break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
-
-
-def _check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
-    """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
-    if backend_of(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        prove_single_queue(plan)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.plan import prove_single_queue
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.runtime.groups import backend_of
 
 
 @dataclass(frozen=True)
@@ -62,3 +67,24 @@ def loss_rank(schedule: Schedule) -> int:
     """The rank of the stage that computes the loss."""
     (last,) = schedule.flow.sinks
     return schedule.placement.stage_to_rank[last]
+
+
+def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
+    """Check that all ranks of ``group`` have the same plan. A collective call.
+
+    Raises:
+        UserError: the plans differ; ``who`` names the ranks.
+    """
+    digests: list[Any] = [None] * group.size()
+    dist.all_gather_object(digests, plan.digest, group=group)
+    if len(set(digests)) > 1:
+        raise UserError(
+            f"all {who} must run the same plan; their fingerprints are {digests}; start every rank with the same "
+            "schedule, batch sizes and version"
+        )
+
+
+def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
+    """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
+    if backend_of(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        prove_single_queue(plan)

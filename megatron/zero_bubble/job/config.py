@@ -15,7 +15,8 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
-from megatron.zero_bubble.schedules import recipe, sliced
+from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.schedules import has_units, recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
@@ -58,6 +59,11 @@ class ZeroBubbleConfig:
             each rank's microbatches, such as ``50%``, longest lifespan first, or ``none``. Activations whose backward
             follows too closely stay on the device. None is what ``schedule_file`` moves, and nothing without a file.
         host_memory: limit per rank for what moves, for example ``60GiB``; None for no limit.
+        shard_weights: keep of each chunk only a shard per data-parallel replica: gather its weights whenever its passes
+            need them, once per unit of microbatches, and reduce its gradients once per unit. At most two chunks of a
+            rank then have whole weights during the passes.
+        unit_microbatches: microbatches of a unit of ``zero-pp``, after which ``shard_weights`` reduces gradients; None
+            for as many as pipeline ranks.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -83,6 +89,8 @@ class ZeroBubbleConfig:
     nccl_ctas: int = DEFAULT_NCCL_CTAS
     offload: str | None = None
     host_memory: str | None = None
+    shard_weights: bool = False
+    unit_microbatches: int | None = None
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
@@ -113,6 +121,7 @@ class ZeroBubbleConfig:
         self._check_slices()
         self._check_vocabulary()
         self._check_offload()
+        self._check_shards()
         if self.wgrad_stream and (self.schedule == AUTO or not self.fuse_wgrad):
             raise UserError(
                 f"wgrad_stream needs fused weight gradients and a schedule other than {AUTO}, which times every W pass "
@@ -130,6 +139,36 @@ class ZeroBubbleConfig:
             return (lambda _: source.moves) if source.moves else None
         share = parse_share(self.offload)
         return functools.partial(select_longest, share=share) if share else None
+
+    def sharding(self, num_ranks: int) -> Sharding:
+        """How chunks are sharded over their replicas with ``shard_weights``."""
+        return Sharding(self.unit_microbatches or num_ranks)
+
+    def _check_shards(self) -> None:
+        excluded = {
+            f"schedule={AUTO}": self.schedule == AUTO,
+            "post_validation": self.post_validation,
+            f"offload={self.offload}": self.offload is not None and parse_share(self.offload) > 0,
+            f"vocabulary={self.vocabulary}": self.vocabulary is not None,
+            "wgrad_stream": self.wgrad_stream,
+        }
+        if self.shard_weights and (given := [name for name, is_given in excluded.items() if is_given]):
+            raise UserError(
+                "sharded units work without post-validation, offloading, vocabulary parallelism and wgrad_stream, and "
+                f"with any schedule but {AUTO}, in this version; got shard_weights with {given[0]}; leave one of them "
+                "out"
+            )
+        if self.unit_microbatches is None:
+            return
+        if self.unit_microbatches < 1:
+            raise UserError(
+                f"unit_microbatches must be 1 or more; got {self.unit_microbatches}; leave it out for one per rank"
+            )
+        if not self.shard_weights and not has_units(self.schedule):
+            raise UserError(
+                "unit_microbatches is for a schedule of units, such as zero-pp, or for shard_weights; got "
+                f"{self.unit_microbatches} with {self.schedule or self.schedule_file}; leave it out"
+            )
 
     def _check_offload(self) -> None:
         moves = parse_share(NO_SHARE if self.offload is None else self.offload) > 0
@@ -227,11 +266,24 @@ class ZeroBubbleConfig:
             return functools.partial(ScheduleSource.automatic, self.placement, slices=cuts, vocabulary=vocabulary)
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
-        return functools.partial(ScheduleSource.by_name, name, num_chunks=chunks, slices=cuts, vocabulary=vocabulary)
+        units = self.unit_microbatches if has_units(name) else None
+        return functools.partial(
+            ScheduleSource.by_name,
+            name,
+            num_chunks=chunks,
+            slices=cuts,
+            vocabulary=vocabulary,
+            unit_microbatches=units,
+        )
 
     def _check_file(self, source: ScheduleSource) -> None:
         if self.offload is None and source.moves:
             self._check_wgrad_stream()
+            if self.shard_weights:
+                raise UserError(
+                    "sharded units work without offloading in this version; got shard_weights with the moves of "
+                    f"{self.schedule_file}; give offload={NO_SHARE}, or leave shard_weights out"
+                )
         elif self.offload is None and self.host_memory is not None:
             self._refuse_host_memory()
         has, wanted = source.vocabulary, self.vocabulary

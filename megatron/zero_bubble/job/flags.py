@@ -144,6 +144,22 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="limit per rank of the host memory that --zero-bubble-offload takes, e.g. 60GiB; a rank that needs more "
         "ends the run; default: no limit",
     )
+    _add_switch(
+        add,
+        "--zero-bubble-shard-weights",
+        "keep of each stage only a shard per data-parallel replica: gather its weights when its passes need them, once "
+        "per unit of microbatches, so that at most two stages of a rank are whole during the passes, and reduce its "
+        "gradients once per unit; during the optimizer step, everything is whole; needs --use-distributed-optimizer "
+        "and 2 or more stages per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but "
+        "for the order in which the gradients of units are added",
+    )
+    add(
+        "--zero-bubble-unit-microbatches",
+        metavar="U|auto",
+        type=unit_microbatches,
+        help="microbatches of a unit of zero-pp, and after which --zero-bubble-shard-weights reduces gradients: larger "
+        "units communicate less and keep more activations; default: auto, one microbatch per pipeline rank",
+    )
     add(
         "--zero-bubble-trace",
         metavar="DIR",
@@ -186,6 +202,23 @@ def token_counts(text: str) -> tuple[int, ...]:
     if not all(part.isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"ends of slices are numbers of tokens, such as 1536,2560,4096; got {text!r}")
     return tuple(map(int, parts))
+
+
+AUTO_UNIT = 0
+"""``auto`` as a number of microbatches, because a flag that is not given is None."""
+
+
+def unit_microbatches(text: str) -> int:
+    """Parse a number of microbatches, or ``auto``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text, or a number below 1.
+    """
+    if text == "auto":
+        return AUTO_UNIT
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"a unit has 1 or more microbatches, or auto; got {text!r}")
+    return int(text)
 
 
 def iterations(text: str) -> tuple[range, ...]:
@@ -253,6 +286,8 @@ def config_of(
         nccl_ctas=DEFAULT_NCCL_CTAS if options.zero_bubble_nccl_ctas is None else options.zero_bubble_nccl_ctas,
         offload=options.zero_bubble_offload,
         host_memory=options.zero_bubble_host_memory,
+        shard_weights=bool(options.zero_bubble_shard_weights),
+        unit_microbatches=options.zero_bubble_unit_microbatches or None,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.flags import config_of, has_schedule, records, vocabulary_algorithm
-from megatron.zero_bubble.job.runnable import check_placement, check_runnable
+from megatron.zero_bubble.job.flags import has_schedule, records, vocabulary_algorithm
+from megatron.zero_bubble.job.runnable import check_runnable
+from megatron.zero_bubble.job.shards import check_chunks, check_shards
 from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
-from megatron.zero_bubble.job.vocabulary import check_divided
-from megatron.zero_bubble.schedules import sliced
+from megatron.zero_bubble.schedules import has_units, sliced
 
 
 @dataclass(frozen=True)
@@ -71,9 +70,29 @@ _RULES = (
         "--zero-bubble-schedule zb-h2",
     ),
     _Rule(
-        ("exact", "fuse-wgrad", "wgrad-stream", "post-receives", "nccl-ctas", "offload", "host-memory"),
+        (
+            "exact",
+            "fuse-wgrad",
+            "wgrad-stream",
+            "post-receives",
+            "nccl-ctas",
+            "offload",
+            "host-memory",
+            "shard-weights",
+        ),
         lambda job: job.has_schedule,
         "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
+    ),
+    _Rule(
+        ("shard-weights",),
+        lambda job: not job.under_launcher,
+        "works only with scripts/pretrain_gpt.py in this version, got Megatron-LM's own training loop; drop the flag",
+    ),
+    _Rule(
+        ("unit-microbatches",),
+        lambda job: bool(job.options.zero_bubble_shard_weights) or has_units(job.options.zero_bubble_schedule),
+        "is for zero-pp, or for --zero-bubble-shard-weights, got {schedule}; drop the flag or give "
+        "--zero-bubble-schedule zero-pp",
     ),
     _Rule(
         ("num-slices", "slice-ends", "attention-share"),
@@ -179,6 +198,9 @@ def check_schedule(
         _check_file(source.make(counts[0]), num_ranks, counts)
     schedule = source.make(counts[0])
     check_slices(schedule.slices, options.zero_bubble_slice_ends, job)
+    if options.zero_bubble_shard_weights:
+        check_shards(job)
+        check_chunks(schedule.placement)
     check_options(job, num_slices=len(schedule.slices), vocabulary=algorithm_of(schedule) is not None)
     if options.zero_bubble_record_costs and any(source.make(count).fused for count in counts):
         raise UserError(
@@ -356,45 +378,3 @@ def check_options(
             f"--microbatch-group-size-per-virtual-pipeline-stage {group} and {values.pipeline_model_parallel_size} "
             "ranks; drop the flag"
         )
-
-
-def place_stages(
-    options: argparse.Namespace, job: Any, num_chunks: int | None, peer_timeout_s: float
-) -> tuple[ZeroBubbleConfig, ScheduleSource]:
-    """The configuration of the flags and its source of schedules, with a placement that Megatron supports.
-
-    Args:
-        options: the parsed ``--zero-bubble-*`` flags.
-        job: the job's flags; only those of the pipeline are read.
-        num_chunks: stages per rank, if the job defines it.
-
-    Raises:
-        UserError: no pipeline, flags that exclude each other, a bad schedule file, or a number of stages per rank that
-            the schedule does not support.
-    """
-    ranks = job.pipeline_model_parallel_size
-    if ranks < 2:
-        raise UserError(
-            "a zero-bubble schedule needs a pipeline of 2 or more ranks, got --pipeline-model-parallel-size "
-            f"{ranks}; raise it or drop the schedule"
-        )
-    config = config_of(options, measure_memory=records(options), peer_timeout_s=peer_timeout_s)
-    if config.takes_chunks:
-        config = replace(config, num_chunks=num_chunks)
-    source = config.sources()(ranks)
-    check_divided(options, source)
-    placement = source.placement
-    check_placement(placement, ranks)
-    chunks = placement.num_stages // ranks
-    if num_chunks not in (None, chunks):
-        raise UserError(
-            f"the schedule has {chunks} stage{'s' * (chunks > 1)} per rank, the job {num_chunks}; drop "
-            "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank or "
-            "--pipeline-model-parallel-layout"
-        )
-    if chunks > 1 and not getattr(job, "overlap_p2p_comm", True):  # else Megatron ignores it
-        raise UserError(
-            "--no-overlap-p2p-communication does not work with a zero-bubble schedule, whose messages always overlap "
-            "with passes; drop the flag or the schedule"
-        )
-    return config, source

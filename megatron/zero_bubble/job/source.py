@@ -52,9 +52,11 @@ class ScheduleSource:
         num_chunks: int | None = None,
         slices: Slices | None = None,
         vocabulary: Algorithm | None = None,
+        unit_microbatches: int | None = None,
     ) -> ScheduleSource:
         """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules,
-        ``slices`` are the cuts of sequences, and ``vocabulary`` is the algorithm of vocabulary parallelism, if any.
+        ``slices`` are the cuts of sequences, ``vocabulary`` is the algorithm of vocabulary parallelism, if any, and
+        ``unit_microbatches`` is the size of the units of a schedule of units.
 
         Raises:
             UserError: an unknown name, or a number of chunks or slices that the schedule does not support.
@@ -64,7 +66,7 @@ class ScheduleSource:
 
         def make(num_microbatches: int) -> Schedule:
             size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-            return build(name, **size, num_chunks=num_chunks, num_slices=slices)
+            return build(name, **size, num_chunks=num_chunks, num_slices=slices, unit_microbatches=unit_microbatches)
 
         if vocabulary is None:
             return cls(name, placement, make)

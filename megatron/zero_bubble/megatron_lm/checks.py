@@ -13,8 +13,9 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule, place_stages
+from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule
 from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.megatron_lm.batches import num_microbatches
 from megatron.zero_bubble.patching.seams import installed_seams
 

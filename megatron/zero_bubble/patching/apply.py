@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
+from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
@@ -62,7 +63,8 @@ def apply(
     """
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
-    used.look_up((*seams.used, *(used.POST_VALIDATION if config.post_validation else ())))
+    of_options = (used.POST_VALIDATION, config.post_validation), (used.SHARDED_UNITS, config.shard_weights)
+    used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source
     pipeline = _pipeline(config, sources, observers, say)
     forward_backward = pipeline.forward_backward
@@ -156,7 +158,8 @@ def _pipeline(
     select_moves = config.selection(sources(2))
     moves = None if select_moves is None else functools.cache(select_moves)
     limit = None if config.host_memory is None else parse_bytes(config.host_memory)
-    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit)
+    units = ShardedUnits(config.sharding) if config.shard_weights else None
+    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit, units)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

@@ -135,6 +135,24 @@ POST_VALIDATION: tuple[Used, ...] = (
 )
 """Used by schedules with post-validation of optimizer steps."""
 
+_BUFFERS = f"{_DISTRIBUTED}.param_and_grad_buffer"
+SHARDED_UNITS: tuple[Used, ...] = (
+    *_of(
+        _DISTRIBUTED,
+        "bucket_groups buffers expert_parallel_bucket_groups expert_parallel_buffers finish_grad_sync",
+        "DistributedDataParallel",
+    ),
+    *_of(
+        _BUFFERS,
+        "buckets finish_grad_sync intra_distributed_optimizer_instance_rank intra_distributed_optimizer_instance_size",
+        "_ParamAndGradBucketGroup",
+    ),
+    _function(_BUFFERS, "_ParamAndGradBucketGroup.start_param_sync", "force_sync"),
+    *_of(_BUFFERS, "grad_data param_data", "_ParamAndGradBuffer"),
+    *_of(_BUFFERS, "grad_data param_data", "_ParamAndGradBucket"),
+)
+"""Used by sharded units."""
+
 LATE_LINES = _of("megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
 """Used in a Megatron-LM job with post-validation, to log an iteration after the next one has begun."""
 

@@ -50,6 +50,11 @@ def sliced() -> tuple[str, ...]:
     return tuple(name for name, known in SCHEDULES.items() if known.sliced)
 
 
+def has_units(name: str | None) -> bool:
+    """Whether ``name`` is a schedule of units of microbatches."""
+    return name in SCHEDULES and SCHEDULES[name].has_units
+
+
 def recipe(name: str) -> Recipe:
     """Return the recipe of the schedule called ``name``.
 

@@ -15,7 +15,8 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.model import uneven_layout
-from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule, place_stages
+from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
+from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.blends import Blend, parse_blend
 from megatron.zero_bubble.training.data.indexed import check_indexed

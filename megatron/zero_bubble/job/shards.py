@@ -1,0 +1,114 @@
+"""Which jobs can shard their weights and gradients by units of microbatches."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
+
+
+class _Need(NamedTuple):
+    """A Megatron option and the only value that sharded units support."""
+
+    name: str
+    value: Any
+    why: str
+    remedy: str
+
+
+_NEEDS = (
+    _Need(
+        "use_distributed_optimizer",
+        True,
+        "each replica steps its own shard",
+        "give --use-distributed-optimizer",
+    ),
+    _Need(
+        "overlap_grad_reduce",
+        False,
+        "the schedule itself reduces gradients, during the passes",
+        "drop --overlap-grad-reduce",
+    ),
+    _Need(
+        "overlap_param_gather",
+        False,
+        "the schedule itself gathers weights, during the passes",
+        "drop --overlap-param-gather",
+    ),
+    _Need(
+        "fp16",
+        False,
+        "the weights are not gathered behind a step that the loss scaler skips",
+        "give --bf16",
+    ),
+    _Need(
+        "num_moe_experts",
+        None,
+        "experts are sharded over other groups, which this version does not support",
+        "drop --num-experts",
+    ),
+    _Need(
+        "num_distributed_optimizer_instances",
+        1,
+        "this version shards over all replicas",
+        "drop --num-distributed-optimizer-instances",
+    ),
+    _Need(
+        "context_parallel_size",
+        1,
+        "this version shards only over replicas with whole sequences",
+        "drop --context-parallel-size",
+    ),
+    _Need(
+        "fp8",
+        None,
+        "TransformerEngine keeps whole copies of the weights in FP8",
+        "drop --fp8-format",
+    ),
+    _Need(
+        "nccl_ub",
+        False,
+        "buffers that are registered with NCCL cannot be freed",
+        "drop --use-nccl-ub",
+    ),
+    _Need(
+        "defer_embedding_wgrad_compute",
+        False,
+        "what it adds to gradients after the passes would not be reduced",
+        "drop --defer-embedding-wgrad-compute",
+    ),
+    _Need(
+        "mtp_num_layers",
+        None,
+        "multi-token prediction is not supported in this version",
+        "drop --mtp-num-layers",
+    ),
+)
+
+
+def check_shards(values: Any) -> None:
+    """Reject Megatron options that sharded units do not support.
+
+    Args:
+        values: a configuration of megatron-core, or the flags of a job; missing options count as supported.
+
+    Raises:
+        UserError: the rule, the value and the remedy.
+    """
+    for need in _NEEDS:
+        value = getattr(values, need.name, need.value)
+        if value != need.value and value is not None:
+            raise UserError(
+                f"sharded units need {need.name}={need.value!r}, because {need.why}; got {value!r}; {need.remedy}"
+            )
+
+
+def check_chunks(placement: Placement) -> None:
+    """Raise UserError for one stage per rank, whose weights would be whole all the time."""
+    chunks = placement.num_stages // placement.num_ranks
+    if chunks < 2:
+        raise UserError(
+            "sharded units need 2 or more stages per rank, of which only some are whole at a time; got 1; choose a "
+            "schedule with several stages per rank, such as zero-pp"
+        )

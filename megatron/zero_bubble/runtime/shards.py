@@ -1,0 +1,221 @@
+"""Keeps a rank's weights and gradients as shards, and whole only between the ops that gather, reduce and free them.
+
+Between iterations everything is whole, as the job expects. Memory is given back by resizing storages, so that all views
+stay valid: parameters, their gradients, and what autograd saved. It is allocated and freed in the order of the passes,
+which wait for each collective before they use or free what it wrote; the lane needs to keep nothing alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from megatron.zero_bubble.errors import PeerError
+from megatron.zero_bubble.ir import Op
+from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.platforms.streams import Lane, Result
+from megatron.zero_bubble.runtime.executor import Awaited, Handler
+from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.runtime.transport import lost_connection
+
+
+class Chunk(Protocol):
+    """The weights and gradients of one chunk in flat tensors, which are the same in every iteration.
+
+    Attributes:
+        weights, gradients: whole tensors, each with a storage of its own.
+        own_weights, own_gradients: the parts of them that belong to this replica.
+    """
+
+    weights: list[torch.Tensor]
+    gradients: list[torch.Tensor]
+    own_weights: list[torch.Tensor]
+    own_gradients: list[torch.Tensor]
+
+    def gather(self) -> None:
+        """Fill ``weights`` with the parts of all replicas. A collective call of the replicas, made on a lane."""
+
+    def reduce(self) -> None:
+        """Fill ``own_gradients`` with the sum over all replicas. A collective call of the replicas, made on a lane."""
+
+
+class Sharder:
+    """Runs the ops of sharded units on one rank.
+
+    Args:
+        lane: runs all collectives, in order.
+
+    Attributes:
+        num_gathers, num_reductions: the collectives started so far.
+        most_whole: the most bytes of whole weights and gradients at a time during the passes so far.
+    """
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+        self._chunks: dict[int, _Sharded] = {}
+        self.num_gathers = self.num_reductions = self.most_whole = 0
+
+    @contextmanager
+    def iteration(self, chunks: Mapping[int, Chunk]) -> Iterator[None]:
+        """Context around the passes of an iteration, in which ``chunks``, by stage, are shards.
+
+        Afterwards, weights and gradients have the size that they had. The own parts are valid: the weights of before,
+        and the sums of the gradients over all units and replicas. The other parts are undefined for weights, until the
+        optimizer gathers the new ones, and zero for gradients.
+        """
+        self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
+        try:
+            yield
+        finally:
+            # A proved plan has waited for all collectives. After an error, one may wait for a replica that has ended.
+            for sharded in self._chunks.values():
+                sharded.restore()
+            self._chunks.clear()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Stop the lane."""
+        self._lane.close(timeout_s)
+
+    def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
+        """The handlers of one iteration; ``observer`` is notified when collectives run."""
+        return {
+            Gather: partial(self._gather, observer),
+            Wait: self._wait,
+            Release: self._release,
+            Open: self._open,
+            Reduce: partial(self._reduce, observer),
+            Close: self._close,
+        }
+
+    def _gather(self, observer: IterationObserver | None, op: Gather, _inputs: Sequence[Any]) -> tuple[Awaited]:
+        sharded = self._chunks[op.stage]
+        sharded.allocate_weights()
+        self._count()
+        self.num_gathers += 1
+        return (self._start(observer, op, sharded.chunk.gather),)
+
+    def _wait(self, _op: Wait, inputs: Sequence[Any]) -> Sequence[Any]:
+        return inputs
+
+    def _release(self, op: Release, _inputs: Sequence[Any]) -> None:
+        self._chunks[op.stage].free_weights()
+
+    def _open(self, op: Open, _inputs: Sequence[Any]) -> tuple[None]:
+        self._chunks[op.stage].allocate_gradients()
+        self._count()
+        return (None,)
+
+    def _reduce(self, observer: IterationObserver | None, op: Reduce, _inputs: Sequence[Any]) -> tuple[Awaited]:
+        self.num_reductions += 1
+        return (self._start(observer, op, self._chunks[op.stage].chunk.reduce),)
+
+    def _close(self, op: Close, _inputs: Sequence[Any]) -> None:
+        self._chunks[op.stage].add_gradients()
+
+    def _count(self) -> None:
+        self.most_whole = max(self.most_whole, sum(sharded.num_whole for sharded in self._chunks.values()))
+
+    def _start(self, observer: IterationObserver | None, op: Op, collective: Callable[[], None]) -> Awaited:
+        def work() -> None:
+            with torch.no_grad():
+                collective()
+
+        try:
+            return _Collective(self._lane.start(work if observer is None else _observed(op, work, observer), ()), op)
+        except RuntimeError as error:
+            raise _blame(op, error) from error
+
+
+class _Sharded:
+    """A chunk during an iteration: its shards, and the sizes of what is whole outside of it."""
+
+    def __init__(self, chunk: Chunk) -> None:
+        self.chunk = chunk
+        self._weights = [part.clone() for part in chunk.own_weights]
+        self._gradients: list[torch.Tensor] | None = None
+        self._sizes = {id(whole): whole.untyped_storage().nbytes() for whole in (*chunk.weights, *chunk.gradients)}
+        self.free_weights()
+        self._resize(chunk.gradients, whole=False)
+
+    @property
+    def num_whole(self) -> int:
+        """Bytes of whole weights and gradients."""
+        return sum(whole.untyped_storage().nbytes() for whole in (*self.chunk.weights, *self.chunk.gradients))
+
+    def allocate_weights(self) -> None:
+        self._resize(self.chunk.weights, whole=True)
+        for part, shard in zip(self.chunk.own_weights, self._weights, strict=True):
+            part.copy_(shard)
+
+    def free_weights(self) -> None:
+        self._resize(self.chunk.weights, whole=False)
+
+    def allocate_gradients(self) -> None:
+        self._resize(self.chunk.gradients, whole=True)
+        for gradients in self.chunk.gradients:
+            gradients.zero_()
+
+    def add_gradients(self) -> None:
+        """Add the own part to that of earlier units, and free the gradients. The sum of one unit keeps its bits."""
+        if self._gradients is None:
+            self._gradients = [part.clone() for part in self.chunk.own_gradients]
+        else:
+            for shard, part in zip(self._gradients, self.chunk.own_gradients, strict=True):
+                shard.add_(part)
+        self._resize(self.chunk.gradients, whole=False)
+
+    def restore(self) -> None:
+        """Allocate everything, with the own parts in place."""
+        self.allocate_weights()
+        self.allocate_gradients()
+        for part, shard in zip(self.chunk.own_gradients, self._gradients or (), strict=False):
+            part.copy_(shard)
+
+    def _resize(self, tensors: Sequence[torch.Tensor], whole: bool) -> None:
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            size = self._sizes[id(tensor)] if whole else 0
+            if storage.nbytes() != size and storage.resizable():  # on a CPU, it is not if numpy has seen it
+                storage.resize_(size)
+
+
+def _observed(op: Op, work: Callable[[], None], observer: IterationObserver) -> Callable[[], None]:
+    def run() -> None:
+        observer.started(op)
+        work()
+        observer.completed(op)
+
+    return run
+
+
+def _blame(op: Op, error: RuntimeError) -> RuntimeError | PeerError:
+    """What to raise for an error of the collective of ``op``."""
+    reason = lost_connection(error)
+    if reason is None:
+        return RuntimeError(f"{op}, a collective of the data-parallel replicas, failed: {error}")
+    return PeerError(
+        f"not all data-parallel replicas took part in {op} ({reason}); a rank has died or hangs: look for the first "
+        "error of the other ranks"
+    )
+
+
+class _Collective(Awaited):
+    """A collective that may not be complete."""
+
+    def __init__(self, result: Result, op: Op) -> None:
+        self._result, self._op = result, op
+
+    def wait(self, needed_by: object) -> None:
+        """Make the passes wait for the collective.
+
+        Raises:
+            PeerError: a replica died or did not take part within the group's timeout.
+        """
+        try:
+            self._result.wait()
+        except RuntimeError as error:
+            raise _blame(self._op, error) from error

@@ -1,0 +1,161 @@
+"""Sharded units: the bits of plain data parallelism with one unit, counted collectives, and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from megatron.zero_bubble import Schedule, build
+from megatron.zero_bubble.ir.shards import Gather, Reduce
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.shard import Sharding
+from tests.helpers import parity
+from tests.helpers.parity import Layout, Outcome, assert_same_bits
+from tests.helpers.ranks import RankFailure, RankPool
+
+BASE = "--use-distributed-optimizer --clip-grad 1.0"
+CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+SHARDED = "--zero-bubble-shard-weights --zero-bubble-unit-microbatches"
+
+
+class Trained(NamedTuple):
+    """One training of one rank.
+
+    Attributes:
+        outcome: its results.
+        gathers, reductions: collectives per training iteration.
+        whole: the most bytes of whole weights and gradients at a time, as a part of all.
+        weights: all parameters after the last step.
+    """
+
+    outcome: Outcome
+    gathers: float
+    reductions: float
+    whole: float
+    weights: torch.Tensor
+
+
+def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Trained]:
+    """Train with each schedule, from the same initial weights."""
+    start, done = None, []
+    for args, pipeline in parity._under_each(flags, schedules):
+        chunks: list[Any] = []
+        splits = parity._splits(args)
+        outcome, start = parity._train_once(args, splits, start, pipeline, lambda own, _, to=chunks: to.extend(own))
+        sharder = None if pipeline is None or pipeline.units is None else pipeline.units.sharder
+        buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        weights = torch.cat([p.detach().float().reshape(-1) for chunk in chunks for p in chunk.parameters()])
+        if sharder is None:
+            done.append(Trained(outcome, 0.0, 0.0, 1.0, weights))
+            continue
+        whole = sharder.most_whole / sum(b.param_data.nbytes + b.grad_data.nbytes for b in buffers)
+        steps = args.train_iters
+        done.append(Trained(outcome, sharder.num_gathers / steps, sharder.num_reductions / steps, whole, weights))
+    return done
+
+
+def planned(schedule: Schedule, unit: int, rank: int) -> tuple[int, int]:
+    """The gathers and reductions of the plan."""
+    row = lower_training(schedule, sharding=Sharding(unit)).ops[rank]
+    return sum(isinstance(op, Gather) for op in row), sum(isinstance(op, Reduce) for op in row)
+
+
+full = pytest.mark.full
+TWO, FOUR = Layout(2, data=2, num_layers=4), Layout(4, data=2, num_layers=8)
+ROWS = {
+    "fp32": ("zero-pp", TWO, 4, f"{CHUNKS} 2"),
+    "bf16, untied": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --bf16 --untie-embeddings-and-output-weights"),
+    "four chunks": ("zero-pp", Layout(2, data=2, num_layers=8), 4, f"{CHUNKS} 4"),
+    "per-token loss": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --calculate-per-token-loss"),
+    "recompute": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --recompute-granularity selective"),
+    "full recompute": (
+        "zero-pp",
+        Layout(2, data=2, num_layers=4),
+        4,
+        f"{CHUNKS} 2 --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    ),
+    "dropout": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --attention-dropout 0.1 --hidden-dropout 0.1"),
+    "fused backwards": ("breadth-first", TWO, 4, f"{CHUNKS} 2"),
+    "interleaved": ("interleaved-1f1b", TWO, 4, f"{CHUNKS} 2"),
+    "V": ("zb-v", TWO, 4, "--untie-embeddings-and-output-weights"),
+    "slices": ("seq-interleaved-1f1b --zero-bubble-num-slices 2", TWO, 4, f"{CHUNKS} 2"),
+    "tensor parallelism": ("zero-pp", Layout(2, tensor=2, data=2, num_layers=4), 4, f"{CHUNKS} 2"),
+    "four ranks": ("zero-pp", FOUR, 8, f"{CHUNKS} 2"),
+    "four ranks, bf16, untied": ("zero-pp", FOUR, 8, f"{CHUNKS} 2 --bf16 --untie-embeddings-and-output-weights"),
+}
+
+UNSHARDED = {
+    "dropout": "zero-pp --zero-bubble-unit-microbatches 4",
+    "V": "zb-v",
+    "slices": "seq-interleaved-1f1b --zero-bubble-num-slices 2",
+}
+"""What to compare a row with with other random numbers than stock, other slices, or another order of sums."""
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=() if row in ("fp32", "bf16, untied") else full) for row in ROWS]
+)
+def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: str) -> None:
+    """Losses, gradient norms, weights and states of five clipped steps; evaluations between them see whole weights."""
+    name, layout, count, options = ROWS[row]
+    runs = [UNSHARDED.get(row), f"{name} {SHARDED} {count}"]
+    results = ranks.run(layout.num_ranks, train, layout.flags(count, f"{BASE} {options}"), runs, timeout=200)
+    assert_same_bits([[trained.outcome for trained in of_rank] for of_rank in results], runs)
+    for of_rank in results:
+        assert of_rank[1].reductions == (4 if row == "four chunks" else 2)
+
+
+def test_smaller_units(ranks: RankPool) -> None:
+    """Units of one and two of four microbatches differ by the order of additions only. With four chunks, at most three
+    quarters of the bytes are whole: weights of two chunks, gradients of two (one of them being reduced).
+    """
+    layout, sizes = Layout(2, data=2, num_layers=8), (4, 2, 1)
+    runs = [f"zero-pp {SHARDED} {size}" for size in sizes]
+    flags = layout.flags(4, f"{BASE} {CHUNKS} 4 --train-iters 3")
+    results = ranks.run(4, train, flags, [None, *runs], timeout=120)
+    for rank, (plain, *sharded) in enumerate(results):
+        for size, trained in zip(sizes, sharded, strict=True):
+            assert torch.allclose(trained.weights, plain.weights, rtol=0, atol=1e-5), size
+            schedule = build("zero-pp", num_ranks=2, num_microbatches=4, num_chunks=4, unit_microbatches=size)
+            assert (trained.gathers, trained.reductions) == planned(schedule, size, rank // 2)
+        assert sharded[0].reductions == 4
+        assert sharded[0].whole <= 0.75, sharded[0].whole
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ("", "sharded units need use_distributed_optimizer=True"),
+        (f"{BASE} --overlap-grad-reduce", "sharded units need overlap_grad_reduce=False"),
+        (f"{BASE} --fp16", "sharded units need fp16=False"),
+        (f"{BASE} --zero-bubble-schedule zb-h1", "sharded units need 2 or more stages per rank"),
+        (f"{BASE} --zero-bubble-post-validation", "sharded units work without post-validation"),
+        (f"{BASE} --zero-bubble-offload all", "got shard_weights with offload=all; leave one of them out"),
+        (f"{BASE} --zero-bubble-vocabulary-parallel 1", "got shard_weights with vocabulary=1"),
+        (f"{BASE} --zero-bubble-schedule zb-auto", "got shard_weights with schedule=zb-auto"),
+    ],
+)
+def test_unsupported_jobs_are_refused(options: str, what: str) -> None:
+    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
+
+    schedule = "" if "--zero-bubble-schedule" in options else "--zero-bubble-schedule zero-pp"
+    words = f"{parity.BASE_FLAGS} {TWO.flags(4)} {schedule} --zero-bubble-shard-weights {options}".split()
+    with pytest.raises(UserError, match=what):
+        check(parse(words), 4)
+
+
+def train_differently(rank: int, flags: Sequence[str], schedule: str) -> None:
+    """Train with flags that depend on the replica."""
+    parity.train(rank, flags[rank % 2], [schedule])
+
+
+def test_replicas_with_different_plans_are_refused(ranks: RankPool) -> None:
+    flags = TWO.flags(4, f"{BASE} {CHUNKS} 2")
+    schedules = [f"{flags} --zero-bubble-unit-microbatches {size}" for size in (2, 4)]
+    with pytest.raises(RankFailure, match="all data-parallel replicas of sharded units must run the same plan"):
+        ranks.run(4, train_differently, schedules, "zero-pp --zero-bubble-shard-weights", timeout=60)

@@ -1,0 +1,106 @@
+"""Weights and gradients in shards: what is whole when, sums over units, errors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.zero_bubble import build
+from megatron.zero_bubble.errors import PeerError
+from megatron.zero_bubble.ir import Compute, Kind, Plan
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.platforms.streams import ThreadLane
+from megatron.zero_bubble.runtime.executor import Executor, Handler
+from megatron.zero_bubble.runtime.shards import Sharder
+
+SIZE = 6
+
+
+class TwoReplicas:
+    """A chunk of replica 0 of two; both replicas have the same weights and gradients."""
+
+    def __init__(self) -> None:
+        self.weights = [torch.arange(1.0, SIZE + 1)]
+        self.gradients = [torch.zeros(SIZE)]
+        self.own_weights = [self.weights[0][: SIZE // 2]]
+        self.own_gradients = [self.gradients[0][: SIZE // 2]]
+        self.error: str | None = None
+
+    def gather(self) -> None:
+        if self.error is not None:
+            raise RuntimeError(self.error)
+        self.weights[0][SIZE // 2 :] = self.own_weights[0] + SIZE // 2
+
+    def reduce(self) -> None:
+        self.own_gradients[0] *= 2
+        self.gradients[0][SIZE // 2 :] = -1.0
+
+
+@pytest.fixture
+def sharder() -> Iterator[Sharder]:
+    made = Sharder(ThreadLane())
+    yield made
+    made.close()
+
+
+def run(sharder: Sharder, chunks: dict[int, TwoReplicas], unit: int = 4) -> list[int]:
+    """Run the passes of one rank with two chunks and four microbatches; return the bytes of whole weights in each."""
+    schedule = build("zero-pp", num_ranks=1, num_microbatches=4, unit_microbatches=unit)
+    plan: Plan = lower_training(schedule, sharding=Sharding(unit, 1))
+    whole = []
+
+    def compute(op: Compute, _inputs: object) -> list[None]:
+        chunk = chunks[op.work.stage]
+        if op.work.kind is not Kind.W:
+            assert chunk.weights[0].tolist() == [1, 2, 3, 4, 5, 6], "whole"
+        if op.work.kind is not Kind.F:
+            chunk.gradients[0] += 1.0
+        whole.append(sum(each.weights[0].untyped_storage().nbytes() for each in chunks.values()))
+        return [None for _ in schedule.flow.outputs(op.work)]
+
+    by_op: dict[type, Handler] = {Compute: compute, **sharder.handlers(None)}
+    with sharder.iteration(chunks):
+        assert all(each.weights[0].untyped_storage().nbytes() == 0 for each in chunks.values())
+        Executor(plan, 0, by_op).run()
+    return whole
+
+
+@pytest.mark.parametrize("unit", [4, 2, 1])
+def test_whole_only_where_needed(sharder: Sharder, unit: int) -> None:
+    chunks = {0: TwoReplicas(), 1: TwoReplicas()}
+    for iteration in (1, 2):
+        whole = run(sharder, chunks, unit)
+        assert set(whole) == {0, 4 * SIZE}, "at most one chunk is whole, and none in the last W"
+        for chunk in chunks.values():
+            assert chunk.own_weights[0].tolist() == [1, 2, 3]
+            # B and W of four microbatches on two replicas, and zero in the part of the other replica.
+            assert chunk.gradients[0].tolist() == [16, 16, 16, 0, 0, 0]
+            chunk.gradients[0].zero_()
+        assert sharder.num_reductions == iteration * 2 * 4 // unit
+    assert sharder.most_whole <= 3 * 4 * SIZE
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "what"),
+    [
+        ("no such buffer", RuntimeError, r"0:gather@0, a collective of the data-parallel replicas, failed: no such"),
+        ("Connection closed by peer", PeerError, r"not all data-parallel replicas took part in 0:gather@0"),
+    ],
+)
+def test_failed_collective_is_named(sharder: Sharder, text: str, error: type[Exception], what: str) -> None:
+    chunks = {0: TwoReplicas(), 1: TwoReplicas()}
+    chunks[0].error = text
+    with pytest.raises(error, match=what):
+        run(sharder, chunks)
+    for chunk in chunks.values():
+        assert chunk.own_weights[0].tolist() == [1, 2, 3], "weights have their memory again"
+
+
+def test_storage_that_cannot_be_resized_stays_whole(sharder: Sharder) -> None:
+    chunks = {0: TwoReplicas(), 1: TwoReplicas()}
+    chunks[0].weights[0].numpy()
+    with sharder.iteration(chunks):
+        assert chunks[0].weights[0].untyped_storage().nbytes() == 4 * SIZE
