@@ -280,7 +280,7 @@ def test_peaks_are_as_planned(ranks: RankPool, tmp_path: Path, name: str) -> Non
             measured = rows[rank][place]
             assert 0 < measured.of_a_pass < 0.5 * sum(memory.activation) / 4, "less than a microbatch keeps"
             assert measured.device <= 1.05 * kept + measured.of_a_pass, f"rank {rank}, {share}"
-            assert 0.9 * host <= measured.host <= 1.02 * host, f"rank {rank}, {share}"
+            assert 0.9 * host <= measured.host <= host, f"rank {rank}, {share}"
     # On a V, half of the microbatches are all those of the stage that keeps them long, so the peaks may be equal.
     assert rows[0][2].device <= 1.001 * rows[0][1].device < rows[0][0].device
 

@@ -286,6 +286,19 @@ def test_host_memory_is_used_again_and_limited() -> None:
     assert host.take(6 * ALIGNMENT).num_bytes == 6 * ALIGNMENT
 
 
+def test_padding_does_not_count(rank: Rank) -> None:
+    """A plan that just fits must fit in the run, too, whatever the sizes."""
+    x, odd = torch.randn(SIZE, requires_grad=True), torch.randn(5001, requires_grad=True)
+    want = torch.autograd.grad(odd.exp().exp().sum() + x.exp().exp().sum(), (odd, x))
+    size = 2 * (odd.nbytes + x.nbytes)
+    rank.host._limit = size
+    y = rank.forward(lambda: odd.exp().exp().sum() + x.exp().exp().sum())
+    on_host = rank.release(rank.evict(None, None))
+    assert rank.host.used == size
+    rank.fetch(on_host)
+    assert all(map(torch.equal, torch.autograd.grad(y, (odd, x)), want))
+
+
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=40), st.randoms())
 def test_what_fits_by_bytes_fits_in_host_memory(steps: list[tuple[int, bool]], draw: random.Random) -> None:
     """Whatever is taken and given back: blocks are as large as the most bytes in use, and no two buffers overlap."""
@@ -296,7 +309,7 @@ def test_what_fits_by_bytes_fits_in_host_memory(steps: list[tuple[int, bool]], d
             blocks.append(num_bytes)
             return torch.empty(num_bytes, dtype=torch.uint8)
 
-    host, taken = Counting(), [(HostBuffer((), ()), 0)]
+    host, taken = Counting(), [(HostBuffer(0, (), ()), 0)]
     for number, (size, gives) in enumerate(steps):
         if gives:
             if taken:
@@ -313,7 +326,7 @@ def test_what_fits_by_bytes_fits_in_host_memory(steps: list[tuple[int, bool]], d
 
 def test_a_buffer_of_several_pieces_is_read_in_order() -> None:
     pieces = torch.arange(10, dtype=torch.uint8).split([3, 1, 6])
-    buffer = HostBuffer([Extent(0, 0, 3), Extent(1, 4, 5), Extent(1, 8, 14)], pieces)
+    buffer = HostBuffer(10, [Extent(0, 0, 3), Extent(1, 4, 5), Extent(1, 8, 14)], pieces)
     for start, num_bytes in [(0, 10), (1, 5), (3, 1), (4, 6), (2, 1)]:
         found = torch.cat([*buffer.parts(start, num_bytes)])
         assert found.tolist() == list(range(start, start + num_bytes))

@@ -30,17 +30,15 @@ class HostBuffer:
     """Uninitialized host memory, in one piece or several.
 
     Args:
+        num_bytes: its size; the last piece may be longer.
         extents: the places of its pieces.
         pieces: uint8 tensors, (n,) each.
     """
 
-    def __init__(self, extents: Sequence[Extent], pieces: Sequence[torch.Tensor]) -> None:
+    def __init__(self, num_bytes: int, extents: Sequence[Extent], pieces: Sequence[torch.Tensor]) -> None:
+        self.num_bytes = num_bytes
         self.extents = extents
         self._pieces = pieces
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(extent.size for extent in self.extents)
 
     def parts(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
         """The bytes from ``start`` on, in order: a uint8 tensor for each piece that has some of them."""
@@ -56,10 +54,11 @@ class HostMemory(ABC):
 
     Blocks are freed only by ``close``: a copy that is queued may still use them, and to wait for it within an iteration
     could mean to wait for passes that are not issued yet. A buffer may have several pieces, so that free bytes fit
-    whatever their places, and the blocks together are never larger than the buffers that were in use at the same time.
+    whatever their places. The blocks together are never larger than the buffers that were in use at the same time, each
+    rounded up to ``ALIGNMENT``.
 
     Args:
-        limit: most bytes of all blocks together; None for no limit.
+        limit: most bytes of the buffers in use, not rounded, because plans do not round; None for no limit.
 
     Attributes:
         used: bytes of the buffers in use.
@@ -70,16 +69,14 @@ class HostMemory(ABC):
         self._limit = limit
         self._blocks: list[torch.Tensor] = []
         self._free: list[Extent] = []  # in order, none next to another
-        self._size = 0  # of all blocks
         self.used = self.peak = 0
 
     def take(self, num_bytes: int) -> HostBuffer:
-        """Return a buffer of ``num_bytes``, a multiple of ``ALIGNMENT``.
+        """Return a buffer of ``num_bytes``.
 
         Raises:
             UserError: the limit is exceeded, or the machine has no more memory.
         """
-        assert num_bytes % ALIGNMENT == 0
         if self._limit is not None and self.used + num_bytes > self._limit:
             raise UserError(
                 f"activations in host memory must fit in --zero-bubble-host-memory, {self._limit} bytes per rank; this "
@@ -87,17 +84,17 @@ class HostMemory(ABC):
                 "percentage of --zero-bubble-offload",
                 everywhere=False,
             )
-        missing = num_bytes - (self._size - self.used)
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        missing = size - sum(map(_size, self._free))
         if missing > 0:
             self._blocks.append(self._allocate(missing))
             self._free.append(Extent(len(self._blocks) - 1, 0, missing))
-            self._size += missing
-        whole = [extent for extent in self._free if extent.size >= num_bytes]
+        whole = [extent for extent in self._free if extent.size >= size]
         # The smallest that is large enough, else the largest ones.
         candidates = [min(whole, key=_size)] if whole else sorted(self._free, key=_size, reverse=True)
         taken: list[Extent] = []
         for extent in candidates:
-            part = min(extent.size, num_bytes - sum(map(_size, taken)))
+            part = min(extent.size, size - sum(map(_size, taken)))
             if part:
                 taken.append(extent._replace(end=extent.start + part))
                 self._free.remove(extent)
@@ -106,7 +103,7 @@ class HostMemory(ABC):
         self._free.sort()
         self.used += num_bytes
         self.peak = max(self.peak, self.used)
-        return HostBuffer(taken, [self._blocks[block][start:end] for block, start, end in taken])
+        return HostBuffer(num_bytes, taken, [self._blocks[block][start:end] for block, start, end in taken])
 
     def give(self, buffer: HostBuffer) -> None:
         """Take ``buffer`` back. Only copies that start later may use its memory again."""
@@ -125,7 +122,7 @@ class HostMemory(ABC):
             self._release(block)
         self._blocks.clear()
         self._free.clear()
-        self._size = self.used = 0
+        self.used = 0
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor:

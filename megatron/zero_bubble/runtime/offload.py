@@ -150,12 +150,15 @@ class _Away:
         device = next((end.device for end in ends if end is not None), None)
         places = dict.fromkeys(window.place for window in windows)
         keys = [(forward.stage, forward.slice, number, place.num_bytes) for number, place in enumerate(places)]
-        self._moving = {
-            place: key for place, key in zip(places, keys, strict=True) if key not in stays and _can_move(place, device)
-        }
+        moving = [
+            (place, key)
+            for place, key in zip(places, keys, strict=True)
+            if key not in stays and _can_move(place, device)
+        ]
+        # Those of odd sizes last, so that the others start as torch aligns tensors on a GPU, without padding.
+        self._moving = dict(sorted(moving, key=lambda each: each[0].num_bytes % ALIGNMENT > 0))
         self._windows = [window for window in windows if window.place in self._moving]
-        sizes = (-(-place.num_bytes // ALIGNMENT) * ALIGNMENT for place in self._moving)
-        *starts, self.num_bytes = accumulate(sizes, initial=0)
+        *starts, self.num_bytes = accumulate((place.num_bytes for place in self._moving), initial=0)
         self._starts = dict(zip(self._moving, starts, strict=True))
 
     def out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
