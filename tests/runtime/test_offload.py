@@ -15,9 +15,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.zero_bubble import PassMemory, build
+from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.offload import select_longest
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.cpu import host as cpu_host
 from megatron.zero_bubble.platforms.host import ALIGNMENT, Extent, HostBuffer, HostMemory
@@ -297,6 +301,24 @@ def test_padding_does_not_count(rank: Rank) -> None:
     assert rank.host.used == size
     rank.fetch(on_host)
     assert all(map(torch.equal, torch.autograd.grad(y, (odd, x)), want))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b", "gis", "pipe-offload"])
+def test_a_plan_runs_with_its_peak_as_the_limit(name: str) -> None:
+    """In every iteration and on every rank; what stages save has different, odd sizes."""
+    schedule = build(name, num_ranks=4, num_microbatches=12)
+    plan = lower_training(schedule, moves=select_longest(schedule, 1.0))
+    sizes = [5001 + 777 * stage for stage in range(schedule.placement.num_stages)]
+    memory = PassMemory(tuple(map(float, sizes)), (0.0,) * len(sizes))
+    for row, limit in zip(plan.ops, host_peaks(plan, memory), strict=True):
+        host, held = select("cpu").host_memory(int(limit)), {}
+        for op in row * 3:
+            if isinstance(op, Evict):
+                held[op.forward] = host.take(sizes[op.forward.stage])
+            elif isinstance(op, Fetch):
+                host.give(held.pop(op.forward))
+        assert (host.peak, host.used) == (limit, 0)
+        host.close()
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.booleans()), min_size=1, max_size=40), st.randoms())
