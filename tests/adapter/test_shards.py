@@ -109,8 +109,8 @@ def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: s
 
 
 def test_smaller_units(ranks: RankPool) -> None:
-    """Units of one and two of four microbatches differ by the order of additions only. With four chunks, at most three
-    quarters of the bytes are whole: weights of two chunks, gradients of two (one of them being reduced).
+    """Units of one and two of four microbatches differ by the order of additions only. With four chunks, about half of
+    the bytes are whole: weights of two chunks, and gradients of two, of which one are being reduced.
     """
     layout, sizes = Layout(2, data=2, num_layers=8), (4, 2, 1)
     runs = [f"zero-pp {SHARDED} {size}" for size in sizes]
@@ -122,7 +122,7 @@ def test_smaller_units(ranks: RankPool) -> None:
             schedule = build("zero-pp", num_ranks=2, num_microbatches=4, num_chunks=4, unit_microbatches=size)
             assert (trained.gathers, trained.reductions) == planned(schedule, size, rank // 2)
         assert sharded[0].reductions == 4
-        assert sharded[0].whole <= 0.75, sharded[0].whole
+        assert sharded[0].whole <= 0.6, sharded[0].whole
 
 
 @pytest.mark.parametrize(

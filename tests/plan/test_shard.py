@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 from hypothesis import given
@@ -38,6 +39,21 @@ def test_gathers_and_reductions_per_unit(p: int, v: int, number: int, more: int)
     plan = sharded(looped("zero-pp", p, v, number * unit, unit), unit, whole=1)
     assert count(plan, Gather) == [number * (2 * v - 2) + 1] * p
     assert count(plan, Reduce) == [number * v] * p
+
+
+def most_open(plan: Plan, rank: int) -> int:
+    """The most chunks of a rank that have whole gradients at a time."""
+    steps = [isinstance(op, Open) - isinstance(op, Close) for op in plan.ops[rank]]
+    return max(accumulate(steps))
+
+
+@pytest.mark.parametrize(("unit", "most"), [(32, 2), (16, 2), (8, 3)])
+def test_few_gradients_are_whole(unit: int, most: int) -> None:
+    """One unit: those of the chunk in use, and of the one before, while they are reduced. The W's that chained units
+    leave for each other keep one more open.
+    """
+    plan = sharded(looped("zero-pp", 8, 4, 32, unit), unit)
+    assert max(most_open(plan, rank) for rank in range(8)) <= most
 
 
 TORCH = [

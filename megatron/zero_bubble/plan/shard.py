@@ -5,7 +5,8 @@ Weights are gathered before a run, unless they are still whole, and stay until t
 that of the stage whose next run is farthest, which minimizes the number of gathers (Belady, 1966). A gather starts at
 the beginning of the run before, so that this run hides it; with one slot, it starts at the end of that run.
 
-Gradients are opened before the first backward of a unit and reduced behind its last weight gradient. A unit ends after
+Gradients are opened before the first backward of a unit and reduced behind its last weight gradient. They are closed
+where the next reduction of the rank starts, so that the passes between hide the reduction. A unit ends after
 at least the given number of microbatches, and only where the backwards of another stage follow, because a second
 reduction of the same stage in a row would bring nothing.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import NamedTuple
 
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
@@ -135,13 +136,17 @@ def _weights(passes: Sequence[Pass], whole_chunks: int) -> Iterator[tuple[int, O
 
 def _gradients(passes: Sequence[Pass], unit_microbatches: int) -> Iterator[tuple[int, Op]]:
     """The ops on gradients, each with the number of passes before it."""
-    for stage in dict.fromkeys(p.stage for p in passes):
-        units = _units(passes, stage, unit_microbatches)
-        for number, (begin, end) in enumerate(units):
-            following = units[number + 1][0] if number + 1 < len(units) else len(passes)
-            yield begin, Open(stage)
-            yield end, Reduce(stage)
-            yield following, Close(stage)
+    stages = dict.fromkeys(p.stage for p in passes)
+    units = [(end, begin, stage) for stage in stages for begin, end in _units(passes, stage, unit_microbatches)]
+    opened: defaultdict[int, list[int]] = defaultdict(list)
+    for _, begin, stage in units:
+        opened[stage].append(begin)
+    units.sort()
+    for (end, begin, stage), following in zip_longest(units, units[1:]):
+        yield begin, Open(stage)
+        yield end, Reduce(stage)
+        again = (later for later in opened[stage] if later >= end)
+        yield min(len(passes) if following is None else following[0], *again, len(passes)), Close(stage)
 
 
 def _units(passes: Sequence[Pass], stage: int, unit_microbatches: int) -> list[tuple[int, int]]:
