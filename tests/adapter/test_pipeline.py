@@ -55,7 +55,7 @@ def test_configuration_says_when_receives_are_posted(forward_only: bool) -> None
     schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
 
     def ops(**options: Any) -> list[tuple[Op, ...]]:
-        return list(configured(**options)._plan(schedule, forward_only).ops)
+        return list(configured(**options)._plan(schedule, (), forward_only).ops)
 
     lower = lower_forward_only if forward_only else lower_training
     assert ops(post_receives="late") == list(lower(schedule, "late").ops)
