@@ -121,12 +121,9 @@ def test_gradients_equal_those_of_whole_layers(
 def test_five_steps_equal_those_of_whole_layers(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, schedules: list[str]
 ) -> None:
-    """Adam divides each gradient by its own size, which enlarges the rounding of small ones from step to step: with
-    tied weights and five microbatches, from 0 in the first step to 1.9e-6 in the fourth. With SGD, all are below 2e-7.
-    """
+    """Adam divides each gradient by its own size, which enlarges the rounding of small ones from step to step."""
     flags = layout.flags(num_microbatches, options)
-    found = ranks.run(layout.num_ranks, train, flags, [None, *schedules], timeout=240)
-    check_steps(found, norms=3e-6 if options == CLIPPED and num_microbatches == 5 else 1e-6)
+    check_steps(ranks.run(layout.num_ranks, train, flags, [None, *schedules], timeout=240))
 
 
 @pytest.mark.full

@@ -313,9 +313,8 @@ def _digests(chunks: Sequence[torch.nn.Module]) -> dict[str, str]:
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    whole = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    # A storage that numpy has seen cannot be resized any more, as sharded units do.
-    return hashlib.sha256(whole.clone().numpy().tobytes()).hexdigest()[:16]
+    whole = tensor.detach().cpu().clone().reshape(-1).view(torch.uint8)  # sharded units cannot resize what numpy has
+    return hashlib.sha256(whole.numpy().tobytes()).hexdigest()[:16]
 
 
 def _states(optimizer: Any) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
-from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
 
 _PATIENCE_S = 10.0
@@ -143,7 +143,7 @@ def collective_handlers(
     flow = plan.schedule.flow
 
     def start(op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Any) -> Awaited:
-        return lanes.start(op, work if observer is None else _observed(op, work, observer), tensors_of(uses))
+        return lanes.start(op, work_of(op, work, observer), tensors_of(uses))
 
     def spread(op: Spread, inputs: Sequence[Any]) -> Sequence[Any]:
         held = inputs[0] if op.is_root else None
@@ -158,18 +158,6 @@ def collective_handlers(
         return (result, *(None for _ in op.effects(flow).gives[1:])) if op.is_root else ()
 
     return {Spread: spread, Sum: total}
-
-
-def _observed(
-    op: Collective, work: Callable[[dist.ProcessGroup], Any], observer: IterationObserver
-) -> Callable[[dist.ProcessGroup], Any]:
-    def run(group: dist.ProcessGroup) -> Any:
-        observer.started(op)
-        made = work(group)
-        observer.completed(op)
-        return made
-
-    return run
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:

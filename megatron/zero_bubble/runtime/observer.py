@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,9 @@ from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.runtime.saved import SavedTensors
+
+_Arguments = ParamSpec("_Arguments")
+_Made = TypeVar("_Made")
 
 
 class IterationStart(NamedTuple):
@@ -173,3 +176,19 @@ def observed(observer: IterationObserver, start: IterationStart) -> Iterator[Non
         completed = True
     finally:
         observer.end_iteration(completed)
+
+
+def work_of(
+    op: Op, work: Callable[_Arguments, _Made], observer: IterationObserver | None
+) -> Callable[_Arguments, _Made]:
+    """What a lane runs for ``op``: ``work``, of which ``observer`` is notified when it runs."""
+    if observer is None:
+        return work
+
+    def run(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Made:
+        observer.started(op)
+        made = work(*args, **kwargs)
+        observer.completed(op)
+        return made
+
+    return run

@@ -10,7 +10,7 @@ until the passes have waited for the copy, so the allocator needs to know nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -23,7 +23,7 @@ from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
 from megatron.zero_bubble.platforms.host import ALIGNMENT, HostBuffer, HostMemory
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
-from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.saved import Place, SavedTensors, Window
 
 LEAST_BYTES = 4096
@@ -128,7 +128,7 @@ class Offloader:
         self, observer: IterationObserver | None, op: Op, pairs: list[tuple[torch.Tensor, torch.Tensor]], value: Any
     ) -> _Copy:
         work = partial(_copy, op, pairs)
-        return _Copy(self._lane.start(work if observer is None else _observed(op, work, observer), ()), value)
+        return _Copy(self._lane.start(work_of(op, work, observer), ()), value)
 
 
 class _Away:
@@ -231,15 +231,6 @@ def _copy(op: Op, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             target.copy_(source, non_blocking=True)
     except RuntimeError as error:
         raise RuntimeError(f"{op}, a copy between device and host memory, failed: {error}") from error
-
-
-def _observed(op: Op, work: Callable[[], None], observer: IterationObserver) -> Callable[[], None]:
-    def run() -> None:
-        observer.started(op)
-        work()
-        observer.completed(op)
-
-    return run
 
 
 class _Copy(Awaited):

@@ -19,7 +19,7 @@ from megatron.zero_bubble.ir import Op
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
-from megatron.zero_bubble.runtime.observer import IterationObserver
+from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
 
 
@@ -125,7 +125,7 @@ class Sharder:
                 collective()
 
         try:
-            return _Collective(self._lane.start(work if observer is None else _observed(op, work, observer), ()), op)
+            return _Collective(self._lane.start(work_of(op, work, observer), ()), op)
         except RuntimeError as error:
             raise _blame(op, error) from error
 
@@ -181,15 +181,6 @@ class _Sharded:
             size = self._sizes[id(tensor)] if whole else 0
             if storage.nbytes() != size and storage.resizable():  # on a CPU, it is not if numpy has seen it
                 storage.resize_(size)
-
-
-def _observed(op: Op, work: Callable[[], None], observer: IterationObserver) -> Callable[[], None]:
-    def run() -> None:
-        observer.started(op)
-        work()
-        observer.completed(op)
-
-    return run
 
 
 def _blame(op: Op, error: RuntimeError) -> RuntimeError | PeerError:
