@@ -25,7 +25,7 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import bound, peak_memory
-from megatron.zero_bubble.planning.timelines import timeline_of
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled

@@ -29,7 +29,7 @@ from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
-from megatron.zero_bubble.planning.timelines import timeline_of
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build

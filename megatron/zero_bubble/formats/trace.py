@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.analysis.difference import Comparison
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settled, Trace, Validated
 from megatron.zero_bubble.analysis.validate import validate
@@ -32,6 +31,7 @@ from megatron.zero_bubble.ir.collectives import collectives_of
 from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
 from megatron.zero_bubble.ir.ops import parse_op
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.plan.timelines import timeline_of
 
 FORMAT = 1
 
@@ -65,7 +65,7 @@ class Recording:
         on memory, so with such ops the comparison has no memory.
         """
         trace = self.traces[iteration]
-        planned = simulate(trace.timeline.schedule, self.costs, self.memory)
+        planned = timeline_of(trace.timeline.schedule, self.costs, self.memory)
         known = not any(isinstance(span.op, str) for row in trace.timeline.lanes for span in row)
         return Comparison(iteration, planned, trace, self.costs, self.memory if known else None)
 

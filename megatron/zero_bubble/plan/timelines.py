@@ -11,11 +11,11 @@ from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.search.timed import timed
 
 
-def timeline_of(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
+def timeline_of(schedule: Schedule, costs: PassCosts, memory: PassMemory | None = None) -> Timeline:
     """The timeline of a schedule as it runs: the collectives of vocabulary parallelism take turns on their lanes.
 
     Searches leave these waiting times out. Args and errors are those of ``simulate``.
     """
     if algorithm_of(schedule) is None:
-        return timed(schedule, costs, memory)
+        return simulate(schedule, costs) if memory is None else timed(schedule, costs, memory)
     return simulate(collect(Plan.bare(schedule)), costs, memory)
