@@ -75,7 +75,7 @@ def no_plan_is_below(seeds: range) -> None:
 
 
 def test_no_plan_is_below_the_bound() -> None:
-    no_plan_is_below(range(150))
+    no_plan_is_below(range(30))
 
 
 @pytest.mark.full

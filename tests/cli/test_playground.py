@@ -73,9 +73,10 @@ def refusal(address: str, path: str, **more: Any) -> tuple[int, str]:
     return status, sentence
 
 
-def test_results_equal_plans_for_200_settings(address: str, capsys: Capture) -> None:
+@pytest.mark.parametrize("count", [50, pytest.param(200, marks=pytest.mark.full)])
+def test_results_equal_plans_for_drawn_settings(address: str, capsys: Capture, count: int) -> None:
     draw = random.Random(8)
-    for number in range(200):
+    for number in range(count):
         asked = drawn_setting(draw, searched=number % 40 == 0)
         words = [word for flag, value in asked.items() for word in (f"--{flag}", value) if word]
         code = main(["plan", *words, "--format", "json"])

@@ -58,14 +58,6 @@ ROWS = {
     "late receives, zb-v, fp32, spikes": Row(
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --zero-bubble-post-receives late", LAST_OF_TWO
     ),
-    "p=4, zb-h2, bf16, faults in first, middle and last stages": Row(
-        Layout(4),
-        7,
-        "zb-h2",
-        f"{LOOSE} --bf16 {LLAMA} {ROPE}",
-        [Fault(9, 0, 0, SPIKE), Fault(20, 2, 3, SPIKE), Fault(30, 3, 6, SPIKE), Fault(31, 1, 6, SPIKE)],
-        {"ahead", "repeated", "waited"},
-    ),
     "dp=2, distributed optimizer, overlapped parameter gather, zb-v, fp16": Row(
         Layout(2, data=2, num_layers=4),
         3,
@@ -92,6 +84,14 @@ ROWS = {
 }
 
 MORE = {
+    "p=4, zb-h2, bf16, faults in first, middle and last stages": Row(
+        Layout(4),
+        7,
+        "zb-h2",
+        f"{LOOSE} --bf16 {LLAMA} {ROPE}",
+        [Fault(9, 0, 0, SPIKE), Fault(20, 2, 3, SPIKE), Fault(30, 3, 6, SPIKE), Fault(31, 1, 6, SPIKE)],
+        {"ahead", "repeated", "waited"},
+    ),
     "p=4, zb-v, fp16": Row(
         Layout(4, num_layers=8), 9, "zb-v", f"{LOOSE} {FP16}", [Fault(10, 3, 1, math.nan), Fault(11, 2, 8, math.inf)]
     ),

@@ -23,9 +23,9 @@ EMPTY = -1
 
 
 def plans(name: str, ranks: Sequence[int]) -> Iterator[Plan]:
-    """Yield the plans of a schedule with 1 to 3p microbatches: for training, evaluation and post-validation."""
+    """Yield the plans of a schedule with up to 3p microbatches: for training, evaluation and post-validation."""
     for p in ranks:
-        for m in range(1, 3 * p + 1):
+        for m in sorted({1, p - 1, p, p + 1, 3 * p - 1, 3 * p}):
             schedule = build(name, num_ranks=p, num_microbatches=m)
             for post_receives in ("early", "late"):
                 yield lower_training(schedule, post_receives)

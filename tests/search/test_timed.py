@@ -34,7 +34,7 @@ def test_every_known_schedule_is_timed_as_simulated(name: str) -> None:
         assert timed(each, *figures) == simulate(each, *figures)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=15)
 @given(st.data())
 def test_searched_schedules_are_timed_as_simulated(data: st.DataObject) -> None:
     num_ranks = data.draw(st.integers(1, 4))

@@ -57,7 +57,7 @@ def test_every_schedule_gets_vocabulary_passes(
         prove(lower(evaluation))
 
 
-@pytest.mark.parametrize("p", [2, 4, 8, 16])
+@pytest.mark.parametrize("p", [2, 4, 8, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("rounds", [2, 4])
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_1f1b_keeps_its_bubble(p: int, rounds: int, algorithm: Algorithm) -> None:
@@ -70,7 +70,7 @@ def test_1f1b_keeps_its_bubble(p: int, rounds: int, algorithm: Algorithm) -> Non
     assert max(timeline.peak_activation) == p + (1 if algorithm == 2 else 2)
 
 
-@pytest.mark.parametrize("p", [4, 8, 16])
+@pytest.mark.parametrize("p", [4, 8, pytest.param(16, marks=pytest.mark.full)])
 @pytest.mark.parametrize("rounds", [4, 8])
 @pytest.mark.parametrize("algorithm", [1, 2])
 def test_zb_h1_keeps_its_bubble(p: int, rounds: int, algorithm: Algorithm) -> None:
