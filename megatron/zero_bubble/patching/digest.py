@@ -6,6 +6,7 @@ Needs the standard library only.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import re
 from typing import Any
@@ -17,10 +18,12 @@ _LEFT_OUT = frozenset({"annotation", "returns", "type_comment", "type_params", "
 _REST = r".*\n(?:(?:{0}[ \t)\]}}#].*|[ \t]*)\n)*"
 
 
+@functools.lru_cache(maxsize=256)
 def digest_of(source: str, name: str) -> str | None:
     """Digest of the function or method (``Class.method``) in a module's source; None if the source does not define it.
 
-    Definitions that share a name, such as the getter and the setter of a property, share one digest.
+    Definitions that share a name, such as the getter and the setter of a property, share one digest. It is cached: every
+    time that a process applies a schedule, it asks for the same ones.
 
     Raises:
         SyntaxError: the source cannot be parsed.
