@@ -10,10 +10,10 @@ import pytest
 
 from tests.adapter.test_parity import DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.adapter.test_parity_full import ALL_TO_ALL, EXPERT_PARALLEL, RECOMPUTE, REDUCTIONS, WHOLE_EXPERTS
-from tests.adapter.test_vocabulary import AGAIN, PADDING, check, check_steps, divided
+from tests.adapter.test_vocabulary import AGAIN, PADDING, check, divided
 from tests.helpers.parity import Layout, train
 from tests.helpers.ranks import RankPool
-from tests.helpers.vocabulary import differences, distances_in_bf16
+from tests.helpers.vocabulary import differences, distances_in_bf16, largest_differences, train_with_rounded_weights
 
 Row = tuple[Layout, int, str, list[str]]
 
@@ -121,9 +121,19 @@ def test_gradients_equal_those_of_whole_layers(
 def test_five_steps_equal_those_of_whole_layers(
     ranks: RankPool, layout: Layout, num_microbatches: int, options: str, schedules: list[str]
 ) -> None:
-    """Adam divides each gradient by its own size, which enlarges the rounding of small ones from step to step."""
+    """Adam divides each gradient by its own size, which enlarges rounding from step to step, in stock too.
+
+    Where a norm differs by more than 1e-6, those of stock differ by more than half as much if its initial weights are
+    changed by one unit in the last place.
+    """
     flags = layout.flags(num_microbatches, options)
-    check_steps(ranks.run(layout.num_ranks, train, flags, [None, *schedules], timeout=240))
+    found = ranks.run(layout.num_ranks, train, flags, [None, *schedules], timeout=240)
+    pairs = [largest_differences(outcome, stock) for stock, *others in found for outcome in others]
+    losses, norms = map(max, zip(*pairs, strict=True))
+    assert losses <= 5e-7
+    if norms > 1e-6:
+        first, *others = ranks.run(layout.num_ranks, train_with_rounded_weights, flags, NUM_DRAWS, timeout=240)[0]
+        assert norms <= 2 * max(largest_differences(outcome, first)[1] for outcome in others)
 
 
 @pytest.mark.full

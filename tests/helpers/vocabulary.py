@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.parity import Outcome, _under_each
+from tests.helpers.parity import Outcome, _splits, _train_once, _under_each
 from tests.helpers.slices import Difference, Gradients, own_gradients_of
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -64,6 +64,32 @@ def distances_in_bf16(rank: int, flags: str, schedules: Sequence[str]) -> list[D
     for args, _pipeline in _under_each(f"{flags} --bf16", [None, *schedules]):
         found.append(whole_gradients_of(args, start)[0])
     return [Difference.between(_without_padding(gradients, exact), exact) for gradients in found]
+
+
+def train_with_rounded_weights(rank: int, flags: str, num_draws: int) -> list[Outcome]:
+    """Train with stock, then again ``num_draws`` times after half of all initial weights, drawn at random, were moved
+    to the next float32 number above or below; call it on a rank pool.
+
+    How far these runs are from the first one is how far rounding alone leads.
+    """
+    start: dict[str, torch.Tensor] | None = None
+    outcomes = []
+    for draw, (args, _pipeline) in enumerate(_under_each(flags, [None] * (1 + num_draws))):
+        rounded = None if start is None else _rounded(start, draw)
+        outcome, first = _train_once(args, _splits(args), rounded)
+        start = first if start is None else start
+        outcomes.append(outcome)
+    return outcomes
+
+
+def _rounded(weights: dict[str, torch.Tensor], draw: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(draw)
+    moved = {}
+    for name, weight in weights.items():
+        drawn = torch.rand(weight.shape, generator=generator)
+        up, down = (torch.nextafter(weight, weight + sign) for sign in (1, -1))
+        moved[name] = weight.where(drawn > 0.5, up.where(drawn > 0.25, down))
+    return moved
 
 
 def _without_padding(gradients: Gradients, stock: Gradients) -> Gradients:
