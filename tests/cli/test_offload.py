@@ -77,6 +77,34 @@ def test_search_uses_the_memory_that_offloading_frees(capsys: pytest.CaptureFixt
     assert moved["span_ms"] < plain["lower_bound_ms"]
 
 
+def test_search_takes_a_known_schedule_if_its_own_gain_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """W keeps as much as F here, and the search delays W's, whose operands cannot move; 1F1B has none."""
+    words = ("--num-ranks", "3", "--num-microbatches", "9", "--forward-ms", "2", "--backward-ms", "2", "--wgrad-ms")
+    limit = ("2", "--placement", "linear", "--memory-limit", "0.67p", *COPIES)
+    moved = plan_of(capsys, "--schedule", "zb-auto", *words, *limit)
+    fixed = plan_of(capsys, "--schedule", "1f1b", *words, "2", "--memory-limit", "0.67p", *COPIES)
+    assert max(moved["device_peak"]) <= moved["memory_limit"] and moved["span_ms"] <= fixed["span_ms"]
+    table = json.loads(out_of(capsys, "compare", *words, *limit, "--max-chunks", "1", "--format", "json"))
+    found = next(row for row in table["rows"] if row["schedule"] == "zb-auto")
+    assert found["within_limit"] and found["span_ms"] == moved["span_ms"]
+
+
+def test_layouts_have_the_time_of_their_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(Path(__file__).parents[2] / "configs" / "gpt_1.5b.yaml")
+    words = ("--schedule", "1f1b", "--config", config, "--num-microbatches", "12", "--layout", "auto")
+    moved = plan_of(capsys, *words, "--offload", "auto", "--host-bandwidth", "400", "--memory-limit", "0.6p")
+    assert 0 < moved["offloaded_share"] < 1 and max(moved["device_peak"]) <= moved["memory_limit"]
+
+
+def test_both_algorithms_of_the_vocabulary_are_offloaded(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--schedule", "1f1b", *UNITS, "--output-ms", "1", "--output-wgrad-ms", "1", "--memory-limit", "1p")
+    assert "EXCEEDED" in out_of(capsys, "plan", *words, "--vocabulary", "auto")
+    moved = plan_of(capsys, *words, "--vocabulary", "auto", "--offload", "auto", "--host-ms", "1.5")
+    each = [plan_of(capsys, *words, "--vocabulary", n, "--offload", "auto", "--host-ms", "1.5") for n in "12"]
+    assert max(moved["device_peak"]) <= moved["memory_limit"]
+    assert moved["span_ms"] == min(plan["span_ms"] for plan in each)
+
+
 def test_svg_draws_both_copies(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = out_of(capsys, "plan", "--schedule", "pipe-offload", *UNITS, *COPIES, "--format", "svg")
     assert drawn.count('<path class="lane"') == 2 * 4

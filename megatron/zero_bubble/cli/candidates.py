@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search, lay_out
+from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
-from megatron.zero_bubble.planning.vocabulary import Variant, searched, shards_inserted
+from megatron.zero_bubble.planning.timelines import timeline_of
+from megatron.zero_bubble.planning.vocabulary import Variant, known_schedules, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
@@ -25,18 +27,36 @@ LAID_OUT = "layout by cost"
 
 
 class Made(NamedTuple):
-    """A schedule, its costs, and Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost."""
+    """A schedule, its costs, Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost, and the
+    plan with offloading if it offloads.
+    """
 
     schedule: Schedule
     costs: Figures
     layout: str | None = None
+    offloaded: Offloaded | None = None
+
+    def timeline(self) -> Timeline:
+        """The timeline as it runs, with the copies if it offloads."""
+        if self.offloaded is not None:
+            return self.offloaded.timeline
+        return timeline_of(self.schedule, *self.costs.on(self.schedule.placement))
 
 
 class Candidate(NamedTuple):
-    """A name for messages, and a constructor, which raises ``UserError`` if the schedule does not exist."""
+    """One row.
+
+    Attributes:
+        name: for messages.
+        make: raises ``UserError`` if the schedule does not exist.
+        limited: whether what it makes depends on the memory limit.
+        known: makes schedules that take its place if they are better with offloading.
+    """
 
     name: str
     make: Callable[[], Made]
+    limited: bool = True
+    known: Callable[[], Iterable[Made]] = tuple
 
 
 @dataclass(frozen=True)
@@ -57,8 +77,13 @@ class Comparison:
 
     def whole(self, costs: Figures) -> Iterator[Candidate]:
         """Yield the schedules of whole sequences."""
+        search = {f"{AUTO} {name}": name for name in self.placements}
         for way in self._ways(costs):
-            yield Candidate(way.name, partial(_made, costs, partial(way.make, costs)))
+            make = partial(_made, costs, partial(way.make, costs))
+            if (name := search.get(way.name)) is None:
+                yield Candidate(way.name, make, limited=False)
+            else:
+                yield Candidate(way.name, make, known=partial(_known, costs, name, self.objective))
 
     def laid_out(self, costs: Figures) -> Iterator[Candidate]:
         """Yield them with layouts by cost; ``costs`` are those of the even split."""
@@ -132,6 +157,10 @@ def _on(make: Callable[[Figures], Schedule], costs: Figures, _placement: Placeme
 
 def _made(costs: Figures, make: Callable[[], Schedule]) -> Made:
     return Made(make(), costs)
+
+
+def _known(costs: Figures, placement: PlacementChoice, objective: Metric) -> Iterator[Made]:
+    return (Made(schedule, costs) for schedule in known_schedules(costs, placement, objective))
 
 
 def _only(make: Callable[[], Schedule]) -> list[Schedule]:

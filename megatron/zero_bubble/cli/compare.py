@@ -24,9 +24,9 @@ from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
 from megatron.zero_bubble.planning.plans import bound, peak_memory
-from megatron.zero_bubble.plan.timelines import timeline_of
-from megatron.zero_bubble.planning.vocabulary import Variant
+from megatron.zero_bubble.planning.vocabulary import Planned, Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
 
@@ -139,15 +139,25 @@ def compare(options: argparse.Namespace) -> str:
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
     variants = variants_of(options, costs, default="auto" if by_cost else None)
-    candidates: list[Candidate] = []
-    for variant in variants:
-        if variant.algorithm is None:
-            candidates += chain(comparison.whole(costs), comparison.sliced(costs, slices))
-        else:
-            candidates += comparison.divided(variant)
-    candidates += comparison.laid_out(costs) if by_cost else ()
-    finish = partial(_offloaded, options, limit) if offload else None
-    rows, absent, best = _simulated(candidates, limit, options.objective, finish)
+
+    def candidates(within: Comparison) -> Iterator[Candidate]:
+        for variant in variants:
+            if variant.algorithm is None:
+                yield from chain(within.whole(costs), within.sliced(costs, slices))
+            else:
+                yield from within.divided(variant)
+        yield from within.laid_out(costs) if by_cost else ()
+
+    if offload:
+        variants = tuple(replace(variant, costs=with_copies(options, variant.costs)) for variant in variants)
+        # Without --memory-limit, offloading saves as much as it can; the table marks what is above the default.
+        move = partial(offloaded, options, limit=limit if options.memory_limit else None)
+        limits = search_limits(costs, limit, vocabulary=any(variant.algorithm for variant in variants))
+        makes = [candidates(replace(comparison, limit=most)) for most in limits]
+        listed = [_with_offload(each, move, limit, options.objective) for each in zip(*makes, strict=True)]
+    else:
+        listed = list(candidates(comparison))
+    rows, absent, best = _simulated(listed, limit, options.objective)
     bounds_of = partial(_bounds, options.objective, placements, limit, offload)
     table = Table(
         objective=options.objective,
@@ -167,33 +177,51 @@ def compare(options: argparse.Namespace) -> str:
     return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
 
 
-def _offloaded(options: argparse.Namespace, limit: float, timeline: Timeline, costs: Figures) -> Offloaded:
-    """Offload as requested, with ``auto`` only as much as a memory limit requires, if one is given."""
-    return offloaded(options, timeline, costs, limit if options.memory_limit else None)
+def _with_offload(
+    within: Sequence[Candidate],
+    move: Callable[[Timeline, Figures], Offloaded],
+    limit: float,
+    objective: Metric,
+) -> Candidate:
+    """Return the candidate that is the best after offloading; ``within`` has one candidate per limit of a search."""
+
+    def make() -> Made:
+        layouts: dict[Timeline, str | None] = {}
+
+        def made(number: int) -> Iterator[Planned]:
+            for one in chain(within[0].known() if number == 0 else (), _only(within[number].make)):
+                timeline = one.timeline()
+                layouts[timeline] = one.layout
+                yield Planned(timeline, one.costs)
+
+        best = best_offloaded(made, move, range(len(within) if within[0].limited else 1), limit, objective)
+        before = best.planned.timeline
+        return Made(before.schedule, best.planned.costs, layouts[before], best.offloaded)
+
+    return within[0]._replace(make=make)
 
 
-Finish = Callable[[Timeline, Figures], Offloaded]
+def _only(make: Callable[[], Made]) -> Iterator[Made]:
+    yield make()
 
 
 def _simulated(
-    candidates: Sequence[Candidate], limit: float, objective: Metric, finish: Finish | None = None
+    candidates: Sequence[Candidate], limit: float, objective: Metric
 ) -> tuple[list[Row], list[str], Timeline | None]:
     """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
 
     No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
     """
     rows, absent, best = [], [], None
-    with progress("planning", candidates) as makers:
+    with progress("planning", [(each.name, each.make) for each in candidates]) as makers:
         for make in makers:
             try:
                 made = make()
-                timeline = timeline_of(made.schedule, *made.costs.on(made.schedule.placement))
-                moved = None if finish is None else finish(timeline, made.costs)
+                timeline = made.timeline()
             except UserError as error:
                 absent.append(str(error))
                 continue
-            timeline = timeline if moved is None else moved.timeline
-            rows.append(_row(timeline, made, limit, moved))
+            rows.append(_row(timeline, made, limit))
             if rows[-1].within_limit and (best is None or _ms(timeline, objective) < _ms(best, objective)):
                 best = timeline
     return rows, absent, best
@@ -226,8 +254,8 @@ def _bounds(
     return bounds
 
 
-def _row(timeline: Timeline, made: Made, limit: float, moved: Offloaded | None) -> Row:
-    schedule, costs = timeline.schedule, made.costs
+def _row(timeline: Timeline, made: Made, limit: float) -> Row:
+    schedule, costs, moved = timeline.schedule, made.costs, made.offloaded
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)

@@ -96,12 +96,16 @@ def with_copies(options: argparse.Namespace, costs: Figures) -> Figures:
 
 
 def offloaded(options: argparse.Namespace, before: Timeline, costs: Figures, limit: float | None) -> Offloaded:
-    """Plan offloading for the schedule of ``before`` as the flags request; ``costs`` have the time of copies.
+    """Plan offloading for the schedule of ``before`` as the flags request.
+
+    Args:
+        costs: those of the schedule, for example of its layout or its algorithm of vocabulary parallelism. The flags
+            give the time of copies, or the costs themselves do.
 
     Raises:
         UserError: for host limits in bytes when memory is not, or what ``plan_offload`` rejects.
     """
-    schedule = before.schedule
+    schedule, costs = before.schedule, with_copies(options, costs)
     host = HostLimits(
         _size(options, costs, "host_memory"),
         _size(options, costs, "node_memory"),

@@ -6,11 +6,11 @@ import argparse
 import math
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from functools import partial
 
 from megatron.zero_bubble.analysis.period import period_ms
-from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
 from megatron.zero_bubble.cli.offload import (
@@ -29,12 +29,11 @@ from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_sc
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
-from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
-from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
 from megatron.zero_bubble.planning.plans import (
     ADAPTING,
     PlannedSchedule,
@@ -46,7 +45,7 @@ from megatron.zero_bubble.planning.plans import (
     limit_verdict,
     rank_memory,
 )
-from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_variant, searched
+from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_of, known_schedules, of_variants, searched
 from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.render.text import headline
@@ -57,8 +56,6 @@ from megatron.zero_bubble.search.loops import compiled
 
 _WIDEST = 160
 """Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
-_MORE_MEMORY = (1.5, 2.0)
-"""Limits of searches whose schedules are then offloaded, as multiples of the given one."""
 SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
 """End of the sentence with the planning time where the search is not compiled."""
 
@@ -175,23 +172,26 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     costs = _figures_of(options, file)
     costs = with_copies(options, costs) if moves else costs
     started = time.perf_counter()
-    layouts = None
     if options.layout == BY_COST:
         refuse_vocabulary(options, f"--layout {BY_COST}")
-        layouts = _laid_out(options, costs.evenly(), cuts, file)
-        timeline, costs = layouts.best.timeline, layouts.best.costs
-    else:
-        best = _shortest(options, costs, cuts, file)
-        timeline, costs = best.timeline, best.costs
+        costs = costs.evenly()
+    make, limit = partial(_found, options, costs, cuts, file), _limit(options, costs)
     moved = None
     if moves:
-        moved = _offloaded(options, timeline, costs, cuts)
+        best, moved = best_offloaded(
+            make,
+            partial(offloaded, options, limit=limit),
+            _search_limits(options, costs, limit),
+            limit,
+            options.objective,
+        )
         timeline = moved.timeline
+    else:
+        best = best_of(make(limit), limit, options.objective)
+        timeline = best.timeline
     seconds = time.perf_counter() - started
-    certificate = None
-    if options.schedule == AUTO or options.memory_limit is not None:
-        certificate = _certify(options, costs, timeline.schedule, seconds)
-    return PlannedSchedule(timeline, costs, certificate, layouts, moved)
+    certificate = None if limit is None else _certify(options, best.costs, limit, timeline.schedule, seconds)
+    return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved)
 
 
 def searches(options: argparse.Namespace) -> bool:
@@ -215,9 +215,53 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
     return figures(options, file.num_ranks, file.num_microbatches)
 
 
-def _laid_out(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> LayoutPlan:
+def _limit(options: argparse.Namespace, costs: Figures) -> float | None:
+    """The memory limit that the plan is checked against, in the unit of the costs; None if there is none."""
+    text = options.memory_limit or (DEFAULT_LIMIT if options.schedule == AUTO else None)
+    return None if text is None else costs.limit(text)
+
+
+def _search_limits(options: argparse.Namespace, costs: Figures, limit: float | None) -> tuple[float | None, ...]:
+    """The memory limits to make schedules for, of which one is taken after offloading."""
+    if options.schedule == AUTO:
+        assert limit is not None, "a search has a limit"
+        return search_limits(costs, limit, vocabulary=any(each.algorithm for each in variants_of(options, costs)))
+    return (None,) if limit is None else (None, limit)
+
+
+def _found(
+    options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None, limit: float | None
+) -> Iterator[Planned]:
+    """Yield the schedules that the flags admit within ``limit``: one per variant, or more if insertions are searched
+    for; with the layout that is best within the limit, if it is chosen by cost.
+    """
+    if options.layout == BY_COST:
+        layouts = _laid_out(options, costs, cuts, file, limit)
+        yield Planned(layouts.best.timeline, layouts.best.costs, layouts)
+        return
+    choices = variants_of(options, costs, file)
+    placement: PlacementChoice = options.placement or "auto"
+    offloaded_limit = _limit(options, costs) if offloads(options) else None
+
+    def make(variant: Variant) -> Iterator[Schedule]:
+        own = variant.costs
+        if file is not None:
+            yield file
+        elif variant.algorithm is not None and options.schedule == AUTO and cuts is None:
+            assert limit is not None, "a search has a limit"
+            yield from searched(variant, limit, placement, options.objective)
+        else:
+            if options.schedule == AUTO and cuts is None and limit == offloaded_limit:
+                yield from known_schedules(own, placement, options.objective)
+            yield _build(options, own, None if cuts is None else cuts.candidates(own), placement, limit)
+
+    yield from of_variants(choices, make, limit, options.objective)
+
+
+def _laid_out(
+    options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None, most: float | None
+) -> LayoutPlan:
     """Plan the layout together with the schedule."""
-    limit = options.memory_limit or ("1p" if options.schedule == AUTO else None)
     names: dict[Placement, PlacementChoice] = {}
     if file is not None:
         placements = [file.placement]
@@ -228,10 +272,9 @@ def _laid_out(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fi
         known = recipe(options.schedule)
         placements = [known.placement(costs.num_ranks, known.num_chunks(options.num_chunks))]
     candidates = None if cuts is None else cuts.candidates(costs)
-    most = None if limit is None else costs.limit(limit)
 
     def make(own: Figures, placement: Placement) -> Schedule:
-        return file or _build(options, own, candidates, names.get(placement, "auto"))
+        return file or _build(options, own, candidates, names.get(placement, "auto"), most)
 
     search = None
     if candidates is None and options.schedule == AUTO:
@@ -242,72 +285,35 @@ def _laid_out(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fi
     return lay_out(costs, placements, make, most, options.objective, search)
 
 
-def _shortest(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> Planned:
-    """Plan the schedule, with vocabulary parallelism if that is requested."""
-    choices = variants_of(options, costs, file)
-    placement: PlacementChoice = options.placement or "auto"
-    text = options.memory_limit or ("1p" if options.schedule == AUTO else None)
-    limit = None if text is None else costs.limit(text)
-
-    def make(variant: Variant) -> Iterable[Schedule]:
-        own = variant.costs
-        if file is not None:
-            return [file]
-        if variant.algorithm is not None and options.schedule == AUTO and cuts is None:
-            assert limit is not None, "a search has a limit"
-            return searched(variant, limit, placement, options.objective)
-        return [_build(options, own, None if cuts is None else cuts.candidates(own), placement)]
-
-    return best_variant(choices, make, limit, options.objective)
-
-
-def _offloaded(options: argparse.Namespace, timeline: Timeline, costs: Figures, cuts: Cuts | None) -> Offloaded:
-    """Plan offloading. Where that may free memory for a search, schedules for more memory are tried as well, and the
-    shortest within the limit is returned.
-    """
-    text = options.memory_limit or ("1p" if options.schedule == AUTO else None)
-    limit = None if text is None else costs.limit(text)
-    best = offloaded(options, timeline, costs, limit)
-    if options.schedule != AUTO or options.offload != OFFLOAD_AUTO or options.layout == BY_COST:
-        return best
-    assert limit is not None, "a search has a limit"
-    for factor in _MORE_MEMORY:
-        share = factor * limit / (costs.num_ranks * costs.microbatch)
-        more = argparse.Namespace(**{**vars(options), "memory_limit": f"{share:.9f}p"})
-        other = offloaded(options, _shortest(more, costs, cuts, None).timeline, costs, limit)
-        best = min(best, other, key=lambda each: _rank_by(each, limit, options.objective))
-    return best
-
-
-def _rank_by(plan: Offloaded, limit: float, objective: Metric) -> tuple[float, float]:
-    """Order plans: within the limit first, then shortest."""
-    excess = max(0.0, max(plan.device_peak) - limit * (1 + 1e-9))
-    return excess, plan.timeline.makespan_ms if objective == "makespan" else plan.timeline.span_ms
-
-
 def _build(
-    options: argparse.Namespace, costs: Figures, slices: tuple[Slices, ...] | None, placement: PlacementChoice
+    options: argparse.Namespace,
+    costs: Figures,
+    slices: tuple[Slices, ...] | None,
+    placement: PlacementChoice,
+    limit: float | None,
 ) -> Schedule:
     if options.schedule == AUTO:
-        limit = costs.limit(options.memory_limit or "1p")
+        assert limit is not None, "a search has a limit"
         search = partial(auto, costs, limit, placement, options.objective)
         return search() if slices is None else shortest(search, slices, costs, limit, options.objective)
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     if recipe(options.schedule).sliced:
         candidates = slices or Cuts(len(DEFAULT_SLICES)).candidates(costs)
         make = partial(build, options.schedule, **sizes, num_chunks=options.num_chunks)
-        most = None if options.memory_limit is None else costs.limit(options.memory_limit)
-        return shortest(lambda own: make(num_slices=own), candidates, costs, most, options.objective)
+        return shortest(lambda own: make(num_slices=own), candidates, costs, limit, options.objective)
     if slices is not None:
         recipe(options.schedule).slices(max(slices, key=len))
     schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks)
     return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
 
 
-def _certify(options: argparse.Namespace, costs: Figures, schedule: Schedule, seconds: float) -> Certificate:
-    limit = costs.limit(options.memory_limit or "1p")
-    kinds = schedule.slices, algorithm_of(schedule), offloads(options)
-    best = bound(costs, schedule.placement, limit, options.objective, *kinds)
+def _certify(
+    options: argparse.Namespace, costs: Figures, limit: float, schedule: Schedule, seconds: float
+) -> Certificate:
+    moves = offloads(options)
+    kinds = schedule.slices, algorithm_of(schedule), moves
+    own = with_copies(options, costs) if moves else costs
+    best = bound(own, schedule.placement, limit, options.objective, *kinds)
     return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
 
 

@@ -16,6 +16,7 @@ from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.planning.plans import auto, fitted, peak_memory
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.schedules import build
@@ -25,8 +26,7 @@ from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 Choice = Literal["off", "1", "2", "auto"]
 CHOICES: tuple[Choice, ...] = ("off", "1", "2", "auto")
-_KNOWN: dict[PlacementChoice, tuple[str, ...]] = {"linear": ("1f1b", "zb-h1"), "vee": ("zb-v", "v-half")}
-"""The schedules that a search also inserts into: its own order suits passes of stages only."""
+_KNOWN: dict[str, tuple[str, ...]] = {"linear": ("1f1b", "zb-h1"), "vee": ("zb-v", "v-half")}
 _ROUNDING = 1e-9
 
 
@@ -100,10 +100,11 @@ def _mean(weight_bytes: Callable[[Placement], tuple[float, ...]]) -> Callable[[P
 
 @dataclass(frozen=True)
 class Planned:
-    """The shortest schedule of a variant, and its costs."""
+    """The shortest schedule of a variant, its costs, and the layouts that it was chosen from, if any."""
 
     timeline: Timeline
     costs: Figures
+    layouts: LayoutPlan | None = None
 
 
 def best_variant(
@@ -119,12 +120,24 @@ def best_variant(
     Args:
         make: schedules without vocabulary passes, which are inserted, or with those of the variant's algorithm.
     """
-    found = (
-        Planned(inserted(schedule, variant, limit, objective), variant.costs)
-        for variant in choices
-        for schedule in make(variant)
-    )
+    return best_of(of_variants(choices, make, limit, objective), limit, objective)
+
+
+def best_of(found: Iterable[Planned], limit: float | None, objective: Metric) -> Planned:
+    """Return the shortest within the limit; if none is within it, the one with the smallest peak."""
     return min(found, key=lambda planned: _value(planned, limit, objective))
+
+
+def of_variants(
+    choices: Sequence[Variant],
+    make: Callable[[Variant], Iterable[Schedule]],
+    limit: float | None,
+    objective: Metric,
+) -> Iterator[Planned]:
+    """Yield all schedules from which ``best_variant`` takes one, each with the costs of its variant."""
+    for variant in choices:
+        for schedule in make(variant):
+            yield Planned(inserted(schedule, variant, limit, objective), variant.costs)
 
 
 def inserted(schedule: Schedule, variant: Variant, limit: float | None, objective: Metric) -> Timeline:
@@ -162,6 +175,14 @@ def searched(variant: Variant, limit: float, placement: PlacementChoice, objecti
         less = limit - barriers * max(costs.on(Placement.linear(costs.num_ranks))[1].activation)
         with suppress(UserError):  # no schedule may be within so much less
             yield auto(costs, less, name, objective)
+        yield from known_schedules(costs, name, objective)
+
+
+def known_schedules(costs: Figures, placement: PlacementChoice, objective: Metric) -> Iterator[Schedule]:
+    """The schedules that a search also tries where it does not know what follows: passes of the vocabulary that are
+    inserted, or activations that move to host memory.
+    """
+    for name in ("linear", "vee") if placement == "auto" else (placement,):
         for known in _KNOWN[name]:
             schedule = build(known, num_ranks=costs.num_ranks, num_microbatches=costs.num_microbatches)
             yield replace(fitted(schedule, costs, objective), name=AUTO)
