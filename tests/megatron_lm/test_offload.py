@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.helpers.megatron_lm import VARIABLE, Checkout, checkouts, pretrain_gpt
@@ -35,5 +37,7 @@ def test_too_little_host_memory_ends_the_job_with_a_sentence(checkout: Checkout)
     limit = ("--zero-bubble-offload", "all", "--zero-bubble-host-memory", "100KiB")
     own = pretrain_gpt(*job_of(checkout, 2, PLAIN), "zb-h2", limit)
     assert all(own.exit_codes), "a rank has ended as if nothing had happened"
-    assert "must fit in --zero-bubble-host-memory, 102400 bytes per rank" in own.text, own.text[-3000:]
+    # Before the run by an estimate, or else when a rank takes too much.
+    sentence = r"must fit in --zero-bubble-host-memory, (100KiB|102400 bytes) per rank"
+    assert re.search(sentence, own.text), own.text[-3000:]
     assert "Traceback" not in own.text

@@ -123,7 +123,7 @@ def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple
         check_layout(args, world_size, under_launcher=True)
         return args, unread
     args = parse(job)
-    check(args, world_size)
+    check(args, world_size, options.gpus_per_node)
     return args, ()
 
 

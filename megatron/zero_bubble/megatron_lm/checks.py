@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from typing import Any
 
 import megatron.core
@@ -12,11 +13,12 @@ from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.job.stages import place_stages
-from megatron.zero_bubble.megatron_lm.batches import num_microbatches
+from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
 from megatron.zero_bubble.patching.seams import installed_seams
 
 
@@ -66,6 +68,21 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> Non
             "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "
             "Megatron's schedules; use --ckpt-format torch_dist"
         )
+
+
+def check_offload(args: Any, config: ZeroBubbleConfig, source: ScheduleSource) -> None:
+    """Check the limit of host memory, if there is one, against an estimate for equally many layers per stage.
+
+    Raises:
+        UserError: a rank needs more.
+    """
+    select = config.selection(source)
+    if config.host_memory is None or select is None:
+        return
+    layers = (args.num_layers // source.placement.num_stages,) * source.placement.num_stages
+    schedule = source.make(max(in_training(args)))
+    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+    check_host_memory(args, layers, config.host_memory, schedule, select, node_size)
 
 
 def _check_weight_shards(args: Any) -> None:

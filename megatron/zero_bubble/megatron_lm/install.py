@@ -116,6 +116,7 @@ def _validated(
         config, source = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
         job_checks.check(args, options, source)
+        job_checks.check_offload(args, config, source)
         with meeting.reporting():
             check_data(args)
         bubble = JobBubble(args) if options.zero_bubble_log_bubble else None

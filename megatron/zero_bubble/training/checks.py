@@ -14,6 +14,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.host_memory import check_host_memory
+from megatron.zero_bubble.job.layers import job_layers
 from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.job.stages import place_stages
@@ -25,8 +27,11 @@ from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 _REQUIRED = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "train_iters", "lr")
 
 
-def check(args: argparse.Namespace, world_size: int) -> None:
+def check(args: argparse.Namespace, world_size: int, node_size: int | None = None) -> None:
     """Check every rule and set the values that follow from other flags (data-parallel size, batch size, lengths).
+
+    Args:
+        node_size: processes per node; by default, all are on one.
 
     Raises:
         UserError: the first rule that is violated.
@@ -39,6 +44,7 @@ def check(args: argparse.Namespace, world_size: int) -> None:
     _check_data(args)
     _check_packages(args)
     _check_checkpoint(args)
+    _check_host_memory(args, node_size or world_size)
 
 
 def check_layout(
@@ -353,6 +359,14 @@ def _check_schedule(args: argparse.Namespace, under_launcher: bool) -> None:
     args.placement = args.source.placement
     own_chunks = args.placement.num_stages // args.pipeline_model_parallel_size
     args.virtual_pipeline_model_parallel_size = own_chunks if own_chunks > 1 else None
+
+
+def _check_host_memory(args: argparse.Namespace, node_size: int) -> None:
+    select = None if args.source is None else args.zero_bubble.selection(args.source)
+    if select is None or args.zero_bubble_host_memory is None:
+        return
+    schedule = args.source.make(args.batch_sizes.final // args.batch_sizes.granule)
+    check_host_memory(args, job_layers(args), args.zero_bubble_host_memory, schedule, select, node_size)
 
 
 _FLAGS = {"virtual_pipeline_model_parallel_size": "num-virtual-stages-per-pipeline-rank"}

@@ -40,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         args = parse(argv)
         check_installed("torch", "megatron.core")
-        check(args, launch.world_size)
+        check(args, launch.world_size, launch.local_world_size)
         return _run(args, launch)
     except UserError as error:
         # Print once per machine, because a file, a package or a device may be missing on one machine only.

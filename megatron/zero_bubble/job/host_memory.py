@@ -1,0 +1,67 @@
+"""Check before a run that what it offloads fits into host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from megatron.zero_bubble.analysis.memory import host_peaks
+from megatron.zero_bubble.costs.estimate import DEVICES, estimate
+from megatron.zero_bubble.costs.units import parse_bytes
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.job.model import model_of
+from megatron.zero_bubble.plan.offload import MoveSelection, offload
+
+_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+def check_host_memory(
+    args: Any, layers: tuple[int, ...], limit: str, schedule: Schedule, select: MoveSelection, node_size: int
+) -> None:
+    """Check the limit of host memory against what a plan moves, estimated from the shapes of the model.
+
+    The estimate is for bf16 and flash attention, and leaves out logits, so most jobs need more: the run itself checks
+    every byte that it takes. Experts are not estimated.
+
+    Args:
+        args: the checked flags of the job, in our loop or in Megatron-LM.
+        layers: layers per stage.
+        limit: for example ``60GiB``.
+        select: what moves in ``schedule``.
+        node_size: processes per node.
+
+    Raises:
+        UserError: a rank needs more; the message has what the fullest rank and its node need.
+    """
+    if getattr(args, "num_moe_experts", None) or getattr(args, "num_experts", None):
+        return
+    sequence = args.seq_length // args.context_parallel_size
+    model = replace(model_of(args, layers), sequence=sequence, vocabulary=0)
+    _, memory = estimate(model, DEVICES["a100"], schedule.placement)
+    needs = host_peaks(offload(Plan.bare(schedule), select(schedule)), memory)
+    fullest = max(range(len(needs)), key=needs.__getitem__)
+    if needs[fullest] <= parse_bytes(limit):
+        return
+    node = f"{_shown(max(_of_nodes(needs, args, node_size)))} on a node of {node_size} rank{'s' * (node_size > 1)}"
+    raise UserError(
+        f"activations in host memory must fit in --zero-bubble-host-memory, {limit} per rank; {schedule.name} needs an "
+        f"estimated {_shown(needs[fullest])} on pipeline rank {fullest}, and {node}; raise the limit, or "
+        "lower the percentage of --zero-bubble-offload"
+    )
+
+
+def _of_nodes(needs: Sequence[float], args: Any, node_size: int) -> list[float]:
+    """Add the needs of the ranks of each node, for the needs of every pipeline rank."""
+    near = args.tensor_model_parallel_size * args.context_parallel_size
+    # Data-parallel ranks are nearer than pipeline ranks, unless --use-tp-pp-dp-mapping makes them farther.
+    stride = near * (1 if getattr(args, "use_tp_pp_dp_mapping", False) else args.data_parallel_size)
+    world = range(near * args.data_parallel_size * len(needs))
+    of_ranks = [needs[rank // stride % len(needs)] for rank in world]
+    return [sum(of_ranks[first : first + node_size]) for first in range(0, len(world), node_size)]
+
+
+def _shown(num_bytes: float) -> str:
+    size, unit = next((each for each in _UNITS if num_bytes >= each[0]), _UNITS[-1])
+    return f"{num_bytes / size:.3g} {unit}"
