@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.analysis.undelayed import undelayed
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
@@ -165,7 +166,9 @@ def _finished(moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memor
     schedule = before.schedule
     plan = _bare(schedule, moves)
     prove(plan)
-    timeline = simulate(plan, costs, memory) if moves else before
+    timeline = before
+    if moves:
+        timeline = undelayed(before, plan, costs, memory) or simulate(plan, costs, memory)
     forwards = sum(p.kind is F for p in schedule.passes())
     return Offloaded(
         timeline,
