@@ -172,3 +172,13 @@ def test_bad_shares_are_rejected(text: str) -> None:
 
 def test_shares() -> None:
     assert [parse_share(text) for text in ("none", "0%", "12.5%", "all")] == [0.0, 0.0, 0.125, 1.0]
+
+
+def test_fetch_behind_its_backward_is_refused_without_messages_too() -> None:
+    plan = offload(Plan.bare(build("zb-h1", num_ranks=2, num_microbatches=6)), [Move(Pass(0, Kind.F, 2), 0, 0)])
+    prove(plan)
+    row = list(plan.ops[0])
+    place = next(place for place, op in enumerate(row) if isinstance(op, Fetch))
+    row[place], row[place + 1] = row[place + 1], row[place]
+    with pytest.raises(PlanError, match="0F2:saved is used by 0B2 but is not there"):
+        prove(replace(plan, ops=(tuple(row), plan.ops[1])))

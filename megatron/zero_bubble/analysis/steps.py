@@ -53,6 +53,7 @@ class _Row:
     def __init__(self, plan: Plan, rank: int, report: Report, stopped: bool) -> None:
         self._plan, self._rank, self._report, self._stopped = plan, rank, report, stopped
         self._flow, self._ops = plan.schedule.flow, plan.ops[rank]
+        self._taken: set[Hashable] = set()  # by an op before
 
     def steps(self) -> list[Step]:
         travels = not self._plan.has_messages
@@ -76,6 +77,7 @@ class _Row:
                     given.pop(value, None)
             for value in takes:
                 given.pop(value, None)
+                self._taken.add(value)
             for value in gives:
                 if value in given:
                     self._report(f"{op} gives {value}, which rank {self._rank} has already", self._rank, position)
@@ -85,8 +87,8 @@ class _Row:
         return found
 
     def _absent(self, value: Hashable, position: int) -> tuple[None, tuple[Hashable, ...]]:
-        """Handle a value that no earlier op of the row gives. Without messages, it comes from another rank."""
-        if not self._plan.has_messages:
+        """Handle a value that no earlier op of the row gives. Without messages, it may come from another rank."""
+        if not self._plan.has_messages and value not in self._taken:
             return None, (value,)
         if self._stopped and isinstance(value, Value):
             return None, ()

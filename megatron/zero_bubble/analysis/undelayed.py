@@ -1,13 +1,15 @@
-"""The timeline of a schedule with more ops on its ranks, if these delay no pass: a fraction of the time of a simulation.
+"""The timeline of a schedule with more ops on its ranks, if they delay no pass: much faster than to simulate it again.
 
-The added ops wait only for ops of their own rank. Where no pass waits for them, every pass keeps its time, because none
-can start earlier than without them; so each rank is walked on its own.
+The schedule has been simulated, so its passes run to the end. The added ops neither wait for other ranks nor let them
+wait. If on every rank each op finds its values in the order of the row, and no pass waits for an added op, then the
+plan runs to the end as well, and every pass keeps its time, because it cannot start earlier than without them. So each
+rank is checked on its own, and passes are looked at only where added ops take or give their values.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from megatron.zero_bubble.analysis.memory import peaks
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
@@ -20,60 +22,107 @@ _ROUNDING = 1e-9
 
 
 def undelayed(before: Timeline, plan: Plan, costs: PassCosts, memory: PassMemory) -> Timeline | None:
-    """Return what ``simulate(plan, costs, memory)`` does, but for rounding; None if an op may delay a pass.
+    """Return what ``simulate(plan, costs, memory)`` does, but for rounding, for a plan that ``prove`` accepts.
 
     Args:
         before: the simulated schedule of ``plan``, with the same costs.
-        plan: the passes of the schedule, and ops that neither wait for other ranks nor let them wait.
+        plan: the passes of the schedule, and added ops.
+
+    Returns:
+        None if an added op may delay a pass or another rank, or if ``prove`` may refuse the plan.
     """
-    if before.lanes or plan.has_messages:
+    if before.lanes or plan.has_messages or plan.drain:
         return None
-    rounding = _ROUNDING * before.makespan_ms
     lanes = []
     for ops, spans in zip(plan.ops, before.spans, strict=True):
-        found = _beside(ops, spans, plan, costs, rounding)
-        if found is None:
+        row = _Row(plan, costs, spans, _ROUNDING * before.makespan_ms)
+        if not row.runs(ops):
             return None
-        lanes.append(tuple(found))
-    timeline = Timeline(before.schedule, before.spans, lanes=tuple(lanes))
+        lanes.append(tuple(row.found))
+    timeline = Timeline(before.schedule, before.spans, lanes=tuple(lanes) if any(lanes) else ())
     return Timeline(before.schedule, before.spans, peaks(timeline, memory), timeline.lanes)
 
 
-def _beside(
-    ops: Sequence[Op], spans: Sequence[Span], plan: Plan, costs: PassCosts, rounding: float
-) -> list[LaneSpan] | None:
-    """The added ops of one rank with their times; None if a pass would wait for one, or one for another rank."""
-    flow, slices = plan.schedule.flow, plan.schedule.slices
-    free, lane_free = 0.0, dict[str, float]()
-    ready: dict[object, float] = {}  # when what an added op gives is there
-    due: dict[Pass, float] = {}  # when the inputs of a pass are there that added ops give
-    found: list[LaneSpan] = []
-    place, starts = 0, [*(span.start_ms for span in spans), math.inf]
-    for op in ops:
-        if isinstance(op, Compute):
-            if due.get(op.work, 0.0) > starts[place] + rounding:
-                return None
-            free, place = spans[place].end_ms, place + 1
-            continue
-        effects = op.effects(flow)
-        if effects.waits or effects.makes or effects.arrives or op.lane is None:
-            return None
-        start = max((free, *(ready[value] for value in (*effects.uses, *effects.takes) if value in ready)))
-        if op.lane != COMPUTE:
-            start = max(start, lane_free.get(op.lane, 0.0))
-        end = start + op.duration_ms(costs, slices)
-        if op.lane == COMPUTE and end > starts[place]:
-            if end > starts[place] + rounding:
-                return None
-            start, end = min(start, starts[place]), starts[place]
-        found.append(LaneSpan(op.lane, op, start, end, free))
+class _Row:
+    """The ops of one rank, walked in order.
+
+    Attributes:
+        found: the added ops with their times.
+    """
+
+    def __init__(self, plan: Plan, costs: PassCosts, spans: Sequence[Span], rounding: float) -> None:
+        self._flow, self._slices, self._costs = plan.schedule.flow, plan.schedule.slices, costs
+        self._spans, self._rounding = spans, rounding
+        self._starts = [*(span.start_ms for span in spans), math.inf]
+        self._done: set[Pass] = set()
+        self._free, self._lane_free = 0.0, dict[str, float]()
+        self._given: dict[Hashable, float] = {}  # what only added ops take, and when it is there
+        self._away: set[Value] = set()  # outputs of passes that added ops have taken
+        self._needs: dict[Pass, set[Value]] = {}  # those of them that a pass uses
+        self._due: dict[Pass, float] = {}  # when what was given back is there
+        self.found: list[LaneSpan] = []
+
+    def runs(self, ops: Sequence[Op]) -> bool:
+        """Whether every op has its values, nothing is left at the end, and no pass is delayed."""
+        place = 0
+        for op in ops:
+            if not isinstance(op, Compute):
+                if not self._adds(op, self._starts[place]):
+                    return False
+                continue
+            if place == len(self._spans) or op.work != self._spans[place].pass_ or self._needs.get(op.work):
+                return False
+            if self._due.get(op.work, 0.0) > self._starts[place] + self._rounding:
+                return False
+            self._free = self._spans[place].end_ms
+            self._done.add(op.work)
+            place += 1
+        return place == len(self._spans) and not self._given and not self._away
+
+    def _adds(self, op: Op, next_ms: float) -> bool:
+        """Run an added op before a pass that starts at ``next_ms``."""
+        effects = op.effects(self._flow)
+        if effects.waits or effects.makes or effects.arrives or effects.uses or op.lane is None:
+            return False
+        start = self._free if op.lane == COMPUTE else max(self._free, self._lane_free.get(op.lane, 0.0))
+        for value in effects.takes:
+            if value in self._given:
+                start = max(start, self._given.pop(value))
+            elif isinstance(value, Value) and self._is_here(value):
+                self._away.add(value)
+                for work in self._flow.consumers(value):
+                    self._needs.setdefault(work, set()).add(value)
+            else:
+                return False
+        end = start + op.duration_ms(self._costs, self._slices)
+        if op.lane == COMPUTE and end > next_ms:
+            if end > next_ms + self._rounding:
+                return False
+            start, end = min(start, next_ms), next_ms  # in this order, as memory is counted
         for value in effects.gives:
-            ready[value] = end
-            if isinstance(value, Value):
-                for work in flow.consumers(value) if value in flow.outputs(value.producer) else ():
-                    due[work] = max(end, due.get(work, 0.0))
+            if value in self._away:
+                self._come_back(value, end)
+            elif value in self._given:
+                return False
+            else:
+                self._given[value] = end
+        self.found.append(LaneSpan(op.lane, op, start, end, self._free))
         if op.lane == COMPUTE:
-            free = end
+            self._free = end
         else:
-            lane_free[op.lane] = end
-    return found
+            self._lane_free[op.lane] = end
+        return True
+
+    def _is_here(self, value: Value) -> bool:
+        """Whether a pass of this rank has given ``value``, no added op has it, and no pass has used it."""
+        if value.producer not in self._done or value in self._away or value not in self._flow.outputs(value.producer):
+            return False
+        return self._due.keys().isdisjoint(self._flow.consumers(value)) and self._done.isdisjoint(
+            self._flow.consumers(value)
+        )
+
+    def _come_back(self, value: Value, at_ms: float) -> None:
+        self._away.discard(value)
+        for work in self._flow.consumers(value):
+            self._needs[work].discard(value)
+            self._due[work] = max(at_ms, self._due.get(work, 0.0))

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.memory import highest
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Pass, Slices, Value
+from megatron.zero_bubble.ir import Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
 
@@ -70,19 +70,19 @@ def fit_copies(row: Sequence[Span], movable: Sequence[Candidate], room: float = 
 
 
 class RowMemory:
-    """The memory of a rank for any moves; it depends only on the order of the ops."""
+    """The memory of a rank for any moves of its candidates; it depends only on the order of the ops."""
 
-    def __init__(self, passes: Sequence[Pass], memory: PassMemory, slices: Slices) -> None:
+    def __init__(self, row: Sequence[Span], of_rank: Sequence[Candidate], memory: PassMemory, slices: Slices) -> None:
         # Of every pass: what is freed before it, what is then allocated, and its own changes at its start and its end.
-        self._changes = [change for p in passes for change in (0.0, 0.0, *memory.changes(p, slices))]
-        self._spans = {span.forward: span for span in lifespans(passes)}
-        self._size = {forward: memory.size(Value(forward, SAVED), slices) for forward in self._spans}
+        self._changes = [change for p, _, _ in row for change in (0.0, 0.0, *memory.changes(p, slices))]
+        self._candidates = {each.lifespan.forward: each for each in of_rank}
 
     def peak(self, moves: Collection[Move]) -> float:
         """Return the peak with these moves, all of this rank, in the unit of the memory figures."""
         changes = self._changes.copy()
         for move in moves:
-            places, size = move.places(self._spans[move.forward]), self._size[move.forward]
+            moved = self._candidates[move.forward]
+            places, size = move.places(moved.lifespan), moved.size
             changes[4 * places.release] -= size
             changes[4 * places.fetch + 1] += size
         return highest(changes)

@@ -59,7 +59,8 @@ def _of_rank(
     room: float,
 ) -> list[Move]:
     slices = timeline.schedule.slices
-    of_rank, held = candidates(row, costs, memory, slices), RowMemory([span.pass_ for span in row], memory, slices)
+    of_rank = candidates(row, costs, memory, slices)
+    held = RowMemory(row, of_rank, memory, slices)
     chunks = len({each.lifespan.forward.stage for each in of_rank})
     best: list[Move] = []
     least = held.peak(best)
@@ -127,14 +128,16 @@ def lane_load(timeline: Timeline, costs: PassCosts, share: float = 1.0) -> float
     return max(loads)
 
 
-def peaks_with(timeline: Timeline, moves: Collection[Move], memory: PassMemory) -> tuple[float, ...]:
+def peaks_with(timeline: Timeline, moves: Collection[Move], costs: PassCosts, memory: PassMemory) -> tuple[float, ...]:
     """Return the peak memory of every rank with these moves, in the unit of ``memory``."""
     on, slices = timeline.schedule.placement, timeline.schedule.slices
     by_rank: defaultdict[int, list[Move]] = defaultdict(list)
     for move in moves:
         by_rank[on.stage_to_rank[move.forward.stage]].append(move)
-    rows = ([span.pass_ for span in row] for row in timeline.spans)
-    return tuple(RowMemory(row, memory, slices).peak(by_rank[rank]) for rank, row in enumerate(rows))
+    return tuple(
+        RowMemory(row, candidates(row, costs, memory, slices), memory, slices).peak(by_rank[rank])
+        for rank, row in enumerate(timeline.spans)
+    )
 
 
 def pending_wgrads(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:

@@ -125,7 +125,7 @@ def _moves(
         slower = max(slower, lane_load(before, costs, share))
     elif limit is not None:
         most = limit * (1 + _ROUNDING)
-        slower = _least_slowdown(lambda slower: max(peaks_with(before, select(slower, room), memory)) <= most)
+        slower = _least_slowdown(lambda slower: max(peaks_with(before, select(slower, room), costs, memory)) <= most)
     moves = select(slower, room)
     if host.per_node is not None:
         moves = select(slower, _shared(host_peaks(_bare(before.schedule, moves), memory), host, room))
@@ -165,10 +165,10 @@ def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | N
 def _finished(moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory) -> Offloaded:
     schedule = before.schedule
     plan = _bare(schedule, moves)
-    prove(plan)
-    timeline = before
-    if moves:
-        timeline = undelayed(before, plan, costs, memory) or simulate(plan, costs, memory)
+    timeline = undelayed(before, plan, costs, memory)
+    if timeline is None:
+        prove(plan)
+        timeline = simulate(plan, costs, memory) if moves else before
     forwards = sum(p.kind is F for p in schedule.passes())
     return Offloaded(
         timeline,
