@@ -20,6 +20,8 @@ from megatron.zero_bubble.schedules import has_units, recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
+PLANNED_OFFLOAD = "auto"
+"""The choice of ``offload`` that is planned during the run."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,9 @@ class ZeroBubbleConfig:
         nccl_ctas: the largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two
             pipeline ranks. The job's own NCCL options for its pipeline take precedence.
         offload: which activations are in host memory between forward and backward: ``all`` of them, the given share of
-            each rank's microbatches, such as ``50%``, longest lifespan first, or ``none``. Activations whose backward
-            follows too closely stay on the device. None is what ``schedule_file`` moves, and nothing without a file.
+            each rank's microbatches, such as ``50%``, longest lifespan first, ``auto`` for those that delay no pass, as
+            planned from measured passes and copies, or ``none``. Activations whose backward follows too closely stay
+            on the device. None is what ``schedule_file`` moves, and nothing without a file.
         host_memory: limit per rank for what moves, for example ``60GiB``; None for no limit.
         shard_weights: keep of each chunk only a shard per data-parallel replica: gather its weights whenever its passes
             need them, once per unit of microbatches, and reduce its gradients once per unit. At most two chunks of a
@@ -137,8 +140,17 @@ class ZeroBubbleConfig:
         """How to select what leaves the device between forward and backward; None if nothing does."""
         if self.offload is None:
             return (lambda _: source.moves) if source.moves else None
-        share = parse_share(self.offload)
+        share = 1.0 if self.plans_offload else parse_share(self.offload)
         return functools.partial(select_longest, share=share) if share else None
+
+    @property
+    def plans_offload(self) -> bool:
+        """Whether what moves is planned during the run, from its measurements; ``selection`` is for the time before."""
+        return self.offload == PLANNED_OFFLOAD
+
+    @property
+    def _offloads(self) -> bool:
+        return self.offload is not None and (self.plans_offload or parse_share(self.offload) > 0)
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
@@ -148,7 +160,7 @@ class ZeroBubbleConfig:
         excluded = {
             f"schedule={AUTO}": self.schedule == AUTO,
             "post_validation": self.post_validation,
-            f"offload={self.offload}": self.offload is not None and parse_share(self.offload) > 0,
+            f"offload={self.offload}": self._offloads,
             f"vocabulary={self.vocabulary}": self.vocabulary is not None,
             "wgrad_stream": self.wgrad_stream,
         }
@@ -171,7 +183,7 @@ class ZeroBubbleConfig:
             )
 
     def _check_offload(self) -> None:
-        moves = parse_share(NO_SHARE if self.offload is None else self.offload) > 0
+        moves = self._offloads
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
             if not moves and (self.schedule_file is None or self.offload is not None):

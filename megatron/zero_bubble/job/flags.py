@@ -133,10 +133,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--zero-bubble-offload",
-        metavar="all|N%|none",
-        help="keep activations in host memory between forward and backward: all of them, or N%% of each rank's "
-        "microbatches, longest lifespan first; those whose backward follows too closely stay on the device; default: "
-        "what the plan in --zero-bubble-schedule-file moves, else none",
+        metavar="auto|all|N%|none",
+        help="keep activations in host memory between forward and backward: all of them, N%% of each rank's "
+        "microbatches, longest lifespan first, or auto for those that delay no pass, as planned after some iterations "
+        "from the measured times of passes and copies; those whose backward follows too closely stay on the device; "
+        "default: what the plan in --zero-bubble-schedule-file moves, else none",
     )
     add(
         "--zero-bubble-host-memory",

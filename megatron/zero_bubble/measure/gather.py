@@ -16,6 +16,7 @@ from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.ir import Kind, Slices
+from megatron.zero_bubble.ir.offload import Evict, Fetch
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.measure.recorder import Marks
@@ -34,8 +35,9 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
 
 
 def median_costs(timelines: list[Timeline]) -> PassCosts:
-    """Costs from measured iterations: the median pass times of every stage and the median transfer time, and those of
-    vocabulary parallelism if the schedule has its passes.
+    """Costs from measured iterations: the median pass times of every stage and the median transfer time, those of
+    vocabulary parallelism if the schedule has its passes, and those of copies to the host and back of every stage of
+    which something moves.
 
     A fused BW counts as B with W = 0. If sequences are cut, the shares of attention follow from how much longer later
     slices take than their tokens alone would explain. A transfer can be measured only if its receiver was idle; its
@@ -63,7 +65,7 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
     forward, backward, wgrad = (tuple(map(sum, times)) for times in (f, b, w))
     shares = (tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b))
     comm_ms = median(transfers.messages) if transfers.messages else 0.0
-    costs = PassCosts(forward, backward, wgrad, comm_ms).with_attention(*shares)
+    costs = PassCosts(forward, backward, wgrad, comm_ms, host_ms=_copies_ms(timelines)).with_attention(*shares)
     algorithm = algorithm_of(schedule)
     if algorithm is None:
         return costs
@@ -71,6 +73,17 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
     s, t, i, j = (tuple(map(sum, medians(kind)[ranks])) for kind in (Kind.S, Kind.T, Kind.I, Kind.J))
     collective_ms = max(0.0, transfers.collective_ms(algorithm) - comm_ms)
     return replace(costs, vocabulary=VocabularyCosts(s, t, i, j, collective_ms))
+
+
+def _copies_ms(timelines: list[Timeline]) -> tuple[float, ...]:
+    """Per stage, the median time of a copy of a microbatch to the host or back; 0 for a stage without copies."""
+    durations: dict[int, dict[int, list[float]]] = {}
+    for span in (span for timeline in timelines for row in timeline.lanes for span in row):
+        if isinstance(span.op, (Evict, Fetch)):
+            of_slices = durations.setdefault(span.op.forward.stage, {})
+            of_slices.setdefault(span.op.forward.slice, []).append(span.end_ms - span.start_ms)
+    stages = range(timelines[0].schedule.num_stages)
+    return tuple(sum(median(times) for times in durations.get(stage, {}).values()) for stage in stages)
 
 
 def attention_share(times_ms: Sequence[float], slices: Slices) -> float:

@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
+from megatron.zero_bubble.adapter.auto_offload import AutoMoves
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.adapter.shards import ShardedUnits
@@ -27,6 +28,7 @@ from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
 from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
+from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
@@ -141,7 +143,8 @@ def _pipeline(
     observers: Sequence[IterationObserver],
     say: Callable[[str], None],
 ) -> Pipeline:
-    memory = MemoryMeter() if config.measure_memory or config.schedule == AUTO else None
+    plans = config.schedule == AUTO or config.plans_offload
+    memory = MemoryMeter() if config.measure_memory or plans else None
     if config.schedule == AUTO:
         passes = Recorder(select("auto"))
         of_job = config.memory_limit, config.placement, config.post_validation
@@ -156,8 +159,13 @@ def _pipeline(
     more = config.post_receives, config.nccl_ctas, config.recompute_logits
     # The number of ranks may be unknown yet; what a schedule file moves does not depend on it.
     select_moves = config.selection(sources(2))
-    moves = None if select_moves is None else functools.cache(select_moves)
+    moves: MoveSelection | None = None if select_moves is None else functools.cache(select_moves)
     limit = None if config.host_memory is None else parse_bytes(config.host_memory)
+    if config.plans_offload:
+        assert memory is not None
+        recorder = Recorder(select("auto"))
+        moves = planned = AutoMoves(recorder, memory, limit, say)
+        observers = (planned, *observers, recorder)
     units = ShardedUnits(config.sharding) if config.shard_weights else None
     return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit, units)
 
