@@ -154,3 +154,20 @@ def test_errors_state_rule_value_and_remedy(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in error_of(capsys, "plan", "--schedule", "zb-h1", *UNITS, *flags)
+
+
+def test_costs_per_layer_have_the_times_of_their_copies(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A layer of one kind is copied in 1.5 ms, of the other in 1 ms; every stage has one of each."""
+    kinds = {
+        kind: {"forward_ms": 2.0, "backward_ms": 2.0, "wgrad_ms": 2.0, "activation": 2**30, "wgrad": 2**29} | copies
+        for kind, copies in (("dense", {"host_ms": 1.5}), ("moe", {"host_ms": 1.0}))
+    }
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"layers": ["dense", "moe"] * 4, "parts": kinds}))
+    costs, _ = CostsFile.parse(file.read_text()).on(Placement.linear(4))
+    assert costs.host_ms == (2.5,) * 4
+    words = ("--schedule", "zb-h2", *SIZE, "--costs", str(file), "--offload", "auto")
+    given, own = plan_of(capsys, *words, "--host-ms", "2.5"), plan_of(capsys, *words)
+    assert own["moves"] == given["moves"] and len(own["moves"]) > 0
+    laid_out = plan_of(capsys, *words, "--layout", "auto")
+    assert laid_out["moves"] == own["moves"], "all stages are alike already"

@@ -8,7 +8,7 @@ from functools import cached_property
 from math import fsum
 
 from megatron.zero_bubble.costs.memory import MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import TIMES, PassCosts
+from megatron.zero_bubble.costs.passes import HOST, TIMES, PassCosts
 from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
@@ -26,6 +26,7 @@ class Part:
         forward_ms, backward_ms, wgrad_ms: time of F, B and W.
         activation, wgrad, history: memory, as in ``PassMemory``.
         forward_attention, backward_attention: shares of attention in F and B, as in ``PassCosts``.
+        host_ms: time to copy what F saves to host memory, or back; 0 if unknown.
 
     Raises:
         UserError: for a negative, huge or non-finite figure, or a share above 1.
@@ -39,6 +40,7 @@ class Part:
     history: float = 0.0
     forward_attention: float = 0.0
     backward_attention: float = 0.0
+    host_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -98,7 +100,8 @@ class LayerCosts:
                 f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
             )
         forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
-        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links)
+        host = self._summed(layout, HOST)
+        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, host_ms=host)
         if self._has_attention:
             of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
             of_b = zip(self._products(layout, _SHARES[1], TIMES[1]), backward, strict=True)
@@ -116,7 +119,7 @@ class LayerCosts:
     def _columns(self) -> dict[str, tuple[float, ...]]:
         """Every figure of all parts in model order."""
         parts = (self.embedding, *self.layers, self.loss)
-        names = (*TIMES, *MEMORY, "history", *_SHARES, "work_ms")
+        names = (*TIMES, HOST, *MEMORY, "history", *_SHARES, "work_ms")
         columns = {name: tuple(getattr(part, name) for part in parts) for name in names}
         for share, ms in zip(_SHARES, TIMES, strict=False):
             columns[share + ms] = tuple(a * b for a, b in zip(columns[share], columns[ms], strict=True))
@@ -158,7 +161,7 @@ def of_stages(costs: PassCosts, memory: PassMemory | None, layout: Sequence[int]
             "layers_per_stage must give layers to a stage between the first and the last, from which the time of a "
             f"layer is taken; got {', '.join(map(str, layout))}; give the costs per layer instead"
         )
-    columns = {name: getattr(costs, name) for name in TIMES}
+    columns = {name: getattr(costs, name) for name in (*TIMES, HOST)}
     if memory is not None:
         columns |= {name: getattr(memory, name) for name in (*MEMORY, "history")}
     layer = {name: fsum(figures[s] for s in inner) / count for name, figures in columns.items()}

@@ -13,12 +13,12 @@ from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.costs.memory import MEMORY
-from megatron.zero_bubble.costs.passes import TIMES, backward_share
+from megatron.zero_bubble.costs.passes import HOST, TIMES, backward_share
 from megatron.zero_bubble.errors import UserError
 
 LAYERS, PARTS = "layers", "parts"
 _ENDS = ("embedding", "loss")
-_FIGURES = (*TIMES, *MEMORY, "history", "attention", "backward_attention")
+_FIGURES = (*TIMES, HOST, *MEMORY, "history", "attention", "backward_attention")
 _MOST_LAYERS = 10_000
 
 
