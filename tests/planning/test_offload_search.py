@@ -12,10 +12,10 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import Offloaded, plan_offload
 from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
-from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import Planned, of_variants, variants
 
 RANKS, MICROBATCHES = 4, 12

@@ -21,8 +21,8 @@ from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan.offload import Move, select_longest
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.offload import HostLimits, Offloaded, plan_offload
-from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 
 _WARM_UP, _MEASURED = 2, 3

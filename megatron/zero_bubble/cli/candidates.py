@@ -10,12 +10,12 @@ from typing import NamedTuple
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search, lay_out
 from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
-from megatron.zero_bubble.planning.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import Variant, known_schedules, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice

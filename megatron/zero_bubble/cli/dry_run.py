@@ -27,9 +27,9 @@ from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.plan.offload import MoveSelection
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
-from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build

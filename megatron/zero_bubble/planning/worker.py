@@ -22,9 +22,9 @@ from megatron.zero_bubble.formats.plan import VOCABULARY, algorithm_from, plan_t
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import WHOLE, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import beyond_floats, measured
 from megatron.zero_bubble.planning.plans import auto
-from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 
 _LOWEST_PRIORITY = 19
