@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
@@ -47,7 +48,8 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Traine
         outcome, start = parity._train_once(args, splits, start, pipeline, lambda own, _, to=chunks: to.extend(own))
         sharder = None if pipeline is None or pipeline.units is None else pipeline.units.sharder
         buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
-        weights = torch.cat([p.detach().float().reshape(-1) for chunk in chunks for p in chunk.parameters()])
+        with nullcontext() if sharder is None else pipeline.units.whole_weights():
+            weights = torch.cat([p.detach().float().reshape(-1) for chunk in chunks for p in chunk.parameters()])
         if sharder is None:
             done.append(Trained(outcome, 0.0, 0.0, 1.0, weights))
             continue
@@ -81,6 +83,7 @@ ROWS = {
     "fused backwards": ("breadth-first", TWO, 4, f"{CHUNKS} 2"),
     "interleaved": ("interleaved-1f1b", TWO, 4, f"{CHUNKS} 2"),
     "V": ("zb-v", TWO, 4, "--untie-embeddings-and-output-weights"),
+    "tied V": ("zb-v", TWO, 4, "--calculate-per-token-loss"),
     "slices": ("seq-interleaved-1f1b --zero-bubble-num-slices 2", TWO, 4, f"{CHUNKS} 2"),
     "tensor parallelism": ("zero-pp", Layout(2, tensor=2, data=2, num_layers=4), 4, f"{CHUNKS} 2"),
     "four ranks": ("zero-pp", FOUR, 8, f"{CHUNKS} 2"),
@@ -90,6 +93,7 @@ ROWS = {
 UNSHARDED = {
     "dropout": "zero-pp --zero-bubble-unit-microbatches 4",
     "V": "zb-v",
+    "tied V": "zb-v",
     "slices": "seq-interleaved-1f1b --zero-bubble-num-slices 2",
 }
 """What to compare a row with with other random numbers than stock, other slices, or another order of sums."""

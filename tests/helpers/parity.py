@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,7 +275,8 @@ def _train_once(
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
     optimizer = zero_bubble.step_ahead(args, pipeline, optimizer, chunks)
-    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
+    units = None if pipeline is None else pipeline.units
+    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer), units)
     seen = RecordedProgress(args.train_iters)
     on_start(chunks, seen)
 
@@ -293,7 +295,8 @@ def _train_once(
     if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-    after = _digests(chunks)
+    with nullcontext() if units is None else units.whole_weights():
+        after = _digests(chunks)
     unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
     outcome = Outcome(
         tuple(seen.losses),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from megatron.zero_bubble.adapter.stage import StepResults
 from megatron.zero_bubble.adapter.versions import finalize_arguments, supported_kwargs
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 
+Finalize = Callable[[list[torch.nn.Module], torch.Tensor | None], None]
+"""Megatron's steps for the gradients of some chunks, given the number of tokens of a per-token loss."""
+
 
 @contextlib.contextmanager
 def finalized(
@@ -24,8 +28,13 @@ def finalized(
     chunks: list[torch.nn.Module],
     results: StepResults,
     force_all_reduce: bool | None,
+    around: Callable[[Finalize, list[torch.nn.Module], torch.Tensor | None], None] | None = None,
 ) -> Iterator[None]:
-    """Context around all passes of a training step, with Megatron's steps before and after them."""
+    """Context around all passes of a training step, with Megatron's steps before and after them.
+
+    Args:
+        around: calls the last step, for some of the chunks at a time; None to call it once.
+    """
     if config.finalize_model_grads_func is None:
         yield
         return
@@ -38,7 +47,11 @@ def finalized(
         # Megatron broadcasts the count from the last rank, but here the rank of the last stage has it.
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     finalize = config.finalize_model_grads_func
-    finalize(chunks, num_tokens, **finalize_arguments(finalize, groups, force_all_reduce))
+    run = functools.partial(finalize, **finalize_arguments(finalize, groups, force_all_reduce))
+    if around is None:
+        run(chunks, num_tokens)
+    else:
+        around(run, chunks, num_tokens)
 
 
 def per_chunk(functions: Any, num_chunks: int) -> list[Any]:

@@ -7,7 +7,6 @@ results and the order of the steps after the passes are the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -232,6 +231,8 @@ class Pipeline:
 
     def _run(self, call: _Call, observer: IterationObserver | None) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
+        if self.units is not None:
+            self.units.check_replicas(step.num_microbatches, step.forward_only, device_of(chunks))
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
         boundary = call.boundary(prepared.schedule.slices)
@@ -257,15 +258,15 @@ class Pipeline:
             observer,
             self._maker(call, prepared, boundary),
             None if step.forward_only else self.offloader,
-            None if step.forward_only else self.units,
+            self.units if self._shards(step.forward_only) else None,
         )
         if step.forward_only:
             if self._optimizer is not None:
                 self._optimizer.settle()
             iteration.evaluate()
         else:
-            reduced = nullcontext() if self.units is None else self.units.finalizing(chunks)
-            with reduced, finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce):
+            around = None if self.units is None else self.units.finalize
+            with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce, around):
                 self._train(iteration, prepared)
         if config.timers is not None:
             config.timers("forward-backward").stop()
@@ -352,10 +353,16 @@ class Pipeline:
     def _plan(self, schedule: Schedule, moves: Collection[Move], forward_only: bool) -> Plan:
         """Validate the schedule and lower it to a plan."""
         validate(schedule)
+        sharding = None
+        if self.units is not None and self._shards(forward_only):
+            sharding = self.units.sharding(schedule.num_ranks)
         if forward_only:
-            return lower_forward_only(schedule, self._post_receives)
-        sharding = None if self.units is None else self.units.sharding(schedule.num_ranks)
+            return lower_forward_only(schedule, self._post_receives, sharding)
         return lower_training(schedule, self._post_receives, self._rollback is not None, moves, sharding)
+
+    def _shards(self, forward_only: bool) -> bool:
+        """Whether chunks are shards in an iteration."""
+        return self.units is not None and (not forward_only or self.units.steps_shards)
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""

@@ -130,6 +130,12 @@ def copy_tied_embedding(model: Sequence[torch.nn.Module]) -> None:
         tied[1].data.copy_(tied[0].data)
 
 
+def is_end(chunk: torch.nn.Module) -> bool:
+    """Whether a chunk has the embedding or the output layer."""
+    model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
+    return bool(model.pre_process or model.post_process)
+
+
 def _tied_weights(model: Sequence[torch.nn.Module]) -> tuple[Any, Any] | None:
     """The weights of embedding and output layer if they are tied and in two chunks of this rank, else None."""
     chunks = [get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True) for chunk in model]

@@ -13,10 +13,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.adapter.finalize import Finalize
+from megatron.zero_bubble.adapter.placement import is_end
 from megatron.zero_bubble.adapter.prepared import check_same_plan
+from megatron.zero_bubble.adapter.sharded_step import Place, check_optimizer, step_shards
 from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
@@ -47,6 +52,7 @@ class DistributedChunk:
         self.weights: list[torch.Tensor] = [buffer.param_data for buffer in buffers]
         self.gradients: list[torch.Tensor] = [buffer.grad_data for buffer in buffers]
         buckets = [(group, bucket) for group in self._groups for bucket in group.buckets]
+        self.buckets: list[Any] = [bucket for _, bucket in buckets]
         self.own_weights = [_own(group, bucket.param_data) for group, bucket in buckets]
         self.own_gradients = [_own(group, bucket.grad_data) for group, bucket in buckets]
 
@@ -80,11 +86,55 @@ class ShardedUnits:
     def __init__(self, sharding: Callable[[int], Sharding]) -> None:
         self.sharding = sharding
         self.sharder: Sharder | None = None
+        self._optimizer: Any = None
+        self._stages: tuple[int, ...] = ()  # of the chunks that are kept as shards
+        self._ends_meet = False  # whether one rank has the first and the last stage
+        self._restored = ExitStack()
+
+    @property
+    def steps_shards(self) -> bool:
+        """Whether chunks stay shards between iterations."""
+        return self._optimizer is not None
+
+    def step_shards(self, optimizer: Any) -> None:
+        """Keep the chunks as shards from the next iteration on, in which ``optimizer`` steps them in place.
+
+        Load checkpoints before that. Afterwards, read weights only in ``whole_weights``.
+
+        Raises:
+            UserError: an optimizer that cannot step shards.
+        """
+        check_optimizer(optimizer)
+        self._optimizer = optimizer
 
     def check(self, config: Any, schedule: Schedule) -> None:
         """Raise UserError for a job, or a placement of its stages, that sharded units do not support."""
         check_shards(config)
         check_chunks(schedule.placement)
+        ranks = schedule.placement.stage_to_rank
+        self._ends_meet = ranks[0] == ranks[-1]
+
+    def check_replicas(self, num_microbatches: int, forward_only: bool, device: torch.device) -> None:
+        """Check that all replicas begin the same iteration. A collective call of every iteration: a replica that
+        changes its microbatches alone would be the only one that makes a new plan.
+
+        Raises:
+            UserError: replicas have different numbers of microbatches, or only some of them evaluate.
+        """
+        if forward_only and not self.steps_shards:
+            return  # a replica then evaluates on its own
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        own = torch.tensor([num_microbatches, forward_only], device=device)
+        every = [torch.empty_like(own) for _ in range(group.size())]
+        dist.all_gather(every, own, group=group)
+        iterations = [tuple(each) for each in torch.stack(every).tolist()]
+        if len(set(iterations)) > 1:
+            what = [f"{count}{' (evaluation)' * evaluates}" for count, evaluates in iterations]
+            raise UserError(
+                "all data-parallel replicas of sharded units must run the same number of microbatches per iteration, "
+                f"because they gather weights and reduce gradients together; got {', '.join(what)}; give all of them "
+                "the same, or train without shard_weights"
+            )
 
     def connect(self, plan: Plan, make_lane: Callable[[], Lane]) -> None:
         """Check that all replicas run the same plan, because they gather and reduce together. A collective call.
@@ -111,26 +161,65 @@ class ShardedUnits:
             UserError: see ``DistributedChunk``.
         """
         assert self.sharder is not None, "connect comes first"
-        pairs = zip(stages, chunks, strict=True)
-        return self.sharder.iteration({facts.stage: DistributedChunk(chunk) for facts, chunk in pairs})
+        if self.sharder.keeps:
+            return self.sharder.iteration({})
+        of_stage = {facts.stage: DistributedChunk(chunk) for facts, chunk in zip(stages, chunks, strict=True)}
+        if self.steps_shards:
+            self._keep(of_stage, chunks)
+        return self.sharder.iteration(of_stage)
+
+    def _keep(self, of_stage: Mapping[int, DistributedChunk], chunks: Sequence[torch.nn.Module]) -> None:
+        assert self.sharder is not None, "connect comes first"
+        self._stages = tuple(of_stage)
+        self.sharder.keep(of_stage)
+        places = {
+            id(bucket): Place(self.sharder.shards(stage), number)
+            for stage, chunk in of_stage.items()
+            for number, bucket in enumerate(chunk.buckets)
+        }
+        step_shards(self._optimizer, chunks, places, self._restored)
 
     @contextmanager
-    def finalizing(self, chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context in which ``finish_grad_sync`` of the chunks does nothing: their gradients are reduced already."""
-        with ExitStack() as restored:
-            for chunk in chunks:
-                chunk.finish_grad_sync = _nothing  # type: ignore[assignment]
-                restored.callback(delattr, chunk, "finish_grad_sync")
+    def whole_weights(self, chunk: int | None = None) -> Iterator[None]:
+        """Context in which the weights of one chunk of the rank, or of all, are whole, and can be read.
+
+        A collective call of the data-parallel replicas. Without effect while the chunks are whole anyway.
+        """
+        if self.sharder is None or not self.sharder.keeps:
+            yield
+            return
+        with self.sharder.whole_weights(self._stages if chunk is None else self._stages[chunk : chunk + 1]):
             yield
 
+    def finalize(self, run: Finalize, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None) -> None:
+        """Run Megatron's steps between the passes and the optimizer: for one chunk after the other, of which only one
+        then has gradients of its whole size.
+        """
+        with ExitStack() as restored:
+            for chunk in chunks:
+                chunk.finish_grad_sync = _reduced_already  # type: ignore[assignment]
+                restored.callback(delattr, chunk, "finish_grad_sync")
+            if self.sharder is None or not self.sharder.keeps:
+                run(chunks, num_tokens)
+                return
+            # Both ends of a tied embedding come first on their ranks, which add up its gradients, as all ranks wait for
+            # each other for every chunk. If they are on one rank, it adds from one chunk to the other.
+            order = sorted(range(len(chunks)), key=lambda index: not is_end(chunks[index]))
+            together = self._ends_meet and get_attr_wrapped_model(chunks[0], "share_embeddings_and_output_weights")
+            for indices in [range(len(chunks))] if together else [(index,) for index in order]:
+                with self.sharder.whole_gradients([self._stages[index] for index in indices]):
+                    run([chunks[index] for index in indices], None if num_tokens is None else num_tokens.clone())
+
     def close(self) -> None:
-        """Stop the lane."""
+        """Stop the lane. Chunks that are shards get their memory back, with NaN where they had no shard."""
         if self.sharder is not None:
             self.sharder.close()
             self.sharder = None
+        self._restored.close()
+        self._stages = ()
 
 
-def _nothing(force_all_reduce: bool | None = False) -> None:
+def _reduced_already(force_all_reduce: bool | None = False) -> None:
     """Take the place of ``finish_grad_sync``.
 
     Raises:

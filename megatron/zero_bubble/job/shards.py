@@ -73,6 +73,12 @@ _NEEDS = (
         "drop --use-nccl-ub",
     ),
     _Need(
+        "optimizer_cpu_offload",
+        False,
+        "the optimizer steps shards where they are",
+        "drop --optimizer-cpu-offload",
+    ),
+    _Need(
         "defer_embedding_wgrad_compute",
         False,
         "what it adds to gradients after the passes would not be reduced",

@@ -70,20 +70,23 @@ def _lowered_once(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan | 
     return None
 
 
-def lower_forward_only(schedule: Schedule, post_receives: PostReceives = "early") -> Plan:
+def lower_forward_only(
+    schedule: Schedule, post_receives: PostReceives = "early", sharding: Sharding | None = None
+) -> Plan:
     """Lower the schedule of an evaluation. It may send in one direction only, so no returning message shows that a
     buffer is free; each channel gets as few buffers as the proof allows.
 
     Args:
-        post_receives: see ``communicate``.
+        post_receives, sharding: see ``lower_training``.
     """
     forwards, transfers = schedule.forward_only(), partial(communicate, post_receives=post_receives)
+    more: list[LoweringPass] = [] if sharding is None else [partial(shard, sharding=sharding)]
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
         try:
-            return lower(forwards, (collect, partial(transfers, max_in_flight=most)))
+            return lower(forwards, (collect, partial(transfers, max_in_flight=most), *more))
         except PlanError:
             continue
-    return lower(forwards, (collect, transfers))
+    return lower(forwards, (collect, transfers, *more))
 
 
 def lower_training(

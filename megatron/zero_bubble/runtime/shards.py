@@ -1,13 +1,15 @@
 """Keeps a rank's weights and gradients as shards, and whole only between the ops that gather, reduce and free them.
 
-Between iterations everything is whole, as the job expects. Memory is given back by resizing storages, so that all views
-stay valid: parameters, their gradients, and what autograd saved. It is allocated and freed in the order of the passes,
-which wait for each collective before they use or free what it wrote; the lane needs to keep nothing alive.
+Between iterations, either everything is whole, as a job expects that knows nothing of shards, or everything stays
+shards, which an optimizer steps in place (``Sharder.keep``). Memory is given back by resizing storages, so that all
+views stay valid: parameters, their gradients, and what autograd saved. It is allocated and freed in the order of the
+passes, which wait for each collective before they use or free what it wrote; the lane needs to keep nothing alive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -51,22 +53,67 @@ class Sharder:
 
     Attributes:
         num_gathers, num_reductions: the collectives started so far.
-        most_whole: the most bytes of whole weights and gradients at a time during the passes so far.
+        gathered_bytes, reduced_bytes: the size of what they have gathered and reduced, whole.
+        most_whole: the most bytes of whole weights and gradients at a time so far, while chunks were shards.
+        keeps: whether chunks are shards also between iterations.
     """
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._chunks: dict[int, _Sharded] = {}
         self.num_gathers = self.num_reductions = self.most_whole = 0
+        self.gathered_bytes = self.reduced_bytes = 0
+        self.keeps = False
+
+    def keep(self, chunks: Mapping[int, Chunk]) -> None:
+        """Free all but the shards of ``chunks``, by stage; from now on, they are shards also between iterations."""
+        self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
+        self.keeps = True
+
+    def shards(self, stage: int) -> Shards:
+        """The own parts of a stage that is kept as shards."""
+        return self._chunks[stage].shards
+
+    @contextmanager
+    def whole_weights(self, stages: Iterable[int]) -> Iterator[None]:
+        """Context in which the weights of ``stages``, kept as shards, are whole. A collective call of the replicas.
+
+        What is written to them is lost.
+        """
+        used = [self._chunks[stage] for stage in stages]
+        for sharded in used:
+            sharded.allocate_weights()
+            self._count()
+            with torch.no_grad():
+                sharded.chunk.gather()
+        yield
+        for sharded in used:
+            sharded.free_weights()
+
+    @contextmanager
+    def whole_gradients(self, stages: Iterable[int]) -> Iterator[None]:
+        """Context in which the gradients of ``stages``, kept as shards, have their size; only the own parts count."""
+        used = [self._chunks[stage] for stage in stages]
+        for sharded in used:
+            sharded.restore_gradients()
+            self._count()
+        yield
+        for sharded in used:
+            sharded.take_gradients()
 
     @contextmanager
     def iteration(self, chunks: Mapping[int, Chunk]) -> Iterator[None]:
         """Context around the passes of an iteration, in which ``chunks``, by stage, are shards.
 
-        Afterwards, weights and gradients have the size that they had. The own parts are valid: the weights of before,
-        and the sums of the gradients over all units and replicas. The other parts are undefined for weights, until the
-        optimizer gathers the new ones, and zero for gradients.
+        Afterwards, weights and gradients have the size that they had, unless they are kept as shards. The own parts are
+        valid: the weights of before, and the sums of the gradients over all units and replicas. The other parts are
+        undefined for weights, until the optimizer gathers the new ones, and zero for gradients.
         """
+        if self.keeps:
+            for sharded in self._chunks.values():
+                sharded.shards.gradients = None
+            yield
+            return
         self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
         try:
             yield
@@ -77,8 +124,11 @@ class Sharder:
             self._chunks.clear()
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Stop the lane."""
+        """Stop the lane. Chunks that are kept as shards get their memory back, with NaN where they had no shard."""
         self._lane.close(timeout_s)
+        for sharded in self._chunks.values():
+            sharded.restore(math.nan)
+        self._chunks.clear()
 
     def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
         """The handlers of one iteration; ``observer`` is notified when collectives run."""
@@ -96,6 +146,7 @@ class Sharder:
         sharded.allocate_weights()
         self._count()
         self.num_gathers += 1
+        self.gathered_bytes += _size(sharded.chunk.weights)
         return (self._start(observer, op, sharded.chunk.gather),)
 
     def _wait(self, _op: Wait, inputs: Sequence[Any]) -> Sequence[Any]:
@@ -110,8 +161,10 @@ class Sharder:
         return (None,)
 
     def _reduce(self, observer: IterationObserver | None, op: Reduce, _inputs: Sequence[Any]) -> tuple[Awaited]:
+        chunk = self._chunks[op.stage].chunk
         self.num_reductions += 1
-        return (self._start(observer, op, self._chunks[op.stage].chunk.reduce),)
+        self.reduced_bytes += _size(chunk.gradients)
+        return (self._start(observer, op, chunk.reduce),)
 
     def _close(self, op: Close, _inputs: Sequence[Any]) -> None:
         self._chunks[op.stage].add_gradients()
@@ -130,13 +183,24 @@ class Sharder:
             raise _blame(op, error) from error
 
 
+class Shards:
+    """The own parts of a chunk, in the order of its ``own_weights`` and ``own_gradients``.
+
+    Attributes:
+        gradients: the sums over all replicas and all units so far; None before the first unit.
+    """
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        self.weights = weights
+        self.gradients: list[torch.Tensor] | None = None
+
+
 class _Sharded:
     """A chunk during an iteration: its shards, and the sizes of what is whole outside of it."""
 
     def __init__(self, chunk: Chunk) -> None:
         self.chunk = chunk
-        self._weights = [part.clone() for part in chunk.own_weights]
-        self._gradients: list[torch.Tensor] | None = None
+        self.shards = Shards([part.clone() for part in chunk.own_weights])
         self._sizes = {id(whole): whole.untyped_storage().nbytes() for whole in (*chunk.weights, *chunk.gradients)}
         self.free_weights()
         self._resize(chunk.gradients, whole=False)
@@ -148,7 +212,7 @@ class _Sharded:
 
     def allocate_weights(self) -> None:
         self._resize(self.chunk.weights, whole=True)
-        for part, shard in zip(self.chunk.own_weights, self._weights, strict=True):
+        for part, shard in zip(self.chunk.own_weights, self.shards.weights, strict=True):
             part.copy_(shard)
 
     def free_weights(self) -> None:
@@ -161,19 +225,32 @@ class _Sharded:
 
     def add_gradients(self) -> None:
         """Add the own part to that of earlier units, and free the gradients. The sum of one unit keeps its bits."""
-        if self._gradients is None:
-            self._gradients = [part.clone() for part in self.chunk.own_gradients]
-        else:
-            for shard, part in zip(self._gradients, self.chunk.own_gradients, strict=True):
-                shard.add_(part)
+        if self.shards.gradients is None:
+            self.take_gradients()
+            return
+        for shard, part in zip(self.shards.gradients, self.chunk.own_gradients, strict=True):
+            shard.add_(part)
         self._resize(self.chunk.gradients, whole=False)
 
-    def restore(self) -> None:
-        """Allocate everything, with the own parts in place."""
-        self.allocate_weights()
+    def take_gradients(self) -> None:
+        """Replace the shard by the own part, and free the gradients."""
+        self.shards.gradients = [part.clone() for part in self.chunk.own_gradients]
+        self._resize(self.chunk.gradients, whole=False)
+
+    def restore_gradients(self) -> None:
+        """Allocate gradients, with the own parts in place."""
         self.allocate_gradients()
-        for part, shard in zip(self.chunk.own_gradients, self._gradients or (), strict=False):
+        for part, shard in zip(self.chunk.own_gradients, self.shards.gradients or (), strict=False):
             part.copy_(shard)
+
+    def restore(self, others: float | None = None) -> None:
+        """Allocate everything, with the own parts in place, and ``others`` in all other weights."""
+        self._resize(self.chunk.weights, whole=True)
+        if others is not None:
+            for weights in self.chunk.weights:
+                weights.fill_(others)
+        self.allocate_weights()
+        self.restore_gradients()
 
     def _resize(self, tensors: Sequence[torch.Tensor], whole: bool) -> None:
         for tensor in tensors:
@@ -181,6 +258,10 @@ class _Sharded:
             size = self._sizes[id(tensor)] if whole else 0
             if storage.nbytes() != size and storage.resizable():  # on a CPU, it is not if numpy has seen it
                 storage.resize_(size)
+
+
+def _size(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def _blame(op: Op, error: RuntimeError) -> RuntimeError | PeerError:

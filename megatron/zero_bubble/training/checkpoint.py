@@ -16,7 +16,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedObject,
+    ShardedTensor,
+    ShardedTensorFactory,
+    is_main_replica,
+)
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
+from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.job.layers import job_layers, layout_text, stages_text
@@ -73,11 +80,16 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Trained:
-    """Objects whose state a checkpoint saves and restores, in addition to :class:`TrainState`."""
+    """Objects whose state a checkpoint saves and restores, in addition to :class:`TrainState`.
+
+    Attributes:
+        units: the sharded units of the pipeline, if any: weights may be shards.
+    """
 
     model: list[Any]
     optimizer: MegatronOptimizer | PostValidatedOptimizer
     scheduler: OptimizerParamScheduler
+    units: ShardedUnits | None = None
 
 
 def checkpoint_path(directory: str | Path, iteration: int) -> Path:
@@ -125,6 +137,8 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     dist.barrier()
     metadata = _metadata(args)
     contents = _contents(args, trained, metadata)
+    if trained.units is not None and trained.units.steps_shards:
+        _copy_weights(trained, trained.units, contents)
     contents["train_state"] = asdict(state)
     contents["layout"] = _layout(args)
     contents["layers"] = list(job_layers(args))
@@ -135,6 +149,19 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
         _publish(writing, final, state.iteration)
     dist.barrier()
     return final
+
+
+def _copy_weights(trained: Trained, units: ShardedUnits, contents: dict[str, Any]) -> None:
+    """Copy weights that are shards to host memory, one chunk after the other, on the ranks that save them."""
+
+    def copy(part: Any) -> Any:
+        if isinstance(part, ShardedTensor | ShardedTensorFactory) and is_main_replica(part.replica_id):
+            return replace(part, data=part.data.detach().cpu().clone())
+        return part
+
+    for index in range(len(trained.model)):
+        with units.whole_weights(index):
+            dict_list_map_inplace(copy, contents[_model_key(trained, index)])
 
 
 def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:

@@ -221,7 +221,8 @@ def _build(
     own = model.build_optimizer(args, chunks)
     model.connect(args, chunks, own)
     optimizer = step_ahead(args, pipeline, own, chunks)
-    return checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer))
+    units = None if pipeline is None else pipeline.units
+    return checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer), units)
 
 
 def _resume(args: argparse.Namespace, trained: Trained, shown: Progress) -> TrainState:

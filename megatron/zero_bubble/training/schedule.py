@@ -68,7 +68,12 @@ def step_ahead(
     optimizer: MegatronOptimizer,
     chunks: list[DistributedDataParallel],
 ) -> MegatronOptimizer | PostValidatedOptimizer:
-    """Wrap ``optimizer`` so that ``pipeline`` validates its steps; without post-validation, return it unchanged."""
+    """Wrap ``optimizer`` so that ``pipeline`` validates its steps; without post-validation, return it unchanged.
+
+    With sharded units, the optimizer steps shards.
+    """
+    if pipeline is not None and pipeline.units is not None:
+        pipeline.units.step_shards(optimizer)
     if pipeline is None or not args.zero_bubble.post_validation:
         return optimizer
     return pipeline.post_validated(optimizer, chunks)
