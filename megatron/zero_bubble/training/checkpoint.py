@@ -152,12 +152,13 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
 
 
 def _copy_weights(trained: Trained, units: ShardedUnits, contents: dict[str, Any]) -> None:
-    """Copy weights that are shards to host memory, one chunk after the other, on the ranks that save them."""
+    """Copy weights that are shards to host memory, one chunk after the other; ranks that save none need the shapes."""
 
     def copy(part: Any) -> Any:
-        if isinstance(part, ShardedTensor | ShardedTensorFactory) and is_main_replica(part.replica_id):
-            return replace(part, data=part.data.detach().cpu().clone())
-        return part
+        if not isinstance(part, ShardedTensor | ShardedTensorFactory):
+            return part
+        saves = is_main_replica(part.replica_id)
+        return replace(part, data=part.data.detach().cpu().clone() if saves else part.data.detach().to("meta"))
 
     for index in range(len(trained.model)):
         with units.whole_weights(index):
