@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from megatron.zero_bubble import Schedule, build
-from megatron.zero_bubble.ir.shards import Gather, Reduce
+from megatron.zero_bubble.ir import Op
 from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan import shard as plan_shard
 from megatron.zero_bubble.plan.shard import Sharding
 from tests.helpers import parity
 from tests.helpers.parity import Layout, Outcome, assert_same_bits
@@ -19,6 +20,7 @@ from tests.helpers.ranks import RankFailure, RankPool
 
 BASE = "--use-distributed-optimizer --clip-grad 1.0"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+WHOLE = "--zero-bubble-whole-stages"
 SHARDED = "--zero-bubble-shard-weights --zero-bubble-unit-microbatches"
 
 
@@ -27,15 +29,22 @@ class Trained(NamedTuple):
 
     Attributes:
         outcome: its results.
-        gathers, reductions: collectives per training iteration.
-        whole: the most bytes of whole weights and gradients at a time, as a part of all.
+        gathers, reductions: collectives of weights and gradients per iteration; None without shards.
+        gathered, reduced: their bytes per iteration.
+        whole: the most bytes of whole weights and gradients at a time, optimizer steps and evaluations included.
+        kept: bytes of whole weights and gradients after the last step.
+        sizes: bytes of the weights and the gradients of every chunk.
         weights: all parameters after the last step.
     """
 
     outcome: Outcome
     gathers: float
     reductions: float
-    whole: float
+    gathered: float
+    reduced: float
+    whole: int
+    kept: int
+    sizes: list[tuple[int, int]]
     weights: torch.Tensor
 
 
@@ -47,22 +56,24 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Traine
         splits = parity._splits(args)
         outcome, start = parity._train_once(args, splits, start, pipeline, lambda own, _, to=chunks: to.extend(own))
         sharder = None if pipeline is None or pipeline.units is None else pipeline.units.sharder
-        buffers = [buffer for chunk in chunks for buffer in chunk.buffers]
+        buffers = [chunk.buffers[0] for chunk in chunks]
+        whole = 0 if sharder is None else sharder.most_whole
+        kept = sum(t.untyped_storage().nbytes() for b in buffers for t in (b.param_data, b.grad_data))
+        sizes = [(buffer.param_data.nbytes, buffer.grad_data.nbytes) for buffer in buffers]
         with nullcontext() if sharder is None else pipeline.units.whole_weights():
             weights = torch.cat([p.detach().float().reshape(-1) for chunk in chunks for p in chunk.parameters()])
-        if sharder is None:
-            done.append(Trained(outcome, 0.0, 0.0, 1.0, weights))
-            continue
-        whole = sharder.most_whole / sum(b.param_data.nbytes + b.grad_data.nbytes for b in buffers)
-        steps = args.train_iters
-        done.append(Trained(outcome, sharder.num_gathers / steps, sharder.num_reductions / steps, whole, weights))
+        counts = (0, 0, 0, 0) if sharder is None else (sharder.num_gathers, sharder.num_reductions, *moved(sharder))
+        done.append(Trained(outcome, *(count / args.train_iters for count in counts), whole, kept, sizes, weights))
     return done
 
 
-def planned(schedule: Schedule, unit: int, rank: int) -> tuple[int, int]:
-    """The gathers and reductions of the plan."""
-    row = lower_training(schedule, sharding=Sharding(unit)).ops[rank]
-    return sum(isinstance(op, Gather) for op in row), sum(isinstance(op, Reduce) for op in row)
+def moved(sharder: Any) -> tuple[int, int]:
+    return sharder.gathered_bytes, sharder.reduced_bytes
+
+
+def planned(schedule: Schedule, sharding: Sharding, rank: int) -> Sequence[Op]:
+    """The ops of a rank."""
+    return lower_training(schedule, sharding=sharding).ops[rank]
 
 
 full = pytest.mark.full
@@ -112,21 +123,43 @@ def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: s
         assert of_rank[1].reductions == (4 if row == "four chunks" else 2)
 
 
+NO_EVALUATION = "--eval-iters 0 --train-iters 3"
+
+
 def test_smaller_units(ranks: RankPool) -> None:
-    """Units of one and two of four microbatches differ by the order of additions only. With four chunks, about half of
-    the bytes are whole: weights of two chunks, and gradients of two, of which one are being reduced.
+    """Units of one and two of four microbatches differ by the order of additions only.
+
+    Collectives, their bytes and the bytes of whole weights and gradients are those of the plan, also in the step.
     """
-    layout, sizes = Layout(2, data=2, num_layers=8), (4, 2, 1)
-    runs = [f"zero-pp {SHARDED} {size}" for size in sizes]
-    flags = layout.flags(4, f"{BASE} {CHUNKS} 4 --train-iters 3")
-    results = ranks.run(4, train, flags, [None, *runs], timeout=120)
+    layout, v = Layout(2, data=2, num_layers=8), 4
+    kinds = [Sharding(4), Sharding(2), Sharding(1), Sharding(4, 1), Sharding(2, 1)]
+    runs = [f"zero-pp {SHARDED} {of.unit_microbatches} {WHOLE} {of.whole_chunks}" for of in kinds]
+    flags = layout.flags(4, f"{BASE} {CHUNKS} {v} {NO_EVALUATION}")
+    results = ranks.run(4, train, flags, [None, *runs], timeout=200)
     for rank, (plain, *sharded) in enumerate(results):
-        for size, trained in zip(sizes, sharded, strict=True):
-            assert torch.allclose(trained.weights, plain.weights, rtol=0, atol=1e-5), size
-            schedule = build("zero-pp", num_ranks=2, num_microbatches=4, num_chunks=4, unit_microbatches=size)
-            assert (trained.gathers, trained.reductions) == planned(schedule, size, rank // 2)
-        assert sharded[0].reductions == 4
-        assert sharded[0].whole <= 0.6, sharded[0].whole
+        assert plain.kept == sum(map(sum, plain.sizes))
+        for of, trained in zip(kinds, sharded, strict=True):
+            unit, k = of.unit_microbatches, of.whole_chunks
+            assert torch.allclose(trained.weights, plain.weights, rtol=0, atol=1e-5), unit
+            schedule = build("zero-pp", num_ranks=2, num_microbatches=4, num_chunks=v, unit_microbatches=unit)
+            row = planned(schedule, of, rank // 2)
+            weights, gradients = by_stage(trained.sizes, rank // 2)
+            assert (trained.gathered, trained.reduced) == plan_shard.moved(row, weights, gradients)
+            assert trained.kept == 0
+            assert trained.whole == plan_shard.most_whole(row, weights, gradients)
+            units = 4 // unit
+            assert trained.reductions == v * units
+            if (unit, k) != (1, 2):  # one microbatch does not fill the pipeline of two ranks: other runs
+                assert trained.gathers == 2 * (v - k) * units + k
+        largest = sum(sorted(w for w, _ in plain.sizes)[-2:]) + sum(sorted(g for _, g in plain.sizes)[-2:])
+        assert sharded[0].whole <= largest, "(k_w + k_g) / v of all, with two of each"
+
+
+def by_stage(sizes: Sequence[tuple[int, int]], rank: int) -> tuple[list[float], list[float]]:
+    """Sizes of weights and of gradients by stage, for a rank of two, whose stages are every second one."""
+    weights, gradients = [0.0] * 2 * len(sizes), [0.0] * 2 * len(sizes)
+    weights[rank::2], gradients[rank::2] = zip(*sizes, strict=True)
+    return weights, gradients
 
 
 @pytest.mark.parametrize(

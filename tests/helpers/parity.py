@@ -295,8 +295,10 @@ def _train_once(
     if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-    with nullcontext() if units is None else units.whole_weights():
-        after = _digests(chunks)
+    after = {}
+    for index, chunk in enumerate(chunks):
+        with nullcontext() if units is None else units.whole_weights(index):
+            after |= _digests([chunk])
     unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
     outcome = Outcome(
         tuple(seen.losses),

@@ -17,6 +17,7 @@ OURS = """
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file
 --zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-trace --zero-bubble-trace-iterations
 --zero-bubble-unit-microbatches --zero-bubble-vocabulary-parallel --zero-bubble-wgrad-stream
+--zero-bubble-whole-stages
 """
 MEGATRONS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --accumulate-allreduce-grads-in-fp32

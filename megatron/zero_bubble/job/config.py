@@ -15,7 +15,7 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
-from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
 from megatron.zero_bubble.schedules import has_units, recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -63,10 +63,12 @@ class ZeroBubbleConfig:
             on the device. None is what ``schedule_file`` moves, and nothing without a file.
         host_memory: limit per rank for what moves, for example ``60GiB``; None for no limit.
         shard_weights: keep of each chunk only a shard per data-parallel replica: gather its weights whenever its passes
-            need them, once per unit of microbatches, and reduce its gradients once per unit. At most two chunks of a
-            rank then have whole weights during the passes.
+            need them, once per unit of microbatches, and reduce its gradients once per unit. At most ``whole_stages``
+            chunks of a rank then have whole weights.
         unit_microbatches: microbatches of a unit of ``zero-pp``, after which ``shard_weights`` reduces gradients; None
-            for as many as pipeline ranks.
+            for ``zero-pp``'s smallest that takes no longer than one unit of all, and else as many as pipeline ranks.
+        whole_stages: the most stages of a rank whose weights are whole at a time with ``shard_weights``; None for 2, of
+            which one is in use while the other is gathered.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -94,6 +96,7 @@ class ZeroBubbleConfig:
     host_memory: str | None = None
     shard_weights: bool = False
     unit_microbatches: int | None = None
+    whole_stages: int | None = None
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
@@ -154,7 +157,7 @@ class ZeroBubbleConfig:
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
-        return Sharding(self.unit_microbatches or num_ranks)
+        return Sharding(self.unit_microbatches or num_ranks, self.whole_stages or DEFAULT_WHOLE_CHUNKS)
 
     def _check_shards(self) -> None:
         excluded = {
@@ -169,6 +172,11 @@ class ZeroBubbleConfig:
                 "sharded units work without post-validation, offloading, vocabulary parallelism and wgrad_stream, and "
                 f"with any schedule but {AUTO}, in this version; got shard_weights with {given[0]}; leave one of them "
                 "out"
+            )
+        if self.whole_stages is not None and (self.whole_stages < 1 or not self.shard_weights):
+            raise UserError(
+                f"whole_stages must be 1 or more, and needs shard_weights; got {self.whole_stages} with "
+                f"shard_weights={self.shard_weights}; leave it out"
             )
         if self.unit_microbatches is None:
             return

@@ -149,17 +149,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         add,
         "--zero-bubble-shard-weights",
         "keep of each stage only a shard per data-parallel replica: gather its weights when its passes need them, once "
-        "per unit of microbatches, so that at most two stages of a rank are whole during the passes, and reduce its "
-        "gradients once per unit; during the optimizer step, everything is whole; needs --use-distributed-optimizer "
-        "and 2 or more stages per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but "
-        "for the order in which the gradients of units are added",
+        "per unit of microbatches, so that at most --zero-bubble-whole-stages of a rank are whole, and reduce its "
+        "gradients once per unit; the optimizer steps shards; needs --use-distributed-optimizer and 2 or more stages "
+        "per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but for the order in "
+        "which the gradients of units are added",
     )
     add(
         "--zero-bubble-unit-microbatches",
         metavar="U|auto",
         type=unit_microbatches,
         help="microbatches of a unit of zero-pp, and after which --zero-bubble-shard-weights reduces gradients: larger "
-        "units communicate less and keep more activations; default: auto, one microbatch per pipeline rank",
+        "units communicate less and keep more activations; default: auto, for zero-pp the smallest units that take no "
+        "longer than one unit of all microbatches, and else one microbatch per pipeline rank",
+    )
+    add(
+        "--zero-bubble-whole-stages",
+        metavar="K",
+        type=int,
+        help="the most stages of a rank whose weights are whole at a time with --zero-bubble-shard-weights: fewer take "
+        "less memory and more gathers, and with 1 no gather runs during passes; default: 2",
     )
     add(
         "--zero-bubble-trace",
@@ -289,6 +297,7 @@ def config_of(
         host_memory=options.zero_bubble_host_memory,
         shard_weights=bool(options.zero_bubble_shard_weights),
         unit_microbatches=options.zero_bubble_unit_microbatches or None,
+        whole_stages=options.zero_bubble_whole_stages,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )

@@ -95,6 +95,11 @@ _RULES = (
         "--zero-bubble-schedule zero-pp",
     ),
     _Rule(
+        ("whole-stages",),
+        lambda job: bool(job.options.zero_bubble_shard_weights),
+        "is for --zero-bubble-shard-weights; drop it or give both",
+    ),
+    _Rule(
         ("num-slices", "slice-ends", "attention-share"),
         lambda job: job.plans or job.options.zero_bubble_schedule in sliced(),
         "works only with a schedule of slices or zb-auto, got {schedule}; drop the flag or give --zero-bubble-schedule "

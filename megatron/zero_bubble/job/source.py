@@ -8,12 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.formats.plan import read_plan_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.planning.units import smallest, unit_sizes
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
@@ -56,7 +58,8 @@ class ScheduleSource:
     ) -> ScheduleSource:
         """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules,
         ``slices`` are the cuts of sequences, ``vocabulary`` is the algorithm of vocabulary parallelism, if any, and
-        ``unit_microbatches`` is the size of the units of a schedule of units.
+        ``unit_microbatches`` is the size of the units of a schedule of units; None for the smallest that takes no
+        longer than one unit of all microbatches, for passes of equal length.
 
         Raises:
             UserError: an unknown name, or a number of chunks or slices that the schedule does not support.
@@ -64,10 +67,13 @@ class ScheduleSource:
         known = recipe(name)
         placement = known.placement(num_ranks, known.num_chunks(num_chunks))
 
-        def make(num_microbatches: int) -> Schedule:
+        def make(num_microbatches: int, unit: int | None = unit_microbatches) -> Schedule:
             size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-            return build(name, **size, num_chunks=num_chunks, num_slices=slices, unit_microbatches=unit_microbatches)
+            return build(name, **size, num_chunks=num_chunks, num_slices=slices, unit_microbatches=unit)
 
+        if known.has_units and unit_microbatches is None:
+            own = functools.cache(functools.partial(_with_units, make, num_ranks))
+            return cls(name, placement, own)
         if vocabulary is None:
             return cls(name, placement, make)
         divided = functools.cache(lambda count: _with_vocabulary(make(count), vocabulary))
@@ -100,6 +106,16 @@ class ScheduleSource:
             vee = Placement.vee(num_ranks)
             first = cls(AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
         return cls(AUTO, first.placement, first.make, vocabulary)
+
+
+def _with_units(make: Callable[[int, int | None], Schedule], num_ranks: int, num_microbatches: int) -> Schedule:
+    """Choose the size of the units for passes of equal length."""
+
+    def length_ms(unit: int) -> float:
+        schedule = make(num_microbatches, unit)
+        return simulate(schedule, even_costs(schedule.placement)).makespan_ms
+
+    return make(num_microbatches, smallest(unit_sizes(num_ranks, num_microbatches), length_ms))
 
 
 def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:

@@ -14,7 +14,7 @@ reduction of the same stage in a row would bring nothing.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import NamedTuple
@@ -51,6 +51,31 @@ def shard(plan: Plan, sharding: Sharding) -> Plan:
     """
     assert not plan.drain, "ranks that stop in the middle are not supported"
     return replace(plan, ops=tuple(tuple(_row(row, sharding)) for row in plan.ops))
+
+
+def most_whole(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[float]) -> float:
+    """The most of whole weights and gradients at a time on a rank with these ops, given their sizes by stage."""
+    now = most = 0.0
+    for op in row:
+        if isinstance(op, Gather):
+            now += weights[op.stage]
+        elif isinstance(op, Release):
+            now -= weights[op.stage]
+        elif isinstance(op, Open):
+            now += gradients[op.stage]
+        elif isinstance(op, Close):
+            now -= gradients[op.stage]
+        most = max(most, now)
+    return most
+
+
+def moved(row: Iterable[Op], weights: Sequence[float], gradients: Sequence[float]) -> tuple[float, float]:
+    """What the gathers and the reductions of these ops gather and reduce, given the whole sizes by stage."""
+    row = list(row)
+    return (
+        sum(weights[op.stage] for op in row if isinstance(op, Gather)),
+        sum(gradients[op.stage] for op in row if isinstance(op, Reduce)),
+    )
 
 
 def _row(row: Sequence[Op], sharding: Sharding) -> Iterator[Op]:
