@@ -196,3 +196,15 @@ def test_replicas_with_different_plans_are_refused(ranks: RankPool) -> None:
     schedules = [f"{flags} --zero-bubble-unit-microbatches {size}" for size in (2, 4)]
     with pytest.raises(RankFailure, match="all data-parallel replicas of sharded units must run the same plan"):
         ranks.run(4, train_differently, schedules, "zero-pp --zero-bubble-shard-weights", timeout=60)
+
+
+def test_replica_that_changes_its_microbatches_alone_is_refused(ranks: RankPool) -> None:
+    """Two iterations of two microbatches, then one replica runs four: every rank ends with the same sentence."""
+    alone = TWO.flags(4, f"{BASE} {CHUNKS} 2 --rampup-batch-size 8 8 16 --eval-iters 0")
+    flags = [TWO.flags(2, f"{BASE} {CHUNKS} 2 --eval-iters 0"), alone]
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(4, train_differently, flags, "zero-pp --zero-bubble-shard-weights", timeout=60)
+    assert len(caught.value.reports) == 4
+    for report in caught.value.reports.values():
+        assert "must run the same number of microbatches per iteration, because they gather" in report
+        assert "got 2, 4; give all of them the same, or train without shard_weights" in report
