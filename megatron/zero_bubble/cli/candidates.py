@@ -16,30 +16,36 @@ from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search, lay_out
 from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, plan_shards
 from megatron.zero_bubble.planning.vocabulary import Variant, known_schedules, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
 FITTED = "fitted"
 """Suffix for the name of a schedule for equal passes that was refitted to the costs."""
+SHARDED = "sharded"
+"""Suffix for the name of a schedule whose weights are sharded."""
 LAID_OUT = "layout by cost"
 """Suffix for the name of a schedule whose layers per stage were chosen together with it."""
 
 
 class Made(NamedTuple):
     """A schedule, its costs, Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost, and the
-    plan with offloading if it offloads.
+    plan with offloading if it offloads, and the plan of its sharded units if it has any.
     """
 
     schedule: Schedule
     costs: Figures
     layout: str | None = None
     offloaded: Offloaded | None = None
+    shards: ShardPlan | None = None
 
     def timeline(self) -> Timeline:
-        """The timeline as it runs, with the copies if it offloads."""
+        """The timeline as it runs, with the copies if it offloads, and with the collectives of sharded units."""
         if self.offloaded is not None:
             return self.offloaded.timeline
+        if self.shards is not None:
+            return self.shards.timeline
         return timeline_of(self.schedule, *self.costs.on(self.schedule.placement))
 
 
@@ -84,6 +90,15 @@ class Comparison:
                 yield Candidate(way.name, make, limited=False)
             else:
                 yield Candidate(way.name, make, known=partial(_known, costs, name, self.objective))
+
+    def sharded(self, costs: Figures, replicas: Replicas) -> Iterator[Candidate]:
+        """Yield the schedules of whole sequences with several stages per rank, with sharded units."""
+        for recipe in SCHEDULES.values():
+            if recipe.sliced or recipe.shape == "linear":
+                continue
+            for chunks in self._chunks if recipe.shape == "interleaved" else (None,):
+                name = f"{recipe.name} {SHARDED}" if chunks is None else f"{recipe.name} x{chunks} {SHARDED}"
+                yield Candidate(name, partial(_sharded, costs, recipe.name, name, chunks, replicas))
 
     def laid_out(self, costs: Figures) -> Iterator[Candidate]:
         """Yield them with layouts by cost; ``costs`` are those of the even split."""
@@ -171,6 +186,16 @@ def _named(name: str, shown: str, num_chunks: int | None, costs: Figures) -> Sch
     sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
     schedule = build(name, **sizes, num_chunks=num_chunks)
     return replace(schedule, name=shown)
+
+
+def _sharded(costs: Figures, name: str, shown: str, num_chunks: int | None, replicas: Replicas) -> Made:
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+
+    def make(unit: int | None) -> Schedule:
+        return replace(build(name, **sizes, num_chunks=num_chunks, unit_microbatches=unit), name=shown)
+
+    plan = plan_shards(costs, make, SCHEDULES[name].has_units, replicas)
+    return Made(plan.timeline.schedule, costs, shards=plan)
 
 
 def _fitted(name: str, shown: str, objective: Metric, costs: Figures) -> Schedule:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
 from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
 from megatron.zero_bubble.cli.progress import progress
+from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.errors import UserError
@@ -25,7 +27,8 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
-from megatron.zero_bubble.planning.plans import bound, peak_memory
+from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
+from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Planned, Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
@@ -42,7 +45,10 @@ class Row:
     per iteration, ``message_bytes`` their total size; None if the size of a message is unknown. ``layout`` is
     Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost. ``vocabulary`` is the algorithm of
     vocabulary parallelism, if the vocabulary is divided. With ``--offload``, ``offloaded_share`` of the forwards move,
-    and ``host_peak`` is the most host memory of a rank, in the unit of the costs; None without.
+    and ``host_peak`` is the most host memory of a rank, in the unit of the costs; None without. With
+    ``--shard-weights``, ``gathers`` and ``reductions`` are those of a rank per iteration, None where weights are not
+    sharded; ``static_bytes`` is what weights, gradients and optimizer take on the rank that needs most in total, and
+    ``replica_bytes`` what a rank sends to its replicas.
     """
 
     schedule: str
@@ -63,6 +69,10 @@ class Row:
     vocabulary: int | None
     offloaded_share: float | None = None
     host_peak: float | None = None
+    gathers: int | None = None
+    reductions: int | None = None
+    static_bytes: float | None = None
+    replica_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     add_layout(verb)
     add_vocabulary(verb)
     add_offload(verb)
+    add_shards(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -128,6 +139,9 @@ def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     offload = offloads(options)
     costs = with_copies(options, figures(options)) if offload else figures(options)
+    replicas = None
+    if shards(options):
+        costs, replicas = with_shards(options, costs), replicas_of(options, costs)
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
@@ -147,6 +161,7 @@ def compare(options: argparse.Namespace) -> str:
             else:
                 yield from within.divided(variant)
         yield from within.laid_out(costs) if by_cost else ()
+        yield from () if replicas is None else within.sharded(costs, replicas)
 
     if offload:
         variants = tuple(replace(variant, costs=with_copies(options, variant.costs)) for variant in variants)
@@ -157,7 +172,7 @@ def compare(options: argparse.Namespace) -> str:
         listed = [_with_offload(each, move, limit, options.objective) for each in zip(*makes, strict=True)]
     else:
         listed = list(candidates(comparison))
-    rows, absent, best = _simulated(listed, limit, options.objective)
+    rows, absent, best = _simulated(listed, limit, options.objective, replicas)
     bounds_of = partial(_bounds, options.objective, placements, limit, offload)
     table = Table(
         objective=options.objective,
@@ -206,7 +221,7 @@ def _only(make: Callable[[], Made]) -> Iterator[Made]:
 
 
 def _simulated(
-    candidates: Sequence[Candidate], limit: float, objective: Metric
+    candidates: Sequence[Candidate], limit: float, objective: Metric, replicas: Replicas | None = None
 ) -> tuple[list[Row], list[str], Timeline | None]:
     """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
 
@@ -221,7 +236,7 @@ def _simulated(
             except UserError as error:
                 absent.append(str(error))
                 continue
-            rows.append(_row(timeline, made, limit))
+            rows.append(_row(timeline, made, limit, replicas))
             if rows[-1].within_limit and (best is None or _ms(timeline, objective) < _ms(best, objective)):
                 best = timeline
     return rows, absent, best
@@ -254,11 +269,15 @@ def _bounds(
     return bounds
 
 
-def _row(timeline: Timeline, made: Made, limit: float) -> Row:
+def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None = None) -> Row:
     schedule, costs, moved = timeline.schedule, made.costs, made.offloaded
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)
+    sent, static = (None, None) if replicas is None else replicas.bytes_of(made.shards, costs, schedule.placement)
+    total = [*rank_memory(timeline, costs)]
+    if static is not None and replicas is not None and replicas.limit < math.inf:  # the limit includes it
+        total = [peak + own for peak, own in zip(total, static, strict=True)]
     return Row(
         schedule=schedule.name,
         placement=_name(schedule.placement),
@@ -273,11 +292,15 @@ def _row(timeline: Timeline, made: Made, limit: float) -> Row:
         message_bytes=None if costs.message_bytes is None else whole * costs.message_bytes,
         speedup_over_1f1b=None,
         speedup_over_interleaved=None,
-        within_limit=kept <= limit * (1 + 1e-9),
+        within_limit=max(total) <= limit * (1 + 1e-9),
         layout=made.layout,
         vocabulary=algorithm_of(schedule),
         offloaded_share=None if moved is None else moved.share,
         host_peak=None if moved is None else max(moved.host_peak),
+        gathers=None if made.shards is None else max(made.shards.gathers),
+        reductions=None if made.shards is None else max(made.shards.reductions),
+        static_bytes=None if static is None else max(static),
+        replica_bytes=None if sent is None else max(sent),
     )
 
 
@@ -326,6 +349,8 @@ def _text(table: Table, costs: Figures) -> str:
     head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
     moves = any(row.offloaded_share is not None for row in table.rows)
     head += f"{'moved':>8}{'host':>8}" if moves else ""
+    units = any(row.gathers is not None for row in table.rows)
+    head += f"{'gathers':>9}{'reduces':>9}{'static':>8}{'sent':>8}" if units else ""
     head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
     size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
     lines = [
@@ -337,6 +362,7 @@ def _text(table: Table, costs: Figures) -> str:
         line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}"
         line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
         line += _moved(row, costs) if moves else ""
+        line += _collectives(row) if units else ""
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
         lines.append(line if row.within_limit else f"{line}   over the limit")
@@ -371,6 +397,12 @@ def _moved(row: Row, costs: Figures) -> str:
         return f"{'':16}"
     host = row.host_peak / (2**30 if costs.in_bytes else costs.microbatch)
     return f"{row.offloaded_share:8.0%}{host:8.4g}"
+
+
+def _collectives(row: Row) -> str:
+    """Format gathers and reductions, static memory in GiB, and what a rank sends to its replicas in GiB."""
+    counts = ("" if count is None else count for count in (row.gathers, row.reductions))
+    return "".join(f"{count:>9}" for count in counts) + _gib(row.static_bytes) + _gib(row.replica_bytes)
 
 
 def _gib(amount: float | None) -> str:

@@ -11,6 +11,7 @@ from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, estimate, layer_costs
+from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.units import checked_share
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
@@ -19,7 +20,8 @@ from megatron.zero_bubble.planning.figures import Figures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")
-_BYTES_PER_PARAMETER = 18
+_WEIGHT, _GRADIENT, _OPTIMIZER = 2, 4, 12
+_BYTES_PER_PARAMETER = _WEIGHT + _GRADIENT + _OPTIMIZER
 """bf16 with fp32 gradients and Adam: 2 + 4 + 12."""
 
 
@@ -143,7 +145,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         f"{device}.",
         f"Attention {attention}, recompute {model.recompute}, tensor parallel {model.tensor_parallel}.",
         *([] if by_cost else [f"Layers by rank: {layers}."]),
-        f"The memory limit does not include weights and optimizer ({_BYTES_PER_PARAMETER} bytes per parameter).",
+        _static_note(bool(getattr(options, "shard_weights", False))),
     ]
     return Figures(
         len(model.layers),
@@ -157,7 +159,17 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         sequence=model.sequence,
         layers=layer_costs(model, device),
         layout_weight_bytes=weight_bytes,
+        stage_bytes=lambda on: StageBytes.of(model.stage_weights(on), _WEIGHT, _GRADIENT, _OPTIMIZER),
     )
+
+
+def _static_note(shards: bool) -> str:
+    each = f"({_BYTES_PER_PARAMETER} bytes per parameter)"
+    if shards:
+        return (
+            f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
+        )
+    return f"The memory limit does not include weights and optimizer {each}."
 
 
 def _gives_memory(options: argparse.Namespace) -> bool:

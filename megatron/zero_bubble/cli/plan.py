@@ -21,6 +21,7 @@ from megatron.zero_bubble.cli.offload import (
     offloads,
     with_copies,
 )
+from megatron.zero_bubble.cli.shards import add_shards, shard_content, shard_summary, sharded, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
@@ -44,7 +45,9 @@ from megatron.zero_bubble.planning.plans import (
     fitting_search,
     limit_verdict,
     rank_memory,
+    with_units,
 )
+from megatron.zero_bubble.planning.shards import ShardPlan
 from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_of, known_schedules, of_variants, searched
 from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.svg import render_svg, zoomable
@@ -90,6 +93,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
     add_vocabulary(verb)
     add_offload(verb)
+    add_shards(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -140,9 +144,11 @@ def plan(options: argparse.Namespace) -> str:
     if options.format == "json":
         content = {} if layouts is None else layout_content(layouts)
         moves = {} if moved is None else offload_content(moved, options.offload)
-        return plan_to_json(timeline, certificate, {**content, **moves})
+        more = {} if made.shards is None else shard_content(options, made.shards, costs)
+        return plan_to_json(timeline, certificate, {**content, **moves, **more})
     text = _text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
     text += "" if moved is None else offload_summary(moved, options.offload, costs)
+    text += "" if made.shards is None else shard_summary(options, made.shards, costs)
     text += _limit_text(timeline, costs, certificate) if certificate else ""
     return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
 
@@ -171,13 +177,19 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     file = None if options.schedule_file is None else read_schedule_file(options.schedule_file)
     costs = _figures_of(options, file)
     costs = with_copies(options, costs) if moves else costs
+    sharding = shards(options)
+    costs = with_shards(options, costs) if sharding else costs
     started = time.perf_counter()
     if options.layout == BY_COST:
         refuse_vocabulary(options, f"--layout {BY_COST}")
         costs = costs.evenly()
     make, limit = partial(_found, options, costs, cuts, file), _limit(options, costs)
-    moved = None
-    if moves:
+    moved = units = None
+    if sharding:
+        units = _sharded(options, costs, cuts, file)
+        best = Planned(units.timeline, costs)
+        timeline = units.timeline
+    elif moves:
         best, moved = best_offloaded(
             make,
             partial(offloaded, options, limit=limit),
@@ -190,8 +202,10 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
         best = best_of(make(limit), limit, options.objective)
         timeline = best.timeline
     seconds = time.perf_counter() - started
-    certificate = None if limit is None else _certify(options, best.costs, limit, timeline.schedule, seconds)
-    return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved)
+    certificate = None
+    if limit is not None and not sharding:
+        certificate = _certify(options, best.costs, limit, timeline.schedule, seconds)
+    return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved, units)
 
 
 def searches(options: argparse.Namespace) -> bool:
@@ -285,12 +299,21 @@ def _laid_out(
     return lay_out(costs, placements, make, most, options.objective, search)
 
 
+def _sharded(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, file: Schedule | None) -> ShardPlan:
+    slices = None if cuts is None else cuts.candidates(costs)
+    has_units = file is None and recipe(options.schedule).has_units
+    limit = _limit(options, costs)
+    make = partial(_build, options, costs, slices, "auto", limit)
+    return sharded(options, costs, lambda unit: file or make(unit), has_units)
+
+
 def _build(
     options: argparse.Namespace,
     costs: Figures,
     slices: tuple[Slices, ...] | None,
     placement: PlacementChoice,
     limit: float | None,
+    unit: int | None = None,
 ) -> Schedule:
     if options.schedule == AUTO:
         assert limit is not None, "a search has a limit"
@@ -303,7 +326,11 @@ def _build(
         return shortest(lambda own: make(num_slices=own), candidates, costs, limit, options.objective)
     if slices is not None:
         recipe(options.schedule).slices(max(slices, key=len))
-    schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks)
+    unit = unit or options.unit_microbatches or None
+    schedule = build(options.schedule, **sizes, num_chunks=options.num_chunks, unit_microbatches=unit)
+    if recipe(options.schedule).has_units and unit is None:
+        make = partial(build, options.schedule, **sizes, num_chunks=options.num_chunks)
+        return with_units(make, costs, options.objective, math.inf if limit is None else limit)
     return schedule if options.equal_passes else fitted(schedule, costs, options.objective)
 
 

@@ -95,17 +95,21 @@ class Model:
         return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
-        """Weights per rank (the part of one tensor-parallel rank): its layers, the embedding on the rank of the first
-        stage, and the output layer on the rank of the last one.
+        """Weights per rank (the part of one tensor-parallel rank); see ``stage_weights``."""
+        of_stages = self.stage_weights(placement)
+        return tuple(
+            sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
+        )
+
+    def stage_weights(self, placement: Placement) -> tuple[float, ...]:
+        """Weights per stage (the part of one tensor-parallel rank): its layers, the embedding on the first stage, and
+        the output layer on the last one.
         """
         parts = placement.num_stages // len(self.layers)
         per_stage = [self.layers[stage // parts] / parts * self.layer_weights for stage in range(placement.num_stages)]
         per_stage[0] += self.vocabulary * self.hidden
         per_stage[-1] += self.vocabulary * self.hidden
-        return tuple(
-            sum(per_stage[stage] for stage in placement.stages_of(rank)) / self.tensor_parallel
-            for rank in range(placement.num_ranks)
-        )
+        return tuple(count / self.tensor_parallel for count in per_stage)
 
     @property
     def message_bytes(self) -> float:

@@ -6,8 +6,9 @@ pass is either one number, for a rank's whole share of the model, or a list with
 another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need ``attention`` and
 ``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys and values),
 ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice). Only vocabulary
-parallelism needs the keys of ``formats/vocabulary.py``, and only offloading ``host_ms`` (the time to copy what F saves
-to host memory, or back).
+parallelism needs the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F saves to
+host memory, or back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights, and to
+reduce the gradients).
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
 figures of passes, or are derived from lists per stage with ``layers_per_stage``.
@@ -25,7 +26,7 @@ from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, of_stages
 from megatron.zero_bubble.costs.memory import HISTORY, LOGITS, MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import ATTENTION, HOST, TIMES, PassCosts
+from megatron.zero_bubble.costs.passes import ATTENTION, HOST, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
 from megatron.zero_bubble.costs.units import (
     checked_figure,
@@ -47,7 +48,7 @@ Figure = float | tuple[float, ...]
 
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *_SHARES, "layers_per_stage", *KEYS)
+_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, "layers_per_stage", *KEYS)
 _KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, "comm_ms", "links"))
 _WHAT = "costs file"
 
@@ -60,8 +61,7 @@ def costs_to_json(costs: PassCosts, memory: PassMemory | None = None, tokens: Sl
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     if any(any(getattr(costs, name)) for name in ATTENTION):
         content |= {key: list(getattr(costs, name)) for key, name in _SHARES.items()}
-    if any(costs.host_ms):
-        content[HOST] = list(costs.host_ms)
+    content |= {name: list(getattr(costs, name)) for name in (HOST, *SHARDS) if any(getattr(costs, name))}
     content["comm_ms"] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
     if memory is not None:
@@ -118,7 +118,7 @@ class CostsFile:
             values = content[name] if isinstance(content[name], list) else [content[name]]
             for value in values:
                 refuse_huge(**{name: value})
-        times = {name: _figure(content, name) for name in TIMES} | _given(content, (HOST,))
+        times = {name: _figure(content, name) for name in TIMES} | _given(content, (HOST, *SHARDS))
         comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
         links = _links(content.get("links", []))
         memory = None
@@ -174,8 +174,10 @@ class CostsFile:
             if self.layers is not None:
                 return self.layers.on(even(placement, self.layers.num_layers))
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
-            host = _per_stage(HOST, self.times[HOST], placement) if HOST in self.times else ()
-            costs = PassCosts(f, b, w, self.comm_ms, self.links, host_ms=host)
+            more = {
+                name: _per_stage(name, self.times[name], placement) for name in (HOST, *SHARDS) if name in self.times
+            }
+            costs = replace(PassCosts(f, b, w, self.comm_ms, self.links), **more)
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
+from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.units import parse_memory_limit, spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
@@ -31,6 +32,7 @@ class Figures:
         least_slice_tokens: fewest tokens of a slice, as a run has measured; None if unknown.
         layers: costs per layer; None if unknown.
         layout_weight_bytes: as ``weight_bytes``, for the layers per stage of a placement; None if unknown.
+        stage_bytes: bytes of weights, gradients and optimizer per stage of a placement; None if unknown.
         unit: M_B, if it is not that of ``on``: with layouts, that of the even split, so that all have the same limit.
     """
 
@@ -47,6 +49,7 @@ class Figures:
     layers: LayerCosts | None = None
     layout_weight_bytes: Callable[[tuple[int, ...]], Callable[[Placement], tuple[float, ...]]] | None = None
     unit: float | None = None
+    stage_bytes: Callable[[Placement], StageBytes] | None = None
 
     def evenly(self) -> Figures:
         """Return the costs of Megatron's even split, from the costs per layer; layouts are made from these.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,6 +15,9 @@ from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, Search
 from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.shards import ShardPlan
+from megatron.zero_bubble.plan.timelines import timeline_of
+from megatron.zero_bubble.planning.units import best_within
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice, fit, zb_auto
 from megatron.zero_bubble.search.sliced import sliced_auto
@@ -26,7 +30,7 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 @dataclass(frozen=True)
 class PlannedSchedule:
     """A simulated schedule, the figures that it was planned with, its certificate if there was a memory limit, its
-    layout if that was planned as well, and what moves to host memory if it offloads.
+    layout if that was planned as well, what moves to host memory if it offloads, and its sharded units.
     """
 
     timeline: Timeline
@@ -34,6 +38,7 @@ class PlannedSchedule:
     certificate: Certificate | None
     layouts: LayoutPlan | None = None
     offloaded: Offloaded | None = None
+    shards: ShardPlan | None = None
 
 
 def auto(
@@ -123,6 +128,19 @@ def fitted(schedule: Schedule, costs: Figures, objective: Metric) -> Schedule:
     if schedule.name not in ADAPTING:
         return schedule
     return fit(schedule, *costs.on(schedule.placement), objective=objective)
+
+
+def with_units(make: Callable[..., Schedule], costs: Figures, objective: Metric, limit: float) -> Schedule:
+    """Build a schedule of units: the shortest within a limit of activation memory, with the smallest of such units."""
+
+    def timeline(unit: int) -> Timeline:
+        schedule = make(unit_microbatches=unit)
+        return timeline_of(schedule, *costs.on(schedule.placement))
+
+    def rated(of: Timeline) -> tuple[float, float]:
+        return of.makespan_ms if objective == "makespan" else of.span_ms, peak_memory(of, costs)
+
+    return best_within(costs.num_ranks, costs.num_microbatches, timeline, rated, limit).schedule
 
 
 def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) -> tuple[bool, str]:

@@ -1,0 +1,183 @@
+"""Flags for sharded units, and their figures as text and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.job.flags import unit_microbatches
+from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import bound
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, plan_shards, with_collectives
+from megatron.zero_bubble.schedules import recipe
+
+_BYTES_PER_MS = 1e6
+"""Bytes per ms in one GB/s."""
+_GIB = 2**30
+_FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth")
+
+
+def add_shards(verb: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    verb.add_argument(
+        "--shard-weights",
+        action="store_true",
+        help="shard weights and gradients over replicas, as --zero-bubble-shard-weights does: gather weights and "
+        "reduce gradients once per unit; needs 2 or more stages per rank",
+    )
+    verb.add_argument(
+        "--unit-microbatches",
+        type=unit_microbatches,
+        metavar="U|auto",
+        help="microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
+        "zero-pp the smallest units of the shortest schedule within the memory limit, else one microbatch per rank)",
+    )
+    verb.add_argument(
+        "--whole-stages",
+        type=int,
+        metavar="K",
+        help=f"the most stages of a rank whose weights are whole at a time (default: {DEFAULT_WHOLE_CHUNKS})",
+    )
+    verb.add_argument(
+        "--gather-ms",
+        type=float,
+        metavar="MS",
+        help="time to gather all weights of a rank once from its replicas, in ms; each of its stages takes an equal "
+        "part (default: gather_ms of --costs)",
+    )
+    verb.add_argument(
+        "--reduce-ms",
+        type=float,
+        metavar="MS",
+        help="time to reduce all gradients of a rank once over its replicas, in ms (default: reduce_ms of --costs)",
+    )
+    verb.add_argument("--replicas", type=int, metavar="D", help="data-parallel replicas (default: 8)")
+    verb.add_argument(
+        "--replica-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="bandwidth with which a rank sends to its replicas, in GB/s, instead of --gather-ms and --reduce-ms; "
+        "needs --config",
+    )
+
+
+def shards(options: argparse.Namespace) -> bool:
+    """Whether weights are to be sharded.
+
+    Raises:
+        UserError: for flags that have no effect without that, or that exclude it.
+    """
+    schedule = getattr(options, "schedule", None)
+    if schedule == AUTO and options.shard_weights:
+        raise UserError(f"--shard-weights needs a schedule that is known beforehand; got {AUTO}; give zero-pp")
+    if options.unit_microbatches is not None and hasattr(options, "schedule"):
+        units = schedule is not None and schedule != AUTO and recipe(schedule).has_units
+        if not (units or options.shard_weights):
+            raise UserError(
+                f"--unit-microbatches is for zero-pp, or for --shard-weights; got {schedule or 'a file'}; leave it out"
+            )
+    if not options.shard_weights:
+        for name in _FLAGS:
+            if getattr(options, name) is not None:
+                raise UserError(f"{_flag(name)} applies only to --shard-weights; give both, or leave {_flag(name)} out")
+        return False
+    for name in ("offload", "vocabulary", "layout"):
+        if (value := getattr(options, name, None)) not in (None, "none", "off", "even"):
+            raise UserError(f"--shard-weights works without --{name} in this version; got {value}; leave one out")
+    for name in ("whole_stages", "replicas"):
+        if (count := getattr(options, name)) is not None and count < 1:
+            raise UserError(f"{_flag(name)} must be 1 or more; got {count}")
+    return True
+
+
+def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
+    """The replicas that the flags give."""
+    text = options.memory_limit
+    limit = math.inf if text is None else costs.limit(text)
+    if text is not None and costs.stage_bytes is not None and parse_memory_limit(text)[1] == "p":
+        limit = math.inf  # a limit in microbatches is one of activations
+    return Replicas(
+        8 if options.replicas is None else options.replicas,
+        options.unit_microbatches or None,
+        DEFAULT_WHOLE_CHUNKS if options.whole_stages is None else options.whole_stages,
+        limit,
+    )
+
+
+def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
+    """Return the figures with the times of the collectives that the flags give.
+
+    Raises:
+        UserError: for times and a bandwidth, or an invalid one.
+    """
+    times, bandwidth = (options.gather_ms, options.reduce_ms), options.replica_bandwidth
+    if bandwidth is not None and times != (None, None):
+        raise UserError("--replica-bandwidth gives the times of --gather-ms and --reduce-ms; leave out either")
+    for name in ("gather_ms", "reduce_ms", "replica_bandwidth"):
+        if (figure := getattr(options, name)) is not None:
+            refuse_huge(**{_flag(name): figure})
+            checked_figure(_flag(name), figure)
+    if bandwidth is not None and not bandwidth:
+        raise UserError("--replica-bandwidth must be above 0; got 0")
+    rate = None if bandwidth is None else bandwidth * _BYTES_PER_MS
+    return with_collectives(costs, replicas_of(options, costs).count, *times, rate)
+
+
+def sharded(
+    options: argparse.Namespace, costs: Figures, make: Callable[[int | None], Schedule], has_units: bool
+) -> ShardPlan:
+    """Plan sharded units as the flags request; ``costs`` have the times of the collectives."""
+    return plan_shards(costs, make, has_units, replicas_of(options, costs))
+
+
+def shard_content(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> Mapping[str, Any]:
+    """Return the keys of the plan's JSON."""
+    return {
+        "shard_weights": True,
+        "replicas": replicas_of(options, costs).count,
+        "unit_microbatches": plan.sharding.unit_microbatches,
+        "whole_stages": plan.sharding.whole_chunks,
+        "gathers": plan.gathers,
+        "reductions": plan.reductions,
+        "replica_traffic_bytes": plan.traffic,
+        "static_bytes": plan.static,
+        "collectives_ms": plan.lane_ms,
+    }
+
+
+def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> str:
+    """Format the collectives, their traffic, memory, and a lower bound."""
+    of, replicas, schedule = plan.sharding, replicas_of(options, costs), plan.timeline.schedule
+    bound_ms = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices).value_ms
+    lines = [
+        f"{replicas.count} replicas, units of {of.unit_microbatches} microbatches, {of.whole_chunks} whole stages",
+        f"per rank: {max(plan.gathers)} gathers, {max(plan.reductions)} reductions, {plan.lane_ms:.3f} ms together",
+    ]
+    if plan.traffic is not None:
+        lines.append(f"GiB by rank, sent to replicas per iteration: {_gib(plan.traffic)}")
+    if plan.static is not None:
+        lines.append(f"GiB by rank, shards and whole weights and gradients: {_gib(plan.static)}")
+        lines.append(f"GiB by rank, these and activations: {_gib(plan.peaks)}")
+    if replicas.limit < math.inf:
+        peak = max(plan.peaks)
+        verdict = "met" if peak <= replicas.limit * (1 + 1e-9) else "EXCEEDED"
+        lines.append(f"memory limit {costs.show(replicas.limit)}: {verdict}, peak {costs.show(peak)} per rank")
+    least = max(bound_ms, plan.lane_ms)
+    why = "the collectives of this plan" if plan.lane_ms > bound_ms else "the passes on this placement"
+    lines.append(f"lower bound {least:.3f} ms makespan ({why})")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _gib(amounts: Iterable[float]) -> str:
+    return " ".join(f"{amount / _GIB:.3g}" for amount in amounts)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,186 @@
+"""Plan sharded units: their collectives, the memory that they leave, and the size of the units."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.simulate import simulate
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.static import StageBytes
+from megatron.zero_bubble.costs.units import spread
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Op, Placement, Plan, Schedule
+from megatron.zero_bubble.ir.shards import Gather, Reduce
+from megatron.zero_bubble.job.shards import check_chunks
+from megatron.zero_bubble.plan.collect import collect
+from megatron.zero_bubble.plan.prove import prove
+from megatron.zero_bubble.plan.shard import Sharding, most_whole, moved, shard
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.units import best_within
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The replicas that shard a pipeline.
+
+    Attributes:
+        count: their number.
+        unit_microbatches: microbatches of a unit; None for the best.
+        whole_stages: the most stages of a rank with whole weights.
+        limit: limit of memory per rank, in the unit of the costs; in bytes it includes what is static.
+    """
+
+    count: int
+    unit_microbatches: int | None = None
+    whole_stages: int = 2
+    limit: float = math.inf
+
+    def bytes_of(
+        self, plan: ShardPlan | None, costs: Figures, placement: Placement
+    ) -> tuple[tuple[float, ...] | None, tuple[float, ...] | None]:
+        """What every rank sends to its replicas, and its static bytes; where nothing is sharded, as with a distributed
+        optimizer, which reduces and gathers once per iteration. None if sizes are unknown.
+        """
+        if plan is not None or costs.stage_bytes is None:
+            return (None, None) if plan is None else (plan.traffic, plan.static)
+        sizes, ranks = costs.stage_bytes(placement), [placement.stages_of(rank) for rank in range(placement.num_ranks)]
+        once = (sum(sizes.weights[stage] + sizes.gradients[stage] for stage in stages) for stages in ranks)
+        sent = tuple(size * (self.count - 1) / self.count for size in once)
+        return sent, tuple(sizes.whole(stages, self.count) for stages in ranks)
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """A schedule with sharded units.
+
+    Attributes:
+        timeline: the passes and the collectives.
+        sharding: how its chunks are sharded.
+        gathers, reductions: collectives per rank and iteration.
+        traffic: bytes that a rank sends in them, which is also what it receives; None if sizes are unknown.
+        static: bytes per rank of shards, and of weights and gradients that are whole at a time; None if unknown.
+        activations: peak per rank, in the unit of memory.
+        lane_ms: what the collectives of a rank take, one after the other, on the rank where they take longest.
+    """
+
+    timeline: Timeline
+    sharding: Sharding
+    gathers: tuple[int, ...]
+    reductions: tuple[int, ...]
+    traffic: tuple[float, ...] | None
+    static: tuple[float, ...] | None
+    activations: tuple[float, ...]
+    lane_ms: float
+
+    @property
+    def peaks(self) -> tuple[float, ...]:
+        """The peak per rank of activations, and of static memory where its size is known."""
+        static = self.static or (0.0,) * len(self.activations)
+        return tuple(map(sum, zip(self.activations, static, strict=True)))
+
+
+def plan_shards(
+    costs: Figures, make: Callable[[int | None], Schedule], has_units: bool, replicas: Replicas
+) -> ShardPlan:
+    """Shard a schedule, and choose the size of its units if that is left open.
+
+    Args:
+        make: makes the schedule for a size of its units; for None, with its default.
+        has_units: whether the schedule has units whose size can be chosen.
+
+    Raises:
+        UserError: a schedule with one stage per rank.
+    """
+
+    def sharded(unit: int | None) -> ShardPlan:
+        schedule = make(unit if has_units else None)
+        return of_schedule(costs, schedule, Sharding(unit or costs.num_ranks, replicas.whole_stages), replicas.count)
+
+    if not has_units or replicas.unit_microbatches is not None:
+        return sharded(replicas.unit_microbatches)
+    return best_within(
+        costs.num_ranks,
+        costs.num_microbatches,
+        sharded,
+        lambda each: (each.timeline.makespan_ms, max(each.peaks)),  # optimizers of sharded units wait for every rank
+        replicas.limit,
+    )
+
+
+def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas: int) -> ShardPlan:
+    """Shard a schedule, prove the result without messages, and simulate it.
+
+    Raises:
+        UserError: a schedule with one stage per rank.
+    """
+    check_chunks(schedule.placement)
+    plan = shard(collect(Plan.bare(schedule)), sharding)
+    prove(plan)
+    times, memory = costs.on(schedule.placement)
+    timeline = simulate(plan, times, memory)
+    sizes = None if costs.stage_bytes is None else costs.stage_bytes(schedule.placement)
+    return ShardPlan(
+        timeline,
+        sharding,
+        tuple(sum(isinstance(op, Gather) for op in row) for row in plan.ops),
+        tuple(sum(isinstance(op, Reduce) for op in row) for row in plan.ops),
+        None if sizes is None else tuple(traffic(row, sizes, replicas) for row in plan.ops),
+        None if sizes is None else static_bytes(plan, sizes, replicas),
+        most_kept(timeline, memory),
+        max(sum(_lane_ms(op, times) for op in row) for row in plan.ops),
+    )
+
+
+def traffic(row: Sequence[Op], sizes: StageBytes, replicas: int) -> float:
+    """Bytes that a rank sends per iteration: each collective leaves out the own part, (d-1)/d of the whole size."""
+    return sum(moved(row, sizes.weights, sizes.gradients)) * (replicas - 1) / replicas
+
+
+def static_bytes(plan: Plan, sizes: StageBytes, replicas: int) -> tuple[float, ...]:
+    """Bytes per rank: the shards, and the most of weights and gradients that are whole at a time."""
+    placement = plan.schedule.placement
+    return tuple(
+        sizes.sharded(placement.stages_of(rank), replicas) + most_whole(row, sizes.weights, sizes.gradients)
+        for rank, row in enumerate(plan.ops)
+    )
+
+
+def with_collectives(
+    costs: Figures, replicas: int, gather_ms: float | None, reduce_ms: float | None, bytes_per_ms: float | None
+) -> Figures:
+    """Return figures with the times of gathers and reductions: of all stages of a rank together, or by bandwidth.
+
+    They have no bytes of whole weights, which no rank has.
+
+    Raises:
+        UserError: for a bandwidth when the size of the weights is unknown.
+    """
+    sizes_on = costs.stage_bytes
+    if bytes_per_ms is not None and sizes_on is None:
+        raise UserError(
+            "a bandwidth between replicas needs the size of the weights, which only --config gives; give --gather-ms "
+            "and --reduce-ms instead"
+        )
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        times, memory = costs.on(placement)
+        gather, reduce = times.gather_ms, times.reduce_ms
+        if bytes_per_ms is not None and sizes_on is not None:
+            rate, sizes = bytes_per_ms * replicas / max(1, replicas - 1), sizes_on(placement)
+            gather = tuple(size / rate for size in sizes.weights)
+            reduce = tuple(size / rate for size in sizes.gradients)
+        gather = gather if gather_ms is None else spread(placement, gather_ms)
+        reduce = reduce if reduce_ms is None else spread(placement, reduce_ms)
+        return replace(times, gather_ms=gather, reduce_ms=reduce), memory
+
+    return replace(costs, on=on, weight_bytes=None)
+
+
+def _lane_ms(op: Op, times: PassCosts) -> float:
+    if isinstance(op, Gather):
+        return times.gather(op.stage)
+    return times.reduce(op.stage) if isinstance(op, Reduce) else 0.0
