@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.analysis.memory import host_peaks
@@ -30,11 +31,13 @@ from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, rank_memory
+from megatron.zero_bubble.planning.shards import of_schedule
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import build
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
+_COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
 _NODE = "@node@"
 _GIB = 2**30
 
@@ -91,9 +94,11 @@ def dry_run(options: argparse.Namespace) -> str:
     schedule = _schedule(args, costs, costs.num_microbatches)
     proved = _prove(args, costs)
     plan = _with_offload(args, schedule)
+    if _shards(args):
+        costs, plan = _sharded(args, costs, schedule)
     figures = costs.on(args.placement)
     timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
-    host = None if plan is None else host_peaks(plan, costs.on(args.placement)[1])
+    host = None if _selection(args) is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
     if options.gpu_memory is not None:
         _check_memory(options.gpu_memory, timeline, costs)
     if host is not None and args.zero_bubble_host_memory is not None:
@@ -149,6 +154,24 @@ def _with_offload(args: argparse.Namespace, schedule: Schedule) -> Plan | None:
     return None if select is None else lower_training(schedule, moves=select(schedule))
 
 
+def _shards(args: argparse.Namespace) -> bool:
+    return bool(args.zero_bubble_shard_weights)
+
+
+def _sharded(args: argparse.Namespace, costs: Figures, schedule: Schedule) -> tuple[Figures, Plan]:
+    """Return the figures with the memory that sharded units take, and the plan with their ops."""
+    sharding, replicas = args.zero_bubble.sharding(costs.num_ranks), args.data_parallel_size
+    plan = lower_training(schedule, sharding=sharding)
+    units = of_schedule(costs, schedule, sharding, replicas)
+    sent = "" if units.traffic is None else f", {max(units.traffic) / _GIB:.3g} GiB sent to {replicas - 1} replicas"
+    note = f"Sharded units, {sharding.whole_chunks} whole stages per rank: {max(units.gathers)} gathers and "
+    note += f"{max(units.reductions)} reductions per rank and iteration{sent}."
+    notes = (note, *(() if units.lane_ms else (_COLLECTIVES,)))
+    static = units.static
+    weights = None if static is None else lambda _: static
+    return replace(costs, notes=(*costs.notes, *notes), weight_bytes=weights), plan
+
+
 def _selection(args: argparse.Namespace) -> MoveSelection | None:
     return None if args.source is None else args.zero_bubble.selection(args.source)
 
@@ -169,8 +192,9 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         check_runnable(schedule, costs.num_ranks, count)
         validate(schedule)
         moves = () if select is None else select(schedule)
-        training = lower_training(schedule, config.post_receives, config.post_validation, moves)
-        for own in (training, lower_forward_only(schedule, config.post_receives)):
+        sharding = config.sharding(costs.num_ranks) if config.shard_weights else None
+        training = lower_training(schedule, config.post_receives, config.post_validation, moves, sharding)
+        for own in (training, lower_forward_only(schedule, config.post_receives, sharding)):
             if one_queue:
                 prove_single_queue(own)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
@@ -38,12 +39,13 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         figures = _equal(sizes)
     if not dense:
         return figures
-    each = _bytes_per_parameter(args)
+    each, parts = _bytes_per_parameter(args), _parts(args)
     note = f"Weights, gradients and optimizer take {each:.3g} bytes per parameter. Not counted: the CUDA context, NCCL "
     note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
     return replace(
         _noting(figures, note),
         weight_bytes=lambda placement: tuple(each * count for count in model.weights(placement)),
+        stage_bytes=lambda placement: StageBytes.of(model.stage_weights(placement), *parts),
     )
 
 
@@ -78,8 +80,13 @@ def _noting(figures: Figures, note: str) -> Figures:
 
 def _bytes_per_parameter(args: argparse.Namespace) -> float:
     """Sum weight, gradient and optimizer state, which ``--use-distributed-optimizer`` divides among the replicas."""
-    low = args.bf16 or args.fp16
-    weight, gradient = (2 if low else 4), (2 if args.grad_reduce_in_bf16 else 4)
-    own = (4 if args.optimizer == "sgd" else 8) + (4 if low else 0)
+    weight, gradient, own = _parts(args)
     replicas = args.data_parallel_size * args.context_parallel_size
     return weight + gradient + own / (replicas if args.use_distributed_optimizer else 1)
+
+
+def _parts(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Bytes per parameter of weight, gradient and optimizer state."""
+    low = args.bf16 or args.fp16
+    weight, gradient = (2 if low else 4), (2 if args.grad_reduce_in_bf16 else 4)
+    return weight, gradient, (4 if args.optimizer == "sgd" else 8) + (4 if low else 0)
