@@ -40,7 +40,10 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     if not dense:
         return figures
     each, parts = _bytes_per_parameter(args), _parts(args)
-    note = f"Weights, gradients and optimizer take {each:.3g} bytes per parameter. Not counted: the CUDA context, NCCL "
+    taken = f"take {each:.3g} bytes per parameter"
+    if args.zero_bubble_shard_weights:
+        taken = "are divided by the replicas, and what is whole at a time is added"
+    note = f"Weights, gradients and optimizer {taken}. Not counted: the CUDA context, NCCL "
     note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
     return replace(
         _noting(figures, note),

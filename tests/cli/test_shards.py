@@ -1,0 +1,92 @@
+"""``zero-bubble plan``, ``compare`` and ``dry-run`` with sharded units."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+
+Capture = pytest.CaptureFixture[str]
+TIMES = "--forward-ms 4 --backward-ms 4 --wgrad-ms 4"
+SIZES = f"--num-ranks 4 --num-microbatches 8 {TIMES}"
+JOB = (
+    "--num-layers 16 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 --micro-batch-size 1 "
+    "--train-iters 10 --lr 1e-3 --mock-data --bf16 --pipeline-model-parallel-size 4 --global-batch-size 64 "
+    "--num-virtual-stages-per-pipeline-rank 4 --use-distributed-optimizer --zero-bubble-schedule zero-pp"
+)
+
+
+def run(capsys: Capture, words: str) -> str:
+    assert main(words.split()) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def refusal(capsys: Capture, words: str) -> str:
+    assert main(words.split()) == 2
+    return capsys.readouterr().err
+
+
+def test_plan(capsys: Capture) -> None:
+    words = f"plan --schedule zero-pp --num-chunks 4 {SIZES} --shard-weights --gather-ms 2 --reduce-ms 4"
+    out = run(capsys, words)
+    assert "8 replicas, units of 4 microbatches, 2 whole stages" in out
+    assert "per rank: 10 gathers, 8 reductions, 13.000 ms together" in out
+    found = json.loads(run(capsys, f"{words} --unit-microbatches 8 --whole-stages 1 --format json"))
+    assert (found["unit_microbatches"], found["whole_stages"], found["replicas"]) == (8, 1, 8)
+    assert found["gathers"] == [7] * 4 and found["reductions"] == [4] * 4
+    assert found["collectives_ms"] == pytest.approx(7 * 0.5 + 4 * 1.0)
+
+
+def test_times_of_a_costs_file(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "costs.json"
+    times = {f"{name}_ms": 4.0 for name in ("forward", "backward", "wgrad")}
+    file.write_text(json.dumps({**times, "gather_ms": [0.5] * 16, "reduce_ms": 4.0}))
+    words = f"plan --schedule zero-pp --num-chunks 4 --num-ranks 4 --num-microbatches 8 --costs {file} --shard-weights"
+    assert "13.000 ms together" in run(capsys, words)
+
+
+def test_memory_limit_in_bytes_includes_weights(capsys: Capture) -> None:
+    config = "plan --schedule zero-pp --num-chunks 3 --config configs/gpt_1.5b.yaml --num-microbatches 32"
+    words = f"{config} --shard-weights --replica-bandwidth 100 --memory-limit"
+    out = run(capsys, f"{words} 100GiB")
+    assert "A memory limit in bytes includes weights, gradients and optimizer" in out and "100 GiB: met" in out
+    assert "weights and optimizer:" not in out and "GiB by rank, these and activations" in out
+    assert "EXCEEDED" in run(capsys, f"{words} 1GiB")
+
+
+def test_compare_lists_them_beside_whole_weights(capsys: Capture) -> None:
+    table = json.loads(run(capsys, f"compare {SIZES} --max-chunks 2 --shard-weights --equal-passes --format json"))
+    rows = {row["schedule"]: row for row in table["rows"]}
+    assert rows["zero-pp x2 sharded"]["gathers"] == 2 and rows["zero-pp x2 sharded"]["reductions"] == 4
+    assert rows["zero-pp x2"]["gathers"] is None
+    assert "zb-h1 sharded" not in rows
+
+
+def test_dry_run_counts_shards(capsys: Capture) -> None:
+    def weights(more: str) -> float:
+        out = run(capsys, f"dry-run --gpus-per-node 16 --gpu h100 -- {JOB} {more}")
+        assert ("Sharded units, 1 whole stages" in out) == bool(more)
+        return float(out[out.index("pipeline rank ranks") :].splitlines()[1].split()[-2])
+
+    assert weights("--zero-bubble-shard-weights --zero-bubble-whole-stages 1") < weights("")
+
+
+@pytest.mark.parametrize(
+    ("words", "what"),
+    [
+        ("--schedule zero-pp --gather-ms 1", "--gather-ms applies only to --shard-weights"),
+        ("--schedule zb-h1 --unit-microbatches 4", "--unit-microbatches is for zero-pp, or for --shard-weights"),
+        ("--schedule zb-h1 --shard-weights", "sharded units need 2 or more stages per rank"),
+        ("--schedule zb-auto --shard-weights", "--shard-weights needs a schedule that is known beforehand"),
+        ("--schedule zero-pp --shard-weights --offload all --host-ms 1", "--shard-weights works without --offload"),
+        ("--schedule zero-pp --shard-weights --whole-stages 0", "--whole-stages must be 1 or more; got 0"),
+        ("--schedule zero-pp --shard-weights --gather-ms 1 --replica-bandwidth 1", "leave out either"),
+    ],
+)
+def test_refused(capsys: Capture, words: str, what: str) -> None:
+    assert what in refusal(capsys, f"plan {SIZES} {words}")
