@@ -281,11 +281,11 @@ def _train_once(
     on_start(chunks, seen)
 
     class Trainer(loop.Trainer):
-        def _passes(self, batches: Any, num_microbatches: int, forward_only: bool = False) -> Any:
+        def _passes(self, batches: Any, share: Any, forward_only: bool = False) -> Any:
             if forward_only:
-                return super()._passes(batches, num_microbatches, forward_only)
+                return super()._passes(batches, share, forward_only)
             seen.iteration = self.state.iteration + 1
-            reports = super()._passes(batches, num_microbatches)
+            reports = super()._passes(batches, share)
             seen.losses += [value.hex() for report in reports for value in report["lm loss"].tolist()]
             return reports
 

@@ -92,6 +92,7 @@ def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[
     from megatron.zero_bubble.training import checkpoint, loop, model
     from megatron.zero_bubble.training.data import tokenizer
     from megatron.zero_bubble.training.data.batches import Splits
+    from megatron.zero_bubble.training.data.shares import share_of
 
     chunks, start = _build(args, start)
     optimizer = model.build_optimizer(args, chunks)
@@ -103,8 +104,8 @@ def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[
     platform, device = select("cpu"), torch.device("cpu")
     trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
     trainer._zero_gradients()
-    count = args.global_batch_size // args.batch_sizes.granule
-    reports = trainer._passes(trainer._microbatches(samples, 0), count)
+    share = share_of(args, samples, 0, args.global_batch_size)
+    reports = trainer._passes(trainer._microbatches(samples, 0, args.batch_sizes.at), share)
     weights: dict[str, Any] = dict(_by_name(chunks))
     own = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
     return Gradients([report["lm loss"].tolist() for report in reports], own), start

@@ -8,10 +8,15 @@ RAMP = BatchSizes(final=32, granule=4, start=8, increment=8, rampup_samples=100)
 
 
 def test_constant_batch_size() -> None:
-    sizes = BatchSizes.from_arguments(
-        argparse.Namespace(micro_batch_size=2, data_parallel_size=3, global_batch_size=24, rampup_batch_size=None)
+    args = argparse.Namespace(
+        micro_batch_size=2,
+        data_parallel_size=3,
+        global_batch_size=24,
+        rampup_batch_size=None,
+        zero_bubble_balance_microbatches=None,
     )
-    assert [sizes.at(0), sizes.microbatches(0), sizes.samples_after(5)] == [24, 4, 120]
+    sizes = BatchSizes.from_arguments(args)
+    assert [sizes.at(0), sizes.at(0) // sizes.granule, sizes.samples_after(5)] == [24, 4, 120]
 
 
 def test_ramp_up_reaches_and_keeps_the_final_size() -> None:
@@ -35,4 +40,4 @@ def test_ramp_up_equals_megatron_cores_calculator(sizes: BatchSizes) -> None:
     )
     for consumed in range(sizes.rampup_samples + 10):
         calculator.update(consumed, consistency_check=False)
-        assert sizes.microbatches(consumed) == calculator.get(), f"after {consumed} samples"
+        assert sizes.at(consumed) // sizes.granule == calculator.get(), f"after {consumed} samples"

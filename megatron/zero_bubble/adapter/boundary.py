@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
 from megatron.zero_bubble.adapter.versions import supported_kwargs
+from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Message, Slices
 
@@ -90,6 +91,27 @@ class Boundary:
         tokens = self.ends[slice_] - (self.ends[slice_ - 1] if slice_ else 0)
         length = times * shape[0] * tokens // self.ends[-1]
         return torch.empty((length, *shape[1:]), dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class ShapedBoundary(Boundary):
+    """The boundary of microbatches of different shapes; the other fields are those of the last one.
+
+    Attributes:
+        microbatches: the boundary of each microbatch.
+    """
+
+    microbatches: tuple[Boundary, ...] = ()
+
+    @classmethod
+    def of_shapes(cls, shapes: Sequence[Shape], config: Any, groups: Any, *more: Any) -> ShapedBoundary:
+        """Make the boundaries; the other arguments are those of ``Boundary.of``."""
+        by_shape = {shape: Boundary.of(config, groups, shape.tokens, shape.sequences, None, *more) for shape in shapes}
+        return cls(**vars(by_shape[shapes[-1]]), microbatches=tuple(by_shape[shape] for shape in shapes))
+
+    def new_buffer(self, message: Message) -> torch.Tensor:
+        """See ``Boundary``."""
+        return self.microbatches[message.producer.microbatch].new_buffer(message)
 
 
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.adapter.boundary import Boundary
+from megatron.zero_bubble.adapter.boundary import Boundary, ShapedBoundary
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.iteration import ChainStages, Iteration, StageMaker
@@ -31,6 +31,7 @@ from megatron.zero_bubble.adapter.vocabulary.logits import KeptLogits, Logits, R
 from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
@@ -52,7 +53,7 @@ from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator
-from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduces_early
+from megatron.zero_bubble.wgrad.grad_sync import GradSync, reduced_in_order, reduces_early
 from megatron.zero_bubble.wgrad.store import WgradStore
 
 
@@ -186,8 +187,11 @@ class Pipeline:
         pg_collection: Any = None,
         grad_finalize_pgs: Any = None,
         force_all_reduce: bool | None = False,
+        shapes: Sequence[Shape] | None = None,
     ) -> list[Any]:
         """Run one iteration. Returns the losses of the microbatches on the last rank, and an empty list elsewhere.
+
+        Replicas may run different numbers of microbatches, of the ``shapes`` given, if all of them give shapes.
 
         Raises:
             UserError: the schedule cannot be built or does not fit this job, or the model does not support it.
@@ -209,19 +213,12 @@ class Pipeline:
         )
 
         def boundary(slices: Slices) -> Boundary:
-            return Boundary.of(
-                config,
-                groups,
-                seq_length,
-                micro_batch_size,
-                decoder_seq_length,
-                adjust_tensor_shapes_fn,
-                chunks[0],
-                device_of(chunks),
-                slices,
-            )
+            more = adjust_tensor_shapes_fn, chunks[0], device_of(chunks), slices
+            if shapes is not None:
+                return ShapedBoundary.of_shapes(shapes, config, groups, *more)
+            return Boundary.of(config, groups, seq_length, micro_batch_size, decoder_seq_length, *more)
 
-        call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce)
+        call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce, shapes is not None)
         if forward_only:
             return self._run(call, None)
         self.microbatch, saved = (decoder_seq_length or seq_length, micro_batch_size), self.store.saved
@@ -267,7 +264,7 @@ class Pipeline:
         else:
             around = None if self.units is None else self.units.finalize
             with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce, around):
-                self._train(iteration, prepared)
+                self._train(iteration, prepared, call.is_uneven)
         if config.timers is not None:
             config.timers("forward-backward").stop()
         if self._reports is None:
@@ -281,7 +278,7 @@ class Pipeline:
         facts, tensor = prepared.vocabulary, call.groups.tp
         return VocabularyStages(facts, boundary, tensor, self._lanes, self.accumulate, self._logits, self.saved_for_t)
 
-    def _train(self, iteration: Iteration, prepared: Prepared) -> None:
+    def _train(self, iteration: Iteration, prepared: Prepared, is_uneven: bool) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
         chunks, config = iteration.chunks, iteration.step.config
         self.accumulate.connect(iteration.boundary.device)
@@ -294,9 +291,10 @@ class Pipeline:
         if self._optimizer is not None:
             self._optimizer.break_even = prepared.break_even
             self._optimizer.begin_passes()
-        iteration.train(syncs, overlap, self._optimizer)
-        self.store.join()
-        finish_grad_sync(config, chunks, syncs)
+        with reduced_in_order(chunks) if is_uneven else nullcontext():
+            iteration.train(syncs, overlap, self._optimizer)
+            self.store.join()
+            finish_grad_sync(config, chunks, syncs)
 
     @property
     def memory(self) -> MemoryMeter:
@@ -398,6 +396,7 @@ class _Call(NamedTuple):
     iterators: list[Any]
     boundary: Callable[[Slices], Boundary]
     force_all_reduce: bool | None
+    is_uneven: bool
 
 
 def _break_even(plan: Plan) -> float:

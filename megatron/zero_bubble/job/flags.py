@@ -52,7 +52,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="SHARE",
         type=float,
         help="share of a forward that attention takes, from 0 to 1: cut sequences into slices that take equal time, "
-        "instead of equally long ones; a run with equally long slices and --zero-bubble-record-costs measures it",
+        "instead of equally long ones; a run with equally long slices and --zero-bubble-record-costs measures it; with "
+        "--zero-bubble-balance-microbatches, the share for --seq-length tokens, instead of an estimate",
     )
     add(
         "--zero-bubble-vocabulary-parallel",
@@ -169,6 +170,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="the most stages of a rank whose weights are whole at a time with --zero-bubble-shard-weights: fewer take "
         "less memory and more gathers, and with 1 no gather runs during passes; default: 2",
     )
+    _add_switch(
+        add,
+        "--zero-bubble-balance-microbatches",
+        "train on documents of their own lengths, cut only at --seq-length, and give every data-parallel replica equal "
+        "work instead of equally many microbatches; a microbatch has at most --micro-batch-size * --seq-length tokens "
+        "with its padding; --global-batch-size counts documents; needs --calculate-per-token-loss",
+    )
     add(
         "--zero-bubble-trace",
         metavar="DIR",
@@ -282,7 +290,8 @@ def config_of(
         num_chunks=num_chunks,
         num_slices=options.zero_bubble_num_slices,
         slice_ends=options.zero_bubble_slice_ends,
-        attention_share=options.zero_bubble_attention_share,
+        # With balanced microbatches, it is for the cost of samples.
+        attention_share=None if options.zero_bubble_balance_microbatches else options.zero_bubble_attention_share,
         vocabulary=vocabulary_algorithm(options),
         recompute_logits=bool(options.zero_bubble_recompute_logits),
         placement=options.zero_bubble_placement or "linear",

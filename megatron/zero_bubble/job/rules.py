@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.job.balance import check_balance
 from megatron.zero_bubble.job.flags import has_schedule, records, vocabulary_algorithm
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.shards import check_chunks, check_shards
@@ -79,12 +80,13 @@ _RULES = (
             "offload",
             "host-memory",
             "shard-weights",
+            "balance-microbatches",
         ),
         lambda job: job.has_schedule,
         "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
     ),
     _Rule(
-        ("shard-weights",),
+        ("shard-weights", "balance-microbatches"),
         lambda job: not job.under_launcher,
         "works only with scripts/pretrain_gpt.py in this version, got Megatron-LM's own training loop; drop the flag",
     ),
@@ -101,7 +103,11 @@ _RULES = (
     ),
     _Rule(
         ("num-slices", "slice-ends", "attention-share"),
-        lambda job: job.plans or job.options.zero_bubble_schedule in sliced(),
+        lambda job: (
+            job.plans
+            or job.options.zero_bubble_schedule in sliced()
+            or bool(job.options.zero_bubble_balance_microbatches)
+        ),
         "works only with a schedule of slices or zb-auto, got {schedule}; drop the flag or give --zero-bubble-schedule "
         "seq-zb-h1",
     ),
@@ -201,6 +207,8 @@ def check_schedule(
     counts = sorted(set(num_microbatches))
     if options.zero_bubble_schedule_file:
         _check_file(source.make(counts[0]), num_ranks, counts)
+    if options.zero_bubble_balance_microbatches:
+        check_balance(options, source, job)
     schedule = source.make(counts[0])
     check_slices(schedule.slices, options.zero_bubble_slice_ends, job)
     if options.zero_bubble_shard_weights:

@@ -13,7 +13,8 @@ class BatchSizes:
     """The global batch size as a function of the samples consumed so far.
 
     It starts at ``start`` and grows in equal steps of ``increment``, reaching ``final`` after ``rampup_samples``. Each
-    step is rounded down to a multiple of ``granule``, the samples of one microbatch on every data-parallel rank.
+    step is rounded down to a multiple of ``granule``, the samples of one microbatch on every data-parallel rank; with
+    balanced microbatches, that is 1.
     """
 
     final: int
@@ -31,6 +32,8 @@ class BatchSizes:
         """
         granule = args.micro_batch_size * args.data_parallel_size
         final = granule if args.global_batch_size is None else args.global_batch_size
+        if args.zero_bubble_balance_microbatches:
+            granule = 1
         if final <= 0 or final % granule:
             raise UserError(
                 "--global-batch-size must be a positive multiple of micro batch size * data-parallel size, got "
@@ -61,10 +64,6 @@ class BatchSizes:
         """All batch sizes that iterations have."""
         ramp = range(self.start, self.final, self.increment) if self.rampup_samples and self.increment else ()
         return (*(size // self.granule * self.granule for size in ramp), self.final)
-
-    def microbatches(self, consumed_samples: int) -> int:
-        """Microbatches per data-parallel rank in the iteration that begins after ``consumed_samples``."""
-        return self.at(consumed_samples) // self.granule
 
     def samples_after(self, iterations: int, consumed: int = 0) -> int:
         """Total samples consumed after ``iterations`` more iterations, the first of which begins after ``consumed``."""

@@ -178,6 +178,8 @@ def _check_widths(args: argparse.Namespace) -> None:
 def _check_batch_sizes(args: argparse.Namespace) -> None:
     args.batch_sizes = BatchSizes.from_arguments(args)
     args.global_batch_size = args.batch_sizes.final
+    if args.zero_bubble_balance_microbatches:
+        _check_documents(args)
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations use the last size
     if has_schedule(args):
@@ -189,6 +191,20 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
                     "Megatron's interleaved schedule needs a microbatch count divisible by the number of pipeline "
                     f"ranks, got {count} and {ranks}; change --global-batch-size or --rampup-batch-size"
                 )
+
+
+def _check_documents(args: argparse.Namespace) -> None:
+    if (least := min(args.batch_sizes.steps)) < args.data_parallel_size:
+        raise UserError(
+            "with --zero-bubble-balance-microbatches, an iteration needs one document or more per data-parallel "
+            f"replica, got {least} for {args.data_parallel_size} replicas; raise --global-batch-size"
+        )
+    for paths in (args.data_path, args.train_data_path, args.valid_data_path, args.test_data_path):
+        if paths and len(paths) > 1:
+            raise UserError(
+                "--zero-bubble-balance-microbatches reads the documents of one data set per split, got "
+                f"{' '.join(paths)}; give one prefix, or drop the flag"
+            )
 
 
 def _check_experts(args: argparse.Namespace, world_size: int) -> None:

@@ -26,6 +26,7 @@ from megatron.zero_bubble.optimizer.step import Outcome
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.training.checkpoint import Trained, TrainState, save
 from megatron.zero_bubble.training.data.batches import Batch, Splits, microbatches
+from megatron.zero_bubble.training.data.shares import Share, share_of
 from megatron.zero_bubble.training.failure import during
 from megatron.zero_bubble.training.report import BubbleMetrics, IterationMetrics, Progress
 from megatron.zero_bubble.training.stop import StopRequest
@@ -39,8 +40,7 @@ class _Iteration:
 
     number: int
     consumed_samples: int
-    num_microbatches: int
-    samples: int
+    share: Share
     loss: torch.Tensor | None
     learning_rate: float
     seconds: float
@@ -77,7 +77,7 @@ class Trainer:
         args, state = self.args, self.state
         self._stop = stop
         self._saved = state.iteration  # the checkpoint just loaded, or nothing yet
-        batches = self._microbatches(self.splits.train, state.consumed_samples)
+        batches = self._microbatches(self.splits.train, state.consumed_samples, args.batch_sizes.at)
         while state.iteration < args.train_iters:
             with during(f"iteration {state.iteration + 1}"):
                 seconds = self._iteration(batches)
@@ -110,14 +110,15 @@ class Trainer:
             return
         self._settle()
         self._report()
-        batches = self._microbatches(dataset, consumed_samples=0)
-        num_microbatches = self.args.batch_sizes.final // self.args.batch_sizes.granule
+        samples = self.args.batch_sizes.final
+        batches = self._microbatches(dataset, 0, lambda _: samples)
         reports: Reports = []
         with during(f"evaluation after iteration {self.state.iteration}"), self._whole_parameters(), torch.no_grad():
             for chunk in self.trained.model:
                 chunk.eval()
-            for _ in range(self.args.eval_iters):
-                reports += self._passes(batches, num_microbatches, forward_only=True)
+            for number in range(self.args.eval_iters):
+                share = share_of(self.args, dataset, number * samples, samples)
+                reports += self._passes(batches, share, forward_only=True)
                 if self._stop is not None:
                     self._stop.alive()
             for chunk in self.trained.model:
@@ -129,11 +130,11 @@ class Trainer:
         """Run one training iteration; return its duration in seconds."""
         started = time.perf_counter()
         state, optimizer, sizes = self.state, self.trained.optimizer, self.args.batch_sizes
-        num_microbatches = sizes.microbatches(state.consumed_samples)
-        samples = num_microbatches * sizes.granule
+        samples = sizes.at(state.consumed_samples)
+        share = share_of(self.args, self.splits.train, state.consumed_samples, samples)
         self._zero_gradients()
         with during("passes"):
-            reports = self._passes(batches, num_microbatches)
+            reports = self._passes(batches, share)
         self._finish()  # the learning rate depends on whether the previous step was skipped
         groups = optimizer.param_groups
         learning_rate = groups[0]["lr"] if groups else math.nan  # a stage may have no parameters
@@ -148,7 +149,7 @@ class Trainer:
         loss = _mean_loss(reports)
         seconds = time.perf_counter() - started
         self._unfinished.append(
-            _Iteration(state.iteration, state.consumed_samples, num_microbatches, samples, loss, learning_rate, seconds)
+            _Iteration(state.iteration, state.consumed_samples, share, loss, learning_rate, seconds)
         )
         if result is not None:
             updated, grad_norm, num_zeros = result
@@ -175,21 +176,21 @@ class Trainer:
     def _finish_one(self, outcome: Outcome) -> None:
         done = self._unfinished.popleft()
         if outcome.updated:
-            self.trained.scheduler.step(increment=done.samples)
+            self.trained.scheduler.step(increment=done.share.samples)
         self.state.skipped_iterations += not outcome.updated
         self._unreported.append(
             (
                 IterationMetrics(
                     iteration=done.number,
                     consumed_samples=done.consumed_samples,
-                    num_microbatches=done.num_microbatches,
+                    num_microbatches=done.share.num_microbatches,
                     lm_loss=None,
                     grad_norm=outcome.grad_norm,
                     learning_rate=done.learning_rate,
                     loss_scale=outcome.loss_scale,
                     skipped=not outcome.updated,
                     iteration_ms=done.seconds * 1000.0,
-                    tokens_per_second=done.samples * self.args.seq_length / done.seconds,
+                    tokens_per_second=done.share.tokens / done.seconds,
                     num_zeros=outcome.num_zeros,
                 ),
                 done.loss,
@@ -203,18 +204,21 @@ class Trainer:
                 self._ahead.settle()
         self._finish()
 
-    def _passes(self, batches: list[Iterator[Batch]], num_microbatches: int, forward_only: bool = False) -> Reports:
+    def _passes(self, batches: list[Iterator[Batch]], share: Share, forward_only: bool = False) -> Reports:
         """Run all passes of one global batch; the last stage returns one loss report per microbatch."""
         model = self.trained.model
         return get_forward_backward_func()(
             forward_step_func=self._forward_step,
             data_iterator=batches if len(model) > 1 else batches[0],
             model=model,
-            num_microbatches=num_microbatches,
+            num_microbatches=share.num_microbatches,
             seq_length=self.args.seq_length,
             micro_batch_size=self.args.micro_batch_size,
             decoder_seq_length=self.args.seq_length,
             forward_only=forward_only,
+            **(
+                {} if share.shapes is None else {"shapes": share.shapes}
+            ),  # Megatron's own schedule has no such argument
         )
 
     def _forward_step(
@@ -231,8 +235,11 @@ class Trainer:
         )
         return output, partial(_loss, batch)
 
-    def _microbatches(self, dataset: Dataset | None, consumed_samples: int) -> list[Iterator[Batch]]:
-        return microbatches(dataset, self.args, consumed_samples, self.vocab_size, len(self.trained.model))
+    def _microbatches(
+        self, dataset: Dataset | None, consumed_samples: int, samples_at: Callable[[int], int]
+    ) -> list[Iterator[Batch]]:
+        chunks = len(self.trained.model)
+        return microbatches(dataset, self.args, consumed_samples, self.vocab_size, chunks, samples_at)
 
     def _due(self, interval: int | None) -> bool:
         return interval is not None and self.state.iteration % interval == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -14,6 +16,31 @@ from megatron.core.distributed import DistributedDataParallel
 def reduces_early(chunk: torch.nn.Module) -> bool:
     """Whether data parallelism overlaps the reduction of ``chunk``'s gradients with the backward passes."""
     return isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_grad_reduce
+
+
+@contextlib.contextmanager
+def reduced_in_order(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Context in which the reductions of all buckets start in one order, whatever the order of their gradients.
+
+    The replicas of a bucket reduce it together, so all must start their reductions in the same order. Replicas with
+    different numbers of microbatches may complete their gradients in different orders: a bucket that is complete waits
+    for those before it. The last chunk comes first, as its gradients usually do.
+    """
+    early = [chunk for chunk in reversed(chunks) if reduces_early(chunk)]
+    waiting: deque[Any] = deque(group for chunk in early for group in chunk.bucket_groups)  # type: ignore[union-attr]
+    complete: dict[int, Callable[[], None]] = {}
+
+    def start(group: Any, original: Callable[..., None], **options: Any) -> None:
+        complete[id(group)] = functools.partial(original, **options)
+        while waiting and id(waiting[0]) in complete:
+            complete.pop(id(waiting.popleft()))()
+
+    with contextlib.ExitStack() as restored:
+        for group in tuple(waiting):
+            restored.callback(delattr, group, "start_grad_sync")
+            group.start_grad_sync = functools.partial(start, group, group.start_grad_sync)
+        yield
+        assert not complete, "the gradients of a bucket are complete, but not those of one that is reduced before it"
 
 
 class GradSync:

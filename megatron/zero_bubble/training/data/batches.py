@@ -7,8 +7,10 @@ All tensor-parallel ranks of a stage read the same samples from the same files, 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megatron.core import parallel_state
@@ -17,6 +19,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.training.data.documents import Documents, build_documents, padded
+from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder
 from megatron.zero_bubble.training.data.tokenizer import Tokenizer
 from megatron.zero_bubble.training.distributed import agree, gather
 
@@ -45,18 +49,34 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     problem: str | None = None
     train = valid = test = None
     try:
-        config = _dataset_config(args, tokenizer)
-        dataset = MockGPTDataset if args.mock_data else GPTDataset
-        train, valid, test = BlendedMegatronDatasetBuilder(dataset, sizes, lambda: reads_data(args), config).build()
+        if args.zero_bubble_balance_microbatches:
+            # All ranks need the lengths, which decide the shapes of messages.
+            train, valid, test = build_documents(args, tokenizer, sizes)
+        else:
+            config = _dataset_config(args, tokenizer)
+            dataset = MockGPTDataset if args.mock_data else GPTDataset
+            train, valid, test = BlendedMegatronDatasetBuilder(dataset, sizes, lambda: reads_data(args), config).build()
     except (AssertionError, IndexError, ValueError, OSError) as error:
         text = " ".join(str(error).split())
         problem = f"the data sets cannot be built ({type(error).__name__}: {text}); check the data flags and files"
     agree(problem)
+    if isinstance(train, Documents):
+        _check_same_lengths(train)
     found = gather([split is not None and len(split) > 0 for split in (train, valid, test)])
     present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]
     if not present[0]:
         raise UserError(f"--split {args.split} leaves no training data; raise its first share")
     return Splits(train, valid, test, has_valid=present[1], has_test=present[2])
+
+
+def _check_same_lengths(train: Documents) -> None:
+    """Raise UserError on every rank if the samples of some have other lengths; a collective call."""
+    digests = gather(hashlib.sha256(train.lengths.tobytes()).hexdigest()[:16])
+    if len(set(digests)) > 1:
+        raise UserError(
+            "with --zero-bubble-balance-microbatches, all ranks must read the same documents, whose lengths decide the "
+            f"shapes of messages; the fingerprints of the lengths are {digests}; give every machine the same files"
+        )
 
 
 def check_length(args: argparse.Namespace, splits: Splits, iteration: int, consumed_samples: int) -> None:
@@ -90,25 +110,40 @@ def microbatches(
     consumed_samples: int,
     vocab_size: int,
     num_chunks: int,
+    samples_at: Callable[[int], int],
 ) -> list[Iterator[Batch]]:
     """One iterator of microbatches per model chunk, from ``consumed_samples`` to the end of the data.
 
     Each microbatch has ``tokens``, ``labels``, ``position_ids`` (int64) and ``loss_mask`` (float32), all of shape
-    [micro batch, sequence], and with ``--reset-attention-mask`` also ``attention_mask``.
+    [micro batch, sequence], and with ``--reset-attention-mask`` also ``attention_mask``. With
+    ``--zero-bubble-balance-microbatches``, microbatches have the shapes of ``shares.share_of``.
+
+    Args:
+        samples_at: the samples of all replicas in the iteration that begins after a number of samples.
     """
     if dataset is None:
         return [iter(()) for _ in range(num_chunks)]
-    order = MicrobatchOrder(
-        len(dataset),  # type: ignore[arg-type]  # GPTDataset has a length
-        consumed_samples,
-        args.micro_batch_size,
-        parallel_state.get_data_parallel_rank(),
-        args.data_parallel_size,
-    )
+    order: Iterable[list[int]]
+    collate = None
+    if isinstance(dataset, Documents):
+        balance = Balance.of(args)
+        order = BalancedOrder(dataset.lengths, samples_at, consumed_samples, balance)
+        collate = partial(padded, multiple=balance.multiple)
+    else:
+        order = MicrobatchOrder(
+            len(dataset),  # type: ignore[arg-type]  # GPTDataset has a length
+            consumed_samples,
+            args.micro_batch_size,
+            parallel_state.get_data_parallel_rank(),
+            args.data_parallel_size,
+        )
 
     # A separate random generator: the loader would otherwise draw from the one that dropout uses, and resuming or
     # another --eval-interval would change the training.
-    loader = DataLoader(dataset, batch_sampler=order, num_workers=args.num_workers, generator=torch.Generator())
+    generator = torch.Generator()
+    loader = DataLoader(
+        dataset, batch_sampler=order, num_workers=args.num_workers, collate_fn=collate, generator=generator
+    )
     return [_read(loader, vocab_size) for _ in range(num_chunks)]
 
 

@@ -1,0 +1,105 @@
+"""What a data-parallel replica trains in an iteration: equal numbers of equal microbatches, or its balanced part."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.costs.lengths import LengthCost, Shape
+from megatron.zero_bubble.job.balance import length_cost
+from megatron.zero_bubble.planning.balance import Microbatches, balance, shape_of
+from megatron.zero_bubble.training.data.documents import padded_length
+from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
+
+
+class Share(NamedTuple):
+    """The part of a replica in an iteration.
+
+    Attributes:
+        shapes: the shape of each of its microbatches; None if all have the job's.
+        samples, tokens: those of all replicas, without padding.
+    """
+
+    num_microbatches: int
+    shapes: tuple[Shape, ...] | None
+    samples: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Divides the samples of every iteration over the replicas; the same on every rank of the job.
+
+    Attributes:
+        replica: that of this rank.
+        num_ranks: pipeline ranks of a replica.
+        most_tokens: the most tokens of a microbatch, with padding.
+        multiple: of what the length of a padded sample must be a multiple.
+    """
+
+    replica: int
+    num_replicas: int
+    num_ranks: int
+    cost: LengthCost
+    most_tokens: int
+    multiple: int
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Balance:
+        """For this rank, from the checked flags."""
+        return cls(
+            parallel_state.get_data_parallel_rank(),
+            args.data_parallel_size,
+            args.pipeline_model_parallel_size,
+            length_cost(args, args, known_vocabulary(args)),
+            args.micro_batch_size * args.seq_length,
+            args.tensor_model_parallel_size if args.sequence_parallel else 1,
+        )
+
+    def own(self, lengths: numpy.ndarray) -> tuple[Microbatches, tuple[Shape, ...]]:
+        """The microbatches of this replica, of indices into ``lengths``, and their shapes."""
+        whole = tuple(padded_length(int(tokens), self.multiple) for tokens in lengths)
+        microbatches = _replicas(self, whole)[self.replica]
+        return microbatches, tuple(shape_of(microbatch, whole) for microbatch in microbatches)
+
+
+@functools.lru_cache(maxsize=4)  # the loop and the loaders of all chunks ask for the same iterations
+def _replicas(of: Balance, lengths: tuple[int, ...]) -> tuple[Microbatches, ...]:
+    return balance(lengths, of.num_replicas, of.num_ranks, of.cost, of.most_tokens)
+
+
+def share_of(args: argparse.Namespace, dataset: Any, consumed_samples: int, samples: int) -> Share:
+    """The share of this replica in the iteration of ``samples`` samples that begins after ``consumed_samples``."""
+    if not args.zero_bubble_balance_microbatches:
+        return Share(samples // args.batch_sizes.granule, None, samples, samples * args.seq_length)
+    lengths = dataset.lengths[consumed_samples : consumed_samples + samples]
+    _, shapes = Balance.of(args).own(lengths)
+    return Share(len(shapes), shapes, samples, int(lengths.sum()))
+
+
+@dataclass(frozen=True)
+class BalancedOrder:
+    """The samples of this replica, by microbatch, for a loader: one iteration after the other.
+
+    Attributes:
+        lengths: of all samples of the data set.
+        samples_at: the samples of the iteration that begins after a number of samples.
+    """
+
+    lengths: numpy.ndarray
+    samples_at: Callable[[int], int]
+    consumed_samples: int
+    balance: Balance
+
+    def __iter__(self) -> Iterator[list[int]]:
+        first = self.consumed_samples
+        while (end := first + self.samples_at(first)) <= len(self.lengths):
+            for microbatch in self.balance.own(self.lengths[first:end])[0]:
+                yield [first + sample for sample in microbatch]
+            first = end

@@ -1,0 +1,33 @@
+"""Replicas with different numbers of microbatches of different lengths have the gradients of all samples on one."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.helpers.parity import Layout
+from tests.helpers.ranks import RankPool
+from tests.helpers.uneven import ASSIGNMENTS, worst_differences
+
+OF_LENGTHS = "--seq-length 48 --max-position-embeddings 48 --micro-batch-size 1 --calculate-per-token-loss"
+OVERLAP = "--overlap-grad-reduce"
+BUCKETS = "--ddp-bucket-size 500"
+DISTRIBUTED = "--use-distributed-optimizer"
+TWO = Layout(2, data=2, num_layers=4)
+
+full = pytest.mark.full
+ROWS = {
+    "plain": ("zb-h1", TWO, ""),
+    "overlap, V, distributed optimizer": ("zb-v", TWO, f"{OVERLAP} {BUCKETS} {DISTRIBUTED}"),
+    "overlap": ("zb-h1", TWO, f"{OVERLAP} {BUCKETS}"),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_gradients_are_those_of_all_samples_on_one_replica(ranks: RankPool, row: str) -> None:
+    schedule, layout, options = ROWS[row]
+    flags = layout.flags(1, f"{OF_LENGTHS} {options}")
+    results = ranks.run(layout.num_ranks, worst_differences, flags, schedule, timeout=120)
+    for of_rank in results:
+        assert len(of_rank) == len(ASSIGNMENTS)
+        assert max(worst for worst, _ in of_rank) <= 1e-6, of_rank
+        assert max(loss for _, loss in of_rank) <= 1e-6, of_rank

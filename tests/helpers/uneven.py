@@ -1,0 +1,117 @@
+"""Train replicas on different numbers of microbatches of different shapes, and compare with all samples on each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.helpers.parity import _build, _by_name, _under_each
+
+LENGTHS = (48, 11, 20, 21, 22, 23, 24, 5)
+Assignment = tuple[list[list[int]], list[list[int]]]
+ASSIGNMENTS: tuple[Assignment, ...] = (
+    ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
+    ([[7, 1], [2, 3], [4], [5], [6]], [[0], [6]]),
+    ([[0]], [[7], [1], [2], [3], [4], [5], [6]]),
+    ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
+)
+"""The microbatches of both replicas in four iterations; the last of the second replica's first has padding. In the
+second iteration, sample 6 counts twice. Reductions during the passes begin with the second iteration.
+"""
+
+
+def sample(index: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    """A random sample of its own length, of which some tokens have no loss."""
+    length = LENGTHS[index]
+    text = torch.randint(vocab_size, (length + 1,), generator=torch.Generator().manual_seed(index))
+    positions = torch.arange(length)
+    return {
+        "tokens": text[:-1],
+        "labels": text[1:],
+        "position_ids": positions,
+        "loss_mask": (positions >= index % 3).float(),
+    }
+
+
+def worst_differences(rank: int, flags: str, schedule: str) -> list[tuple[float, float]]:
+    """Train four iterations on two replicas, without optimizer steps, and compare with stock, which trains all samples
+    on each replica, padded to the same length.
+
+    Returns:
+        for each iteration, the largest difference of a gradient, relative to the largest of its weight, and the
+        relative difference of the loss (0 on other ranks than the last of the pipeline).
+    """
+    from megatron.core import parallel_state
+
+    start: Any = None
+    found: list[list[tuple[dict[str, torch.Tensor], float]]] = []
+    for args, pipeline in _under_each(flags, [None, schedule]):
+        chunks, start = _build(args, start)
+        trainer = _trainer(args, chunks)
+        results = []
+        for assignment in ASSIGNMENTS:
+            everything = [[index] for own in assignment for microbatch in own for index in microbatch]
+            own = everything if pipeline is None else assignment[parallel_state.get_data_parallel_rank()]
+            results.append(_iteration(trainer, args, own, whole=pipeline is None))
+        found.append(results)
+    return [
+        (
+            max(float((g - reference[name]).abs().max() / reference[name].abs().max()) for name, g in of.items()),
+            abs(loss - expected) / abs(expected) if expected else 0.0,
+        )
+        for (reference, expected), (of, loss) in zip(*found, strict=True)
+    ]
+
+
+def _trainer(args: Any, chunks: Any) -> Any:
+    from megatron.zero_bubble.platforms import select
+    from megatron.zero_bubble.training import checkpoint, loop, model
+    from megatron.zero_bubble.training.data import tokenizer
+    from megatron.zero_bubble.training.data.batches import Splits
+
+    optimizer = model.build_optimizer(args, chunks)
+    model.connect(args, chunks, optimizer)
+    vocab_size = tokenizer.padded_vocab_size(args, tokenizer.build_tokenizer(args))
+    trained, splits = checkpoint.Trained(chunks, optimizer, None), Splits(None, None, None, False, False)
+    of_device = select("cpu"), torch.device("cpu")
+    return loop.Trainer(args, *of_device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
+
+
+def _iteration(
+    trainer: Any, args: Any, own: Sequence[Sequence[int]], whole: bool
+) -> tuple[dict[str, torch.Tensor], float]:
+    """Run the passes of one iteration; returns the gradients of the pipeline by name, and the loss."""
+    from megatron.core import parallel_state
+
+    from megatron.zero_bubble.costs.lengths import Shape
+    from megatron.zero_bubble.training.data.documents import padded
+    from megatron.zero_bubble.training.data.shares import Share
+    from megatron.zero_bubble.training.loop import _mean_loss
+
+    multiple = args.seq_length if whole else args.tensor_model_parallel_size
+    batches = [padded([sample(index, args.vocab_size) for index in microbatch], multiple) for microbatch in own]
+    shapes = None if whole else tuple(Shape(*batch["tokens"].shape) for batch in batches)
+    trainer._zero_gradients()
+    chunks = trainer.trained.model
+    reports = trainer._passes([iter(batches) for _ in chunks], Share(len(batches), shapes, 0, 0))
+    for chunk in chunks if args.use_distributed_optimizer else ():
+        _gather_gradients(chunk)
+    parts: list[Any] = [None] * args.pipeline_model_parallel_size
+    weights: dict[str, Any] = dict(_by_name(chunks))
+    gradients = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
+    dist.all_gather_object(parts, gradients, group=parallel_state.get_pipeline_model_parallel_group())
+    loss = _mean_loss(reports)
+    return {name: gradient for part in parts for name, gradient in part.items()}, 0.0 if loss is None else float(loss)
+
+
+def _gather_gradients(chunk: Any) -> None:
+    """With the distributed optimizer, a replica has the sum of its own part of the gradients only."""
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    for bucket in (bucket for group_ in chunk.bucket_groups for bucket in group_.buckets):
+        own = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)

@@ -1,0 +1,93 @@
+"""Whole runs on documents of different lengths, whose replicas have equal work."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.training.arguments import parse
+from megatron.zero_bubble.training.checks import check
+from megatron.zero_bubble.training.data.corpus import write_documents
+from tests.helpers.launch import Death, run_training
+from tests.helpers.parity import BASE_FLAGS, Layout
+from tests.helpers.ranks import RankPool
+from tests.helpers.training import SMALL, losses, train
+from tests.training.test_faults import BACKWARD, check_survivors, flags
+
+BALANCED = "--zero-bubble-balance-microbatches --calculate-per-token-loss --pipeline-model-parallel-size 2"
+OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"--mock-data --zero-bubble-schedule zb-v {OVERLAP} --attention-dropout 0.1 --hidden-dropout 0.1",
+        pytest.param("--mock-data --zero-bubble-schedule zb-h1 --bf16", marks=pytest.mark.full),
+    ],
+)
+def test_a_resumed_run_equals_the_whole_run(ranks: RankPool, tmp_path: Path, more: str) -> None:
+    job = f"{BALANCED} --global-batch-size 11 --eval-interval 2 --eval-iters 1 {more}"
+    whole = train(ranks, 4, job, tmp_path / "whole")
+    cut = train(ranks, 4, f"{job} --save {tmp_path}/saved --exit-interval 3", tmp_path / "cut")
+    resumed = train(ranks, 4, f"{job} --load {tmp_path}/saved", tmp_path / "resumed")
+    assert list(losses(whole)) == list(range(1, 7))
+    assert {**losses(cut), **losses(resumed)} == losses(whole)
+    assert {**losses(cut, "evaluation"), **losses(resumed, "evaluation")} == losses(whole, "evaluation")
+    counts = {line["num_microbatches"] for line in whole if line["kind"] == "train"}
+    assert len(counts) > 1, "the number of microbatches must differ between iterations"
+
+
+def test_one_replica_has_the_losses_of_two(ranks: RankPool, tmp_path: Path) -> None:
+    """Both train the same samples in every iteration, on a text with documents of very different lengths."""
+    texts = [b"the quick brown fox jumps over the lazy dog. " * (1 + number % 4) for number in range(60)]
+    write_documents(str(tmp_path / "text"), [text[: 7 + 5 * number] for number, text in enumerate(texts)])
+    job = f"{BALANCED} --data-path {tmp_path}/text --split 90,10 --eval-iters 1 --seq-length 64 --train-iters 10"
+    job += " --global-batch-size 9 --lr 1e-2 --zero-bubble-schedule zb-h1 --attention-dropout 0 --hidden-dropout 0"
+    two = losses(train(ranks, 4, job, tmp_path / "two"))
+    one = losses(train(ranks, 2, job, tmp_path / "one"))
+    assert two.keys() == one.keys()
+    for iteration, (loss, norm, *others) in two.items():
+        assert (loss, norm) == pytest.approx(one[iteration][:2], rel=2e-5)
+        assert others == list(one[iteration][2:])
+    assert two[10][0] < 0.8 * two[1][0]
+
+
+@pytest.mark.full
+def test_a_killed_replica_ends_the_run(tmp_path: Path) -> None:
+    more = ["--zero-bubble-balance-microbatches", "--calculate-per-token-loss", "--micro-batch-size", "1"]
+    words = flags(Layout(2, data=2), 4, *more)
+    check_survivors(run_training(4, words, tmp_path, Death(3, BACKWARD, call=6)), 3)
+
+
+@pytest.mark.parametrize(
+    ("more", "what"),
+    [
+        ("", "needs calculate_per_token_loss=True"),
+        ("--calculate-per-token-loss --num-experts 4", "needs num_moe_experts=None"),
+        ("--calculate-per-token-loss --reset-attention-mask", "needs reset_attention_mask=False"),
+        ("--calculate-per-token-loss --zero-bubble-post-validation", "got --zero-bubble-post-validation"),
+        ("--calculate-per-token-loss --zero-bubble-offload all", "got --zero-bubble-offload"),
+        ("--calculate-per-token-loss --zero-bubble-vocabulary-parallel 1", "got --zero-bubble-vocabulary-parallel"),
+        ("--calculate-per-token-loss --zero-bubble-trace x", "got --zero-bubble-trace"),
+        ("--calculate-per-token-loss --zero-bubble-schedule zb-auto", "got --zero-bubble-schedule zb-auto"),
+        ("--calculate-per-token-loss --zero-bubble-schedule seq-zb-h1", "needs a schedule of whole sequences"),
+        (
+            "--calculate-per-token-loss --zero-bubble-schedule zero-pp --num-layers 4 --zero-bubble-shard-weights",
+            "got --zero-bubble-shard-weights",
+        ),
+        ("--calculate-per-token-loss --global-batch-size 1", "one document or more per data-parallel replica, got 1"),
+    ],
+)
+def test_unsupported_jobs_are_refused(more: str, what: str) -> None:
+    schedule = "" if "--zero-bubble-schedule" in more else "--zero-bubble-schedule zb-h1"
+    job = f"{Layout(2, data=2).flags(4)} {schedule} --zero-bubble-balance-microbatches {more}"
+    with pytest.raises(UserError, match=what):
+        check(parse([*BASE_FLAGS.split(), *job.split()]), 4)
+
+
+def test_several_data_sets_are_refused(tmp_path: Path) -> None:
+    job = f"{SMALL} {BALANCED} --zero-bubble-schedule zb-h1 --data-path {tmp_path}/a {tmp_path}/b"
+    with pytest.raises(UserError, match="reads the documents of one data set per split"):
+        check(parse(job.split()), 4)
