@@ -260,6 +260,11 @@ def test_dry_run_does_not_load_torch() -> None:
     assert done.stdout.endswith("loaded []\n")
 
 
+def test_balanced_microbatches_have_no_fixed_number(capsys: Capture) -> None:
+    job = ["--zero-bubble-schedule", "zb-h1", "--zero-bubble-balance-microbatches", "--calculate-per-token-loss"]
+    assert "a dry run needs the number of microbatches" in refusal(capsys, FOUR, [*JOB, *PIPELINE, *job])
+
+
 def test_costs_per_layer_are_for_the_jobs_layout(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
     layer = {"forward_ms": 3, "backward_ms": 2, "wgrad_ms": 1}

@@ -129,6 +129,11 @@ def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple
         return args, unread
     args = parse(job)
     check(args, world_size, options.gpus_per_node)
+    if args.zero_bubble_balance_microbatches:
+        raise UserError(
+            "a dry run needs the number of microbatches of an iteration, which depends on the documents with "
+            "--zero-bubble-balance-microbatches; drop the flag, to check the job with microbatches of full length"
+        )
     return args, ()
 
 
