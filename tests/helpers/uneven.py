@@ -14,12 +14,12 @@ LENGTHS = (48, 11, 20, 21, 22, 23, 24, 5)
 Assignment = tuple[list[list[int]], list[list[int]]]
 ASSIGNMENTS: tuple[Assignment, ...] = (
     ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
-    ([[7, 1], [2, 3], [4], [5], [6]], [[0], [6]]),
+    ([[7, 1], [2], [3], [4], [5]], [[0], [6]]),
     ([[0]], [[7], [1], [2], [3], [4], [5], [6]]),
     ([[1], [0]], [[2], [3], [4], [5], [7, 6]]),
 )
-"""The microbatches of both replicas in four iterations; the last of the second replica's first has padding. In the
-second iteration, sample 6 counts twice. Reductions during the passes begin with the second iteration.
+"""The microbatches of both replicas in four iterations, some with padding. Reductions during the passes begin with the
+second iteration.
 """
 
 
