@@ -229,6 +229,7 @@ def measure(
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.training import checkpoint, loop, model
+    from megatron.zero_bubble.training.data.shares import Share
 
     start, measured, of_a_pass = None, [], 0.0
     for args, pipeline in measuring_pipelines(flags, [f"{schedule} {option}" for option in options]):
@@ -246,11 +247,11 @@ def measure(
             trainer._zero_gradients()
             gc.collect()
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as trace:
-                trainer._passes(trainer._microbatches(samples.train, 0), count)
+                trainer._passes(trainer._microbatches(samples.train, 0), Share(count, None, 0, 0))
             trace.export_chrome_trace(str(folder / f"{rank}.json"))
             return device_peak(folder / f"{rank}.json")
 
-        trainer._passes(trainer._microbatches(samples.train, 0), count)
+        trainer._passes(trainer._microbatches(samples.train, 0), Share(count, None, 0, 0))
         memory = pipeline.memory.gather(parallel_state.get_pipeline_model_parallel_group())
         if not measured:
             stages = args.placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())

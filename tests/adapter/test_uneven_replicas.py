@@ -28,7 +28,7 @@ ROWS = {
     "rotary, gated": ("zb-h1", TWO, "--position-embedding-type rope --swiglu --normalization RMSNorm"),
     "recompute": ("zb-h1", TWO, "--recompute-granularity selective"),
 }
-DEFAULT = ("plain", "overlap, V, distributed optimizer", "overlap")
+DEFAULT = ("overlap, V, distributed optimizer", "overlap")
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, marks=() if row in DEFAULT else full) for row in ROWS])

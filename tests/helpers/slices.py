@@ -105,7 +105,7 @@ def own_gradients_of(args: Any, start: dict[str, torch.Tensor] | None) -> tuple[
     trainer = loop.Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), None)  # type: ignore[arg-type]
     trainer._zero_gradients()
     share = share_of(args, samples, 0, args.global_batch_size)
-    reports = trainer._passes(trainer._microbatches(samples, 0, args.batch_sizes.at), share)
+    reports = trainer._passes(trainer._microbatches(samples, 0), share)
     weights: dict[str, Any] = dict(_by_name(chunks))
     own = {name: weight.main_grad.clone().float() for name, weight in weights.items()}
     return Gradients([report["lm loss"].tolist() for report in reports], own), start

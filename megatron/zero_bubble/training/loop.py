@@ -77,7 +77,7 @@ class Trainer:
         args, state = self.args, self.state
         self._stop = stop
         self._saved = state.iteration  # the checkpoint just loaded, or nothing yet
-        batches = self._microbatches(self.splits.train, state.consumed_samples, args.batch_sizes.at)
+        batches = self._microbatches(self.splits.train, state.consumed_samples)
         while state.iteration < args.train_iters:
             with during(f"iteration {state.iteration + 1}"):
                 seconds = self._iteration(batches)
@@ -236,7 +236,7 @@ class Trainer:
         return output, partial(_loss, batch)
 
     def _microbatches(
-        self, dataset: Dataset | None, consumed_samples: int, samples_at: Callable[[int], int]
+        self, dataset: Dataset | None, consumed_samples: int, samples_at: Callable[[int], int] | None = None
     ) -> list[Iterator[Batch]]:
         chunks = len(self.trained.model)
         return microbatches(dataset, self.args, consumed_samples, self.vocab_size, chunks, samples_at)

@@ -57,7 +57,7 @@ def read_splits(rank: int, num_ranks: int, flags: str) -> dict[str, Any]:
     lay_out(args)
     splits = build_splits(args, build_tokenizer(args))
     found: dict[str, Any] = {"valid": splits.has_valid, "test": splits.has_test, "first": []}
-    [batches] = microbatches(splits.train, args, 0, int(1e6), 1, args.batch_sizes.at)
+    [batches] = microbatches(splits.train, args, 0, vocab_size=int(1e6), num_chunks=1)
     for batch in batches:
         assert torch.equal(batch["tokens"][:, 1:], batch["labels"][:, :-1])
         assert batch["tokens"].shape == (2, args.seq_length)

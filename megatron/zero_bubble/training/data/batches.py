@@ -110,7 +110,7 @@ def microbatches(
     consumed_samples: int,
     vocab_size: int,
     num_chunks: int,
-    samples_at: Callable[[int], int],
+    samples_at: Callable[[int], int] | None = None,
 ) -> list[Iterator[Batch]]:
     """One iterator of microbatches per model chunk, from ``consumed_samples`` to the end of the data.
 
@@ -119,7 +119,8 @@ def microbatches(
     ``--zero-bubble-balance-microbatches``, microbatches have the shapes of ``shares.share_of``.
 
     Args:
-        samples_at: the samples of all replicas in the iteration that begins after a number of samples.
+        samples_at: the samples of all replicas in the iteration that begins after a number of samples; default: those
+            of training.
     """
     if dataset is None:
         return [iter(()) for _ in range(num_chunks)]
@@ -127,7 +128,7 @@ def microbatches(
     collate = None
     if isinstance(dataset, Documents):
         balance = Balance.of(args)
-        order = BalancedOrder(dataset.lengths, samples_at, consumed_samples, balance)
+        order = BalancedOrder(dataset.lengths, samples_at or args.batch_sizes.at, consumed_samples, balance)
         collate = partial(padded, multiple=balance.multiple)
     else:
         order = MicrobatchOrder(
