@@ -45,7 +45,9 @@ def test_one_replica_has_the_losses_of_two(ranks: RankPool, tmp_path: Path) -> N
     write_documents(str(tmp_path / "text"), [text[: 7 + 5 * number] for number, text in enumerate(texts)])
     job = f"{BALANCED} --data-path {tmp_path}/text --split 90,10 --eval-iters 1 --seq-length 64 --train-iters 10"
     job += " --global-batch-size 9 --lr 1e-2 --zero-bubble-schedule zb-h1 --attention-dropout 0 --hidden-dropout 0"
-    two = losses(train(ranks, 4, job, tmp_path / "two"))
+    lines = train(ranks, 4, f"{job} --zero-bubble-log-bubble --log-interval 5", tmp_path / "two")
+    assert [0.0 <= line["planned"] < 1.0 for line in lines if line["kind"] == "bubble"] == [True, True]
+    two = losses(lines)
     one = losses(train(ranks, 2, job, tmp_path / "one"))
     assert two.keys() == one.keys()
     for iteration, (loss, norm, *others) in two.items():
