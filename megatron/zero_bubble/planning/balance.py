@@ -114,9 +114,9 @@ def _runs(of_order: Sequence[int], cost: LengthCost, most_tokens: int, limit: fl
     best = [0.0]
     starts = []
     for end, tokens in enumerate(of_order, 1):
-        options = []
+        options, each = [], cost.sample(tokens)
         for sequences in range(1, end + 1):
-            time = cost.microbatch(Shape(sequences, tokens))
+            time = cost.fixed + sequences * each
             if sequences > 1 and (sequences * tokens > most_tokens or time > limit):
                 break
             options.append((best[end - sequences] + time, sequences))
