@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
@@ -15,12 +16,14 @@ from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import Search, lay_out
 from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.offload_search import best_offloaded
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, plan_shards
-from megatron.zero_bubble.planning.vocabulary import Variant, known_schedules, searched, shards_inserted
+from megatron.zero_bubble.planning.vocabulary import Planned, Variant, known_schedules, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
+T = TypeVar("T")
 FITTED = "fitted"
 """Suffix for the name of a schedule for equal passes that was refitted to the costs."""
 SHARDED = "sharded"
@@ -178,8 +181,8 @@ def _known(costs: Figures, placement: PlacementChoice, objective: Metric) -> Ite
     return (Made(schedule, costs) for schedule in known_schedules(costs, placement, objective))
 
 
-def _only(make: Callable[[], Schedule]) -> list[Schedule]:
-    return [make()]
+def _only(make: Callable[[], T]) -> Iterator[T]:
+    yield make()
 
 
 def _named(name: str, shown: str, num_chunks: int | None, costs: Figures) -> Schedule:
@@ -218,3 +221,27 @@ def _best_cut(
 ) -> Schedule:
     found = shortest(make, slices, costs, limit, objective)
     return replace(found, name=f"{own} n{found.num_slices}")
+
+
+def with_offload(
+    within: Sequence[Candidate],
+    move: Callable[[Timeline, Figures], Offloaded],
+    limit: float,
+    objective: Metric,
+) -> Candidate:
+    """Return the candidate that is the best after offloading; ``within`` has one candidate per limit of a search."""
+
+    def make() -> Made:
+        layouts: dict[Timeline, str | None] = {}
+
+        def made(number: int) -> Iterator[Planned]:
+            for one in chain(within[0].known() if number == 0 else (), _only(within[number].make)):
+                timeline = one.timeline()
+                layouts[timeline] = one.layout
+                yield Planned(timeline, one.costs)
+
+        best = best_offloaded(made, move, range(len(within) if within[0].limited else 1), limit, objective)
+        before = best.planned.timeline
+        return Made(before.schedule, best.planned.costs, layouts[before], best.offloaded)
+
+    return within[0]._replace(make=make)

@@ -5,18 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made
+from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, with_offload
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
-from megatron.zero_bubble.cli.plan import SLOW, add_search, picture
+from megatron.zero_bubble.cli.plan import add_search
+from megatron.zero_bubble.cli.plan_text import SLOW, picture
 from megatron.zero_bubble.cli.progress import progress
 from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
@@ -25,11 +26,10 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.offload import Offloaded
-from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
+from megatron.zero_bubble.planning.offload_search import search_limits
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
 from megatron.zero_bubble.planning.shards import Replicas
-from megatron.zero_bubble.planning.vocabulary import Planned, Variant
+from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
 
@@ -169,7 +169,7 @@ def compare(options: argparse.Namespace) -> str:
         move = partial(offloaded, options, limit=limit if options.memory_limit else None)
         limits = search_limits(costs, limit, vocabulary=any(variant.algorithm for variant in variants))
         makes = [candidates(replace(comparison, limit=most)) for most in limits]
-        listed = [_with_offload(each, move, limit, options.objective) for each in zip(*makes, strict=True)]
+        listed = [with_offload(each, move, limit, options.objective) for each in zip(*makes, strict=True)]
     else:
         listed = list(candidates(comparison))
     rows, absent, best = _simulated(listed, limit, options.objective, replicas)
@@ -190,34 +190,6 @@ def compare(options: argparse.Namespace) -> str:
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
     return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
-
-
-def _with_offload(
-    within: Sequence[Candidate],
-    move: Callable[[Timeline, Figures], Offloaded],
-    limit: float,
-    objective: Metric,
-) -> Candidate:
-    """Return the candidate that is the best after offloading; ``within`` has one candidate per limit of a search."""
-
-    def make() -> Made:
-        layouts: dict[Timeline, str | None] = {}
-
-        def made(number: int) -> Iterator[Planned]:
-            for one in chain(within[0].known() if number == 0 else (), _only(within[number].make)):
-                timeline = one.timeline()
-                layouts[timeline] = one.layout
-                yield Planned(timeline, one.costs)
-
-        best = best_offloaded(made, move, range(len(within) if within[0].limited else 1), limit, objective)
-        before = best.planned.timeline
-        return Made(before.schedule, best.planned.costs, layouts[before], best.offloaded)
-
-    return within[0]._replace(make=make)
-
-
-def _only(make: Callable[[], Made]) -> Iterator[Made]:
-    yield make()
 
 
 def _simulated(

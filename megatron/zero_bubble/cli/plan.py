@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
 
-from megatron.zero_bubble.analysis.period import period_ms
-from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
 from megatron.zero_bubble.cli.offload import (
@@ -21,6 +18,7 @@ from megatron.zero_bubble.cli.offload import (
     offloads,
     with_copies,
 )
+from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
 from megatron.zero_bubble.cli.shards import add_shards, shard_content, shard_summary, sharded, shards, with_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
@@ -43,24 +41,14 @@ from megatron.zero_bubble.planning.plans import (
     bound,
     fitted,
     fitting_search,
-    limit_verdict,
-    rank_memory,
     with_units,
 )
 from megatron.zero_bubble.planning.shards import ShardPlan
 from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_of, known_schedules, of_variants, searched
-from megatron.zero_bubble.render.excerpt import draw
 from megatron.zero_bubble.render.svg import render_svg, zoomable
-from megatron.zero_bubble.render.text import headline
 from megatron.zero_bubble.schedules import SCHEDULES, build, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
-from megatron.zero_bubble.search.loops import compiled
-
-_WIDEST = 160
-"""Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
-SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
-"""End of the sentence with the planning time where the search is not compiled."""
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -146,11 +134,11 @@ def plan(options: argparse.Namespace) -> str:
         moves = {} if moved is None else offload_content(moved, options.offload)
         more = {} if made.shards is None else shard_content(options, made.shards, costs)
         return plan_to_json(timeline, certificate, {**content, **moves, **more})
-    text = _text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
+    text = plan_text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
     text += "" if moved is None else offload_summary(moved, options.offload, costs)
     text += "" if made.shards is None else shard_summary(options, made.shards, costs)
-    text += _limit_text(timeline, costs, certificate) if certificate else ""
-    return text if options.step_ms is None else text + _period_text(timeline, costs, options.step_ms)
+    text += limit_text(timeline, costs, certificate) if certificate else ""
+    return text if options.step_ms is None else text + period_text(timeline, costs, options.step_ms)
 
 
 def make_plan(options: argparse.Namespace) -> PlannedSchedule:
@@ -342,63 +330,3 @@ def _certify(
     own = with_copies(options, costs) if moves else costs
     best = bound(own, schedule.placement, limit, options.objective, *kinds)
     return Certificate(options.objective, limit, limit / costs.microbatch, best, seconds)
-
-
-def _text(timeline: Timeline, costs: Figures) -> str:
-    """Format the picture, and a table with both lengths and bubble rates."""
-    peaks = timeline.peak_activation
-    listed = " ".join(f"{peak:.4g}" for peak in peaks)
-    return (
-        "".join(f"{note}\n" for note in costs.notes) + f"{picture(timeline)}\n"
-        f"{'metric':10}{'ms':>12}{'bubble rate':>14}   measured from\n"
-        f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}   "
-        "first to last pass of a rank, longest rank: the optimizer does not wait for other ranks\n"
-        f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}   "
-        "first to last pass over all ranks: the optimizer waits for every rank\n\n"
-        f"peak activation {max(peaks):.4g} microbatches per rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
-    )
-
-
-def picture(timeline: Timeline) -> str:
-    """Draw a timeline below its headline, as wide as the terminal."""
-    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
-    return f"{headline(timeline)}\n\n{draw(timeline, min(columns, _WIDEST))}"
-
-
-def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
-    """Format the memory per rank, if it is known in bytes. On a V the first rank has both ends of the model."""
-    if not costs.in_bytes:
-        return ""
-    placement = timeline.schedule.placement
-    activations = rank_memory(timeline, costs)
-    weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
-    lines = [("activations", activations)]
-    if costs.weight_bytes:
-        lines += [("weights and optimizer", weights)]
-        lines += [("total", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
-    return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
-
-
-def _period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
-    """Format the time from one iteration to the next, for each kind of optimizer."""
-    schedule = timeline.schedule
-    on = costs.on(schedule.placement)[0]
-    kinds = (("synchronous", False), ("with post-validation", True))
-    periods = ((kind, period_ms(schedule, on, step_ms, ahead)) for kind, ahead in kinds)
-    listed = ", ".join(f"{period:.3f} ms {kind}" for kind, period in periods)
-    return f"iteration with an optimizer step of {step_ms:g} ms: {listed}\n"
-
-
-def _limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
-    """Format whether the plan is within the limit, and how much shorter a schedule within it could be."""
-    objective, best = certificate.objective, certificate.bound
-    kept, verdict = limit_verdict(timeline, costs, certificate)
-    lines = [verdict]
-    where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
-    these = "placement and limit" if timeline.schedule.num_slices == 1 else "placement, limit and cuts"
-    lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this {these} ({where})")
-    if kept:
-        gap = f"{certificate.gap(timeline):.2%}"
-        lines.append(f"gap {gap}: no schedule with this {these} can be more than {gap} shorter")
-    lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else SLOW}")
-    return "\n".join(lines) + "\n"

@@ -22,8 +22,8 @@ _REST = r".*\n(?:(?:{0}[ \t)\]}}#].*|[ \t]*)\n)*"
 def digest_of(source: str, name: str) -> str | None:
     """Digest of the function or method (``Class.method``) in a module's source; None if the source does not define it.
 
-    Definitions that share a name, such as the getter and the setter of a property, share one digest. It is cached: every
-    time that a process applies a schedule, it asks for the same ones.
+    Definitions that share a name, such as the getter and the setter of a property, share one digest. Digests are cached,
+    because a process that applies a schedule again asks for the same ones.
 
     Raises:
         SyntaxError: the source cannot be parsed.

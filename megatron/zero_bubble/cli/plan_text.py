@@ -1,0 +1,82 @@
+"""The text that ``zero-bubble plan`` prints."""
+
+from __future__ import annotations
+
+import shutil
+
+from megatron.zero_bubble.analysis.period import period_ms
+from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.formats.plan import Certificate
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import (
+    limit_verdict,
+    rank_memory,
+)
+from megatron.zero_bubble.render.excerpt import draw
+from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.search.loops import compiled
+
+_WIDEST = 160
+"""Width of a picture in characters where the terminal is wider, or the output is not a terminal."""
+SLOW = " in pure Python, which searches less; reinstall with pybind11 and a C++ compiler to use the C++ planner"
+"""End of the sentence with the planning time where the search is not compiled."""
+
+
+def plan_text(timeline: Timeline, costs: Figures) -> str:
+    """Format the picture, and a table with both lengths and bubble rates."""
+    peaks = timeline.peak_activation
+    listed = " ".join(f"{peak:.4g}" for peak in peaks)
+    return (
+        "".join(f"{note}\n" for note in costs.notes) + f"{picture(timeline)}\n"
+        f"{'metric':10}{'ms':>12}{'bubble rate':>14}   measured from\n"
+        f"{'span':10}{timeline.span_ms:12.3f}{timeline.bubble_rate('span'):14.4f}   "
+        "first to last pass of a rank, longest rank: the optimizer does not wait for other ranks\n"
+        f"{'makespan':10}{timeline.makespan_ms:12.3f}{timeline.bubble_rate('makespan'):14.4f}   "
+        "first to last pass over all ranks: the optimizer waits for every rank\n\n"
+        f"peak activation {max(peaks):.4g} microbatches per rank; by rank: {listed}\n{_bytes_by_rank(timeline, costs)}"
+    )
+
+
+def picture(timeline: Timeline) -> str:
+    """Draw a timeline below its headline, as wide as the terminal."""
+    columns = shutil.get_terminal_size((_WIDEST, 24)).columns
+    return f"{headline(timeline)}\n\n{draw(timeline, min(columns, _WIDEST))}"
+
+
+def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
+    """Format the memory per rank, if it is known in bytes. On a V the first rank has both ends of the model."""
+    if not costs.in_bytes:
+        return ""
+    placement = timeline.schedule.placement
+    activations = rank_memory(timeline, costs)
+    weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
+    lines = [("activations", activations)]
+    if costs.weight_bytes:
+        lines += [("weights and optimizer", weights)]
+        lines += [("total", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
+    return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
+
+
+def period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
+    """Format the time from one iteration to the next, for each kind of optimizer."""
+    schedule = timeline.schedule
+    on = costs.on(schedule.placement)[0]
+    kinds = (("synchronous", False), ("with post-validation", True))
+    periods = ((kind, period_ms(schedule, on, step_ms, ahead)) for kind, ahead in kinds)
+    listed = ", ".join(f"{period:.3f} ms {kind}" for kind, period in periods)
+    return f"iteration with an optimizer step of {step_ms:g} ms: {listed}\n"
+
+
+def limit_text(timeline: Timeline, costs: Figures, certificate: Certificate) -> str:
+    """Format whether the plan is within the limit, and how much shorter a schedule within it could be."""
+    objective, best = certificate.objective, certificate.bound
+    kept, verdict = limit_verdict(timeline, costs, certificate)
+    lines = [verdict]
+    where = best.reason if best.rank is None else f"{best.reason}, rank {best.rank}"
+    these = "placement and limit" if timeline.schedule.num_slices == 1 else "placement, limit and cuts"
+    lines.append(f"lower bound {best.value_ms:.3f} ms {objective}, for this {these} ({where})")
+    if kept:
+        gap = f"{certificate.gap(timeline):.2%}"
+        lines.append(f"gap {gap}: no schedule with this {these} can be more than {gap} shorter")
+    lines.append(f"planned in {certificate.seconds:.2f} s{'' if compiled() else SLOW}")
+    return "\n".join(lines) + "\n"
