@@ -22,7 +22,7 @@ _REST = r".*\n(?:(?:{0}[ \t)\]}}#].*|[ \t]*)\n)*"
 def digest_of(source: str, name: str) -> str | None:
     """Digest of the function or method (``Class.method``) in a module's source; None if the source does not define it.
 
-    Definitions that share a name, such as the getter and the setter of a property, share one digest. Digests are cached,
+    Definitions that share a name, such as the getter and the setter of a property, share one digest. It is cached,
     because a process that applies a schedule again asks for the same ones.
 
     Raises:
