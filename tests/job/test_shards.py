@@ -26,6 +26,7 @@ from megatron.zero_bubble.job.shards import check_chunks, check_shards
         ("context_parallel_size", 2, "=1, because .*; got 2; drop --context-parallel-size"),
         ("num_distributed_optimizer_instances", 2, "=1, because .*; got 2; drop --num-distributed-optimizer"),
         ("nccl_ub", True, "=False, because .*; got True; drop --use-nccl-ub"),
+        ("optimizer_cpu_offload", True, "=False, because .*; got True; drop --optimizer-cpu-offload"),
         ("defer_embedding_wgrad_compute", True, "=False, because .* would not be reduced; got True; drop"),
     ],
 )
@@ -52,7 +53,7 @@ def parsed(words: str) -> SimpleNamespace:
     ("flags", "under_launcher", "what"),
     [
         ("--zero-bubble-shard-weights", False, "has no effect without a zero-bubble schedule"),
-        ("--zero-bubble-shard-weights --zero-bubble-schedule zero-pp", True, "works only with scripts/pretrain_gpt.py"),
+        ("--zero-bubble-whole-stages 1 --zero-bubble-schedule zero-pp", True, "is for --zero-bubble-shard-weights; drop"),
         ("--zero-bubble-unit-microbatches 4 --zero-bubble-schedule zb-h1", False, "is for zero-pp, .* got zb-h1; drop"),
         ("--zero-bubble-unit-microbatches auto", True, "is for zero-pp, .* got none; drop"),
     ],

@@ -86,7 +86,7 @@ _RULES = (
         "has no effect without a zero-bubble schedule; give --zero-bubble-schedule zb-h1 or drop the flag",
     ),
     _Rule(
-        ("shard-weights", "balance-microbatches"),
+        ("balance-microbatches",),
         lambda job: not job.under_launcher,
         "works only with scripts/pretrain_gpt.py in this version, got Megatron-LM's own training loop; drop the flag",
     ),

@@ -67,6 +67,12 @@ _NEEDS = (
         "drop --fp8-format",
     ),
     _Need(
+        "fp4",
+        None,
+        "TransformerEngine keeps whole copies of the weights in FP4",
+        "drop --fp4-format",
+    ),
+    _Need(
         "nccl_ub",
         False,
         "buffers that are registered with NCCL cannot be freed",

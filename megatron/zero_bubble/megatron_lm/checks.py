@@ -16,6 +16,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule
+from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
@@ -55,6 +56,8 @@ def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> Non
     check_options(args, own, bool(options.zero_bubble_post_validation))
     check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches(args), args)
     _check_weight_shards(args)
+    if options.zero_bubble_shard_weights:
+        check_shards(args)
     ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]
     tied = not args.untie_embeddings_and_output_weights
     if ends_meet and tied and args.load and not installed_seams().loads_both_ends:

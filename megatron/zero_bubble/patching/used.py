@@ -148,8 +148,22 @@ SHARDED_UNITS: tuple[Used, ...] = (
         "_ParamAndGradBucketGroup",
     ),
     _function(_BUFFERS, "_ParamAndGradBucketGroup.start_param_sync", "force_sync"),
-    *_of(_BUFFERS, "grad_data param_data", "_ParamAndGradBuffer"),
+    *_of(_BUFFERS, "grad_data param_data reset", "_ParamAndGradBuffer"),
     *_of(_BUFFERS, "grad_data param_data", "_ParamAndGradBucket"),
+    *_of(
+        f"{_OPTIMIZER}.distrib_optimizer",
+        "buffers is_stub_optimizer model_float16_groups model_fp32_groups model_param_gbuf_map shard_float16_groups "
+        "shard_fp32_from_float16_groups shard_fp32_groups",
+        "DistributedOptimizer",
+    ),
+    *(
+        _function(f"{_OPTIMIZER}.distrib_optimizer", f"DistributedOptimizer.{name}", parameters)
+        for name, parameters in (
+            ("_get_model_param_range_map", "param"),
+            ("_copy_model_grads_to_main_grads", ""),
+            ("_copy_main_params_to_model_params", ""),
+        )
+    ),
 )
 """Used by sharded units."""
 
