@@ -295,7 +295,7 @@ def _train_once(
     if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-    after = {}
+    after: dict[str, str] = {}
     for index, chunk in enumerate(chunks):
         with nullcontext() if units is None else units.whole_weights(index):
             after |= _digests([chunk])

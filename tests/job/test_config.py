@@ -24,7 +24,10 @@ from megatron.zero_bubble.plan.offload import Move
         ({"rollback": "inverse"}, "rollback='inverse' has no effect without post_validation"),
         ({"host_memory": "1GiB"}, "host_memory=1GiB with offload=none, which moves nothing; leave it out, or give"),
         ({"unit_microbatches": 4}, "unit_microbatches is for a schedule of units, .* got 4 with zb-h1; leave it out"),
-        ({"whole_stages": 2}, "whole_stages must be 1 or more, and needs shard_weights; got 2 with shard_weights=False"),
+        (
+            {"whole_stages": 2},
+            "whole_stages must be 1 or more, and needs shard_weights; got 2 with shard_weights=False",
+        ),
         ({"unit_microbatches": 0, "shard_weights": True}, "unit_microbatches must be 1 or more; got 0"),
         ({"shard_weights": True, "post_validation": True}, "got shard_weights with post_validation; leave one of them"),
         ({"shard_weights": True, "wgrad_stream": True}, "got shard_weights with wgrad_stream; leave one of them out"),

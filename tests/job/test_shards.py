@@ -53,7 +53,11 @@ def parsed(words: str) -> SimpleNamespace:
     ("flags", "under_launcher", "what"),
     [
         ("--zero-bubble-shard-weights", False, "has no effect without a zero-bubble schedule"),
-        ("--zero-bubble-whole-stages 1 --zero-bubble-schedule zero-pp", True, "is for --zero-bubble-shard-weights; drop"),
+        (
+            "--zero-bubble-whole-stages 1 --zero-bubble-schedule zero-pp",
+            True,
+            "is for --zero-bubble-shard-weights; drop",
+        ),
         ("--zero-bubble-unit-microbatches 4 --zero-bubble-schedule zb-h1", False, "is for zero-pp, .* got zb-h1; drop"),
         ("--zero-bubble-unit-microbatches auto", True, "is for zero-pp, .* got none; drop"),
     ],

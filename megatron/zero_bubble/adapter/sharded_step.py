@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.zero_bubble.errors import UserError
@@ -37,7 +38,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def step_shards(
-    optimizer: Any, chunks: Sequence[torch.nn.Module], places: Mapping[int, Place], restored: ExitStack
+    optimizer: Any, chunks: Sequence[DistributedDataParallel], places: Mapping[int, Place], restored: ExitStack
 ) -> None:
     """Let ``optimizer`` step shards until ``restored`` is closed.
 
@@ -52,7 +53,7 @@ def step_shards(
 
     for chunk in chunks:
         replaced(chunk, "start_param_sync", _nothing)
-        for buffer in chunk.buffers:  # type: ignore[union-attr]
+        for buffer in chunk.buffers:
             replaced(buffer, "reset", _nothing)  # it would write zeros where no memory is
     for part in _parts(optimizer):
         if part.is_stub_optimizer:

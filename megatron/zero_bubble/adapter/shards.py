@@ -47,6 +47,7 @@ class DistributedChunk:
                 f"{type(model).__name__}; wrap it, or leave out shard_weights"
             )
         check_shards(model.ddp_config)
+        self.model = model
         self._groups: list[Any] = [*model.bucket_groups, *model.expert_parallel_bucket_groups]
         buffers: list[Any] = [*model.buffers, *model.expert_parallel_buffers]
         self.weights: list[torch.Tensor] = [buffer.param_data for buffer in buffers]
@@ -165,10 +166,10 @@ class ShardedUnits:
             return self.sharder.iteration({})
         of_stage = {facts.stage: DistributedChunk(chunk) for facts, chunk in zip(stages, chunks, strict=True)}
         if self.steps_shards:
-            self._keep(of_stage, chunks)
+            self._keep(of_stage)
         return self.sharder.iteration(of_stage)
 
-    def _keep(self, of_stage: Mapping[int, DistributedChunk], chunks: Sequence[torch.nn.Module]) -> None:
+    def _keep(self, of_stage: Mapping[int, DistributedChunk]) -> None:
         assert self.sharder is not None, "connect comes first"
         self._stages = tuple(of_stage)
         self.sharder.keep(of_stage)
@@ -177,7 +178,8 @@ class ShardedUnits:
             for stage, chunk in of_stage.items()
             for number, bucket in enumerate(chunk.buckets)
         }
-        step_shards(self._optimizer, chunks, places, self._restored)
+        models = [chunk.model for chunk in of_stage.values()]
+        step_shards(self._optimizer, models, places, self._restored)
 
     @contextmanager
     def whole_weights(self, chunk: int | None = None) -> Iterator[None]:

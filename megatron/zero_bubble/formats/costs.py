@@ -174,10 +174,10 @@ class CostsFile:
             if self.layers is not None:
                 return self.layers.on(even(placement, self.layers.num_layers))
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
-            more = {
-                name: _per_stage(name, self.times[name], placement) for name in (HOST, *SHARDS) if name in self.times
-            }
-            costs = replace(PassCosts(f, b, w, self.comm_ms, self.links), **more)
+            host, gather, reduce = (
+                _per_stage(name, self.times[name], placement) if name in self.times else () for name in (HOST, *SHARDS)
+            )
+            costs = PassCosts(f, b, w, self.comm_ms, self.links, host_ms=host, gather_ms=gather, reduce_ms=reduce)
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)
