@@ -19,10 +19,8 @@ OURS = (
 )
 
 
-MORE = ("", "--bf16 --no-dist-ckpt-optim-fully-reshardable")
-
-
-@pytest.mark.parametrize("options", ["--bf16", *(pytest.param(more, marks=pytest.mark.full) for more in MORE)])
+@pytest.mark.full
+@pytest.mark.parametrize("options", ["", "--bf16", "--bf16 --no-dist-ckpt-optim-fully-reshardable"])
 def test_stock_continues_ours_and_ours_stock(ranks: RankPool, tmp_path: Path, options: str) -> None:
     """Ours continues stock after its first iteration, and stock ours after its second: with the losses of stock."""
     job, stock, ours = f"{JOB} {options}", tmp_path / "stock", tmp_path / "ours"

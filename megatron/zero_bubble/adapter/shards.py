@@ -178,7 +178,7 @@ class ShardedUnits:
             for stage, chunk in of_stage.items()
             for number, bucket in enumerate(chunk.buckets)
         }
-        models = [chunk.model for chunk in of_stage.values()]
+        models = [own.model for own in of_stage.values()]
         step_shards(self._optimizer, models, places, self._restored)
 
     @contextmanager
