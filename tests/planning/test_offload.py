@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -88,6 +89,29 @@ def test_auto_delays_nothing_and_saves_memory(
         assert curve[-1].amount == pytest.approx(0.0, abs=1e-6)
     lowered = lower_training(schedule, moves=plan.moves)
     assert host_peaks(lowered, memory) == pytest.approx(plan.host_peak)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.sampled_from(["1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offload"]),
+    st.integers(1, 6),
+    st.integers(1, 14),
+    st.floats(0.05, 2.0),
+    st.tuples(*[st.floats(0.2, 5.0)] * 3),
+    st.floats(0.0, 1.0),
+)
+def test_the_peak_never_grows_with_more_offloading(
+    name: str, d: int, m: int, k: float, fbw: tuple[float, float, float], wgrad: float
+) -> None:
+    """On every rank, for the parts that the selection chooses from. Between them, 39% may need more than 28%."""
+    schedule = build(name, num_ranks=d, num_microbatches=m)
+    costs = PassCosts.uniform(schedule.placement, *fbw, 0.1)
+    costs = replace(costs, host_ms=tuple(k * (f + b) for f, b in zip(costs.forward_ms, costs.backward_ms, strict=True)))
+    memory = PassMemory.uniform(schedule.placement, 8.0, 8.0 * wgrad)
+    before = simulate(schedule, costs, memory)
+    plans = [plan_offload(before, costs, memory, choice) for choice in ("none", "25%", "50%", "75%", "all")]
+    for less, more in pairwise(plan.device_peak for plan in plans):
+        assert all(b <= a + 1e-9 for a, b in zip(less, more, strict=True))
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v", "gis", "pipe-offload"])

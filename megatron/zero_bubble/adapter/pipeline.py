@@ -64,15 +64,15 @@ class Pipeline:
     Args:
         make_schedule: maps (number of ranks, number of microbatches) to a valid schedule, the same on all ranks. It is
             called in every iteration; a changed schedule is checked and lowered again.
-        peer_timeout_s: see ``ZeroBubbleConfig``.
         observers: observe training iterations. They nest: the last sees the least overhead of the others.
         memory: measures the memory of microbatches in the first training iteration.
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
-        post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
+        peer_timeout_s, post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
         select_moves: as ``make_schedule``, for what moves to at most ``host_limit`` bytes of host memory; or None.
-        units: shards chunks over their data-parallel replicas; None if each replica has all of them.
+        units: shards chunks over their data-parallel replicas, or None.
+        say: prints how much stayed on the device that was planned to move; None on all ranks but one.
 
     Attributes:
         microbatch: tokens of a sequence, and sequences of a microbatch, in the last training iteration.
@@ -92,6 +92,7 @@ class Pipeline:
         select_moves: MoveSelection | None = None,
         host_limit: int | None = None,
         units: ShardedUnits | None = None,
+        say: Callable[[str], None] | None = None,
     ) -> None:
         self.accumulate = GradAccumulator() if accumulate is None else accumulate
         self.store = WgradStore(self.accumulate)
@@ -106,7 +107,7 @@ class Pipeline:
         self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
         self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
         self._select_moves, self._host_limit = select_moves, host_limit
-        self.units = units
+        self.units, self._say = units, say
         self.offloader: Offloader | None = None
         self._optimizer: PostValidatedOptimizer | None = None
         self._reports: LossReports | None = None
@@ -332,9 +333,8 @@ class Pipeline:
         schedule = self._make_schedule(group.size(), num_microbatches)
         if self._rollback is not None and self._optimizer is None and not forward_only:
             raise UserError(
-                "post-validation needs the optimizer whose steps the passes validate, got none; wrap the optimizer "
-                "with post_validated(optimizer, model) of the pipeline that apply() returns, or leave post_validation "
-                "out"
+                "post-validation needs the optimizer whose steps the passes validate, got none; wrap it with "
+                "post_validated(optimizer, model) of the pipeline that apply() returns, or leave post_validation out"
             )
         moves = () if forward_only or self._select_moves is None else self._select_moves(schedule)
         prepared = self._prepared.get(key)
@@ -374,8 +374,8 @@ class Pipeline:
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
             self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas)
             if self._select_moves is not None:
-                platform = select(directions.device)
-                self.offloader = Offloader(self.store.saved, platform.host_memory(self._host_limit), platform.lane())
+                host = select(directions.device).host_memory(self._host_limit)
+                self.offloader = Offloader(self.store.saved, host, select(directions.device).lane(), self._say)
             if watchdog is not None:
                 watchdog.start()
         else:

@@ -130,11 +130,14 @@ def _replace(replacements: list[Replacement], close: Callable[[], None] = lambda
 
 
 def _name_changed_bodies(config: ZeroBubbleConfig, say: Callable[[str], None]) -> None:
-    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
-    if rank == 0:
+    if _is_first_rank():
         watched = (*bodies.SCHEDULE, *(bodies.OPTIMIZER if config.post_validation else ()))
         for line in bodies.changed_bodies(megatron.core.__version__, watched):
             say(line)
+
+
+def _is_first_rank() -> bool:
+    return (dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))) == 0
 
 
 def _pipeline(
@@ -167,7 +170,19 @@ def _pipeline(
         moves = planned = AutoMoves(recorder, memory, limit, say)
         observers = (planned, *observers, recorder)
     units = ShardedUnits(config.sharding) if config.shard_weights else None
-    return Pipeline(make, timeout, observers, memory, rollback, accumulate, *more, moves, limit, units)
+    return Pipeline(
+        make,
+        timeout,
+        observers,
+        memory,
+        rollback,
+        accumulate,
+        *more,
+        moves,
+        limit,
+        units,
+        say if _is_first_rank() else None,
+    )
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

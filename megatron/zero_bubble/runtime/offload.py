@@ -10,7 +10,8 @@ until the passes have waited for the copy, so the allocator needs to know nothin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
@@ -31,6 +32,8 @@ LEAST_BYTES = 4096
 
 Key = tuple[int, int, int, int]
 """A storage that forwards save again and again: stage, slice, position among the storages of a forward, and bytes."""
+_MOVED, _HELD, _SMALL = "moved", "something else refers to them", f"their storages are below {LEAST_BYTES} bytes"
+"""What happened to bytes that were planned to move, or why they stayed."""
 Ends = Sequence[torch.Tensor | None]
 """The input and the output of a forward: the value ``saved``."""
 
@@ -42,10 +45,14 @@ class Offloader:
         saved: the hooks that collect what forwards save.
         host: host memory.
         lane: runs all copies, in order.
+        say: prints what stayed on the device in the first iteration, and why; None to print nothing.
     """
 
-    def __init__(self, saved: SavedTensors, host: HostMemory, lane: Lane) -> None:
-        self._saved, self._host, self._lane = saved, host, lane
+    def __init__(
+        self, saved: SavedTensors, host: HostMemory, lane: Lane, say: Callable[[str], None] | None = None
+    ) -> None:
+        self._saved, self._host, self._lane, self._say = saved, host, lane, say
+        self._bytes: Counter[str] = Counter()
         self._away: dict[Pass, _Away] = {}
         self._stays: set[Key] = set()
         self._stayed: set[Key] = set()
@@ -77,6 +84,9 @@ class Offloader:
             raise
         assert not self._away, "a proved plan leaves nothing on the host"
         self._stays |= self._stayed - self._left
+        if self._say is not None and self._bytes:
+            self._say(_summary(self._bytes))
+            self._say = None
 
     def close(self, timeout_s: float = 10.0) -> bool:
         """Stop the lane and free host memory; returns whether all copies have ended within the timeout.
@@ -100,6 +110,7 @@ class Offloader:
     def _evict(self, observer: IterationObserver | None, op: Evict, inputs: Sequence[Ends]) -> tuple[_Copy]:
         (ends,) = inputs
         away = self._away[op.forward] = _Away(op.forward, ends, self._saved.take(op.forward), self._stays)
+        self._bytes[_SMALL] += away.left_out
         if away.num_bytes:
             away.buffer = self._host.take(away.num_bytes)
         return (self._start(observer, op, away.out(), away),)
@@ -108,6 +119,7 @@ class Offloader:
         (away,) = inputs
         for key, has_left in away.leave():
             (self._left if has_left else self._stayed).add(key)
+            self._bytes[_MOVED if has_left else _HELD] += key[-1]
         return (away,)
 
     def _fetch(self, observer: IterationObserver | None, op: Fetch, inputs: Sequence[_Away]) -> tuple[_Copy]:
@@ -142,6 +154,7 @@ class _Away:
         ends: input and output of the forward.
         buffer: its host memory; None if nothing moves.
         num_bytes: the size that the buffer needs.
+        left_out: bytes in storages that do not move because they are small, or elsewhere.
     """
 
     def __init__(self, forward: Pass, ends: Ends, windows: list[Window], stays: set[Key]) -> None:
@@ -159,6 +172,7 @@ class _Away:
         self._moving = dict(sorted(moving, key=lambda each: each[0].num_bytes % ALIGNMENT > 0))
         self._windows = [window for window in windows if window.place in self._moving]
         *starts, self.num_bytes = accumulate((place.num_bytes for place in self._moving), initial=0)
+        self.left_out = sum(key[-1] for key in keys if key not in stays) - self.num_bytes
         self._starts = dict(zip(self._moving, starts, strict=True))
 
     def out(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -194,6 +208,15 @@ class _Away:
         for part in self.buffer.parts(self._starts[place], place.num_bytes):
             yield part, own[done : done + part.numel()]
             done += part.numel()
+
+
+def _summary(num_bytes: Mapping[str, int]) -> str:
+    whole = sum(num_bytes.values())
+    why = [
+        f"{size / 2**20:.3g} MiB because {reason}" for reason, size in num_bytes.items() if reason != _MOVED and size
+    ]
+    stayed = f"{', '.join(why)} stayed" if why else "nothing stayed"
+    return f"offload: of {whole / 2**20:.4g} MiB planned to move in the first iteration, {stayed} on the device"
 
 
 def _can_move(place: Place, device: torch.device | None) -> bool:
