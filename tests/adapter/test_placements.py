@@ -19,7 +19,8 @@ from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.schedules import SCHEDULES
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
-from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, collect, run_once, train
+from tests.helpers.non_loss_data import collect
+from tests.helpers.parity import BASE_FLAGS, Layout, assert_same_bits, assert_same_model, run_once, train
 from tests.helpers.ranks import RankPool
 
 ON_A_V = [None, "zb-v", "v-half", "v-min", "dualpipe-v"]

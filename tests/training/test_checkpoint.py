@@ -7,7 +7,7 @@ import torch
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
-from megatron.zero_bubble.training.checkpoint import (
+from megatron.zero_bubble.training.checkpoint_folder import (
     MANIFEST,
     TRACKER,
     checkpoint_path,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble.training.checkpoint import TRACKER
+from megatron.zero_bubble.training.checkpoint_folder import TRACKER
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import losses, train
 

@@ -114,6 +114,30 @@ class ShapedBoundary(Boundary):
         return self.microbatches[message.producer.microbatch].new_buffer(message)
 
 
+def make_boundary(
+    shapes: Sequence[Shape] | None,
+    equal: tuple[int, int, int | None],
+    config: Any,
+    groups: Any,
+    adjust: Callable[..., Any] | None,
+    chunk: torch.nn.Module,
+    device: torch.device,
+) -> Callable[[Slices], Boundary]:
+    """Return what makes the boundary for the slices of a schedule; the other arguments are those of ``Boundary.of``.
+
+    Args:
+        shapes: of every microbatch, if they differ; otherwise None, and all are ``equal``.
+        equal: ``seq_length``, ``micro_batch_size`` and ``decoder_seq_length``.
+    """
+
+    def boundary(slices: Slices) -> Boundary:
+        if shapes is not None:
+            return ShapedBoundary.of_shapes(shapes, config, groups, adjust, chunk, device, slices)
+        return Boundary.of(config, groups, *equal, adjust, chunk, device, slices)
+
+    return boundary
+
+
 def _sequences_after_stages(config: Any) -> tuple[int, ...]:
     """Sequences in the output of each stage, from ``--pipeline-model-parallel-layout``; empty without a layout.
 

@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
 
-from megatron.zero_bubble.adapter.boundary import Boundary, ShapedBoundary
+from megatron.zero_bubble.adapter.boundary import Boundary, make_boundary
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.iteration import ChainStages, Iteration, StageMaker
@@ -204,22 +204,10 @@ class Pipeline:
         iterators = list(data_iterator) if isinstance(data_iterator, list) else [data_iterator] * len(chunks)
         config = get_model_config(chunks[0])
         groups = process_groups(pg_collection or grad_finalize_pgs)
-        step = StepArguments(
-            forward_step_func,
-            num_microbatches,
-            config,
-            groups.cp.size(),
-            forward_only,
-            collect_non_loss_data,
-            first_val_step,
-        )
-
-        def boundary(slices: Slices) -> Boundary:
-            more = adjust_tensor_shapes_fn, chunks[0], device_of(chunks), slices
-            if shapes is not None:
-                return ShapedBoundary.of_shapes(shapes, config, groups, *more)
-            return Boundary.of(config, groups, seq_length, micro_batch_size, decoder_seq_length, *more)
-
+        what = forward_only, collect_non_loss_data, first_val_step
+        step = StepArguments(forward_step_func, num_microbatches, config, groups.cp.size(), *what)
+        equal = seq_length, micro_batch_size, decoder_seq_length
+        boundary = make_boundary(shapes, equal, config, groups, adjust_tensor_shapes_fn, chunks[0], device_of(chunks))
         call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce, shapes is not None)
         if forward_only:
             return self._run(call, None)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import pickle
 import shutil
 from collections.abc import Collection, Iterator
@@ -44,11 +42,16 @@ from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.optimizer import random_state
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.runtime.transport import lost_connection
+from megatron.zero_bubble.training.checkpoint_folder import (
+    TRACKER,
+    WRITING,
+    checkpoint_path,
+    incompleteness,
+    latest_iteration,
+    publish,
+)
 from megatron.zero_bubble.training.distributed import agree
 
-TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "files.json"
-_WRITING = ".writing"
 # Sizes of the parallel layout, which determine the rank that a random state belongs to.
 _LAYOUT = (
     "tensor_model_parallel_size",
@@ -92,26 +95,6 @@ class Trained:
     units: ShardedUnits | None = None
 
 
-def checkpoint_path(directory: str | Path, iteration: int) -> Path:
-    """Path of the checkpoint of ``iteration`` under ``directory``."""
-    return Path(directory) / f"iter_{iteration:07d}"
-
-
-def latest_iteration(directory: str | Path) -> int | None:
-    """The iteration of the newest complete checkpoint under ``directory``; None when there is none.
-
-    Raises:
-        UserError: the tracker file does not contain a number.
-    """
-    tracker = Path(directory) / TRACKER
-    if not tracker.is_file():
-        return None
-    text = tracker.read_text().strip()
-    if not text.isdigit():
-        raise UserError(f"{tracker} must contain an iteration number, got {text[:40]!r}; write the one to load")
-    return int(text)
-
-
 def prepare(flag: str, directory: str | Path) -> None:
     """Create the directory that ``flag`` will write to, so that a bad path fails at start-up; a collective call.
 
@@ -130,7 +113,7 @@ def prepare(flag: str, directory: str | Path) -> None:
 def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     """Write a checkpoint under ``--save``; a collective call that returns when it is complete."""
     final = checkpoint_path(args.save, state.iteration)
-    writing = final.with_name(final.name + _WRITING)
+    writing = final.with_name(final.name + WRITING)
     if dist.get_rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)  # left by a run that crashed
         writing.mkdir(parents=True)
@@ -146,7 +129,7 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     dist_checkpointing.save(contents, str(writing), content_metadata=on_disk)
     dist.barrier()
     if dist.get_rank() == 0:
-        _publish(writing, final, state.iteration)
+        publish(writing, final, state.iteration)
     dist.barrier()
     return final
 
@@ -386,40 +369,3 @@ def _random_states() -> ShardedObject:
         parallel_state.get_data_parallel_rank(),
     )
     return ShardedObject("rng_state", random_state.capture(), sizes, place, replica_id=0)
-
-
-def _publish(writing: Path, final: Path, iteration: int) -> None:
-    """Rename a finished directory to the final checkpoint, and name it in the tracker file."""
-    files = {file.name: file.stat().st_size for file in sorted(writing.iterdir())}
-    (writing / MANIFEST).write_text(json.dumps(files, indent=1))
-    replaced = final.with_name(final.name + ".replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    writing.rename(final)
-    shutil.rmtree(replaced, ignore_errors=True)
-    tracker = final.parent / TRACKER
-    temporary = tracker.with_name(tracker.name + _WRITING)
-    with temporary.open("w") as file:
-        file.write(str(iteration))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(tracker)
-
-
-def incompleteness(path: Path) -> str | None:
-    """What is missing from the checkpoint at ``path``; None if it is complete or has no list of files (Megatron's)."""
-    remedy = f"restore it, or write an earlier iteration into {path.parent / TRACKER}"
-    if not (path / "metadata.json").is_file():
-        return f"the checkpoint {path}, which {TRACKER} names, does not exist; {remedy}"
-    if not (path / MANIFEST).is_file():
-        return None
-    try:
-        files = json.loads((path / MANIFEST).read_text())
-    except ValueError:
-        return f"the checkpoint {path} has an unreadable {MANIFEST}; {remedy}"
-    for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            return f"the checkpoint {path} must have {size} bytes in {name}, got {found or 'no such file'}; {remedy}"
-    return None
