@@ -9,8 +9,8 @@ parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -74,18 +74,64 @@ def _own(group: Any, flat: torch.Tensor) -> torch.Tensor:
     return flat.view(size, -1)[rank]
 
 
+class ShardTransport(Protocol):
+    """Exchanges the shards of the replicas of a pipeline.
+
+    Attributes:
+        is_collective: whether all replicas must run the same plans. Only then can chunks stay shards between iterations.
+    """
+
+    is_collective: bool
+
+    def connect(self, plan: Plan) -> None:
+        """Prepare for a plan. A collective call."""
+
+    def iteration(
+        self, models: Mapping[int, torch.nn.Module]
+    ) -> AbstractContextManager[Mapping[int, DistributedChunk]]:
+        """Context around an iteration; yields the chunks by stage."""
+
+    def close(self) -> None:
+        """End the exchange."""
+
+
+class Collectives:
+    """Exchanges shards by megatron-core's collectives, which all replicas start in the same order."""
+
+    is_collective = True
+
+    def connect(self, plan: Plan) -> None:
+        """Check that all replicas run the same plan.
+
+        Raises:
+            UserError: the plans differ.
+        """
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        check_same_plan(plan, group, "data-parallel replicas of sharded units")
+
+    @contextmanager
+    def iteration(self, models: Mapping[int, torch.nn.Module]) -> Iterator[Mapping[int, DistributedChunk]]:
+        """See ``ShardTransport``."""
+        yield {stage: DistributedChunk(model) for stage, model in models.items()}
+
+    def close(self) -> None:
+        """See ``ShardTransport``."""
+
+
 class ShardedUnits:
     """The sharded units of a pipeline.
 
     Args:
         sharding: maps a number of pipeline ranks to how chunks are sharded over their replicas.
+        transport: exchanges the shards.
 
     Attributes:
         sharder: runs the ops; None until a plan has been made.
     """
 
-    def __init__(self, sharding: Callable[[int], Sharding]) -> None:
+    def __init__(self, sharding: Callable[[int], Sharding], transport: ShardTransport) -> None:
         self.sharding = sharding
+        self._transport = transport
         self.sharder: Sharder | None = None
         self._optimizer: Any = None
         self._stages: tuple[int, ...] = ()  # of the chunks that are kept as shards
@@ -100,13 +146,15 @@ class ShardedUnits:
     def step_shards(self, optimizer: Any) -> None:
         """Keep the chunks as shards from the next iteration on, in which ``optimizer`` steps them in place.
 
-        Load checkpoints before that. Afterwards, read weights only in ``whole_weights``.
+        Load checkpoints before that. Afterwards, read weights only in ``whole_weights``. Without effect if the exchange
+        is not collective.
 
         Raises:
             UserError: an optimizer that cannot step shards.
         """
-        check_optimizer(optimizer)
-        self._optimizer = optimizer
+        if self._transport.is_collective:
+            check_optimizer(optimizer)
+            self._optimizer = optimizer
 
     def check(self, config: Any, schedule: Schedule) -> None:
         """Raise UserError for a job, or a placement of its stages, that sharded units do not support."""
@@ -122,8 +170,8 @@ class ShardedUnits:
         Raises:
             UserError: replicas have different numbers of microbatches, or only some of them evaluate.
         """
-        if forward_only and not self.steps_shards:
-            return  # a replica then evaluates on its own
+        if not self._transport.is_collective or (forward_only and not self.steps_shards):
+            return  # a replica then runs on its own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         own = torch.tensor([num_microbatches, forward_only], device=device)
         every = [torch.empty_like(own) for _ in range(group.size())]
@@ -138,13 +186,12 @@ class ShardedUnits:
             )
 
     def connect(self, plan: Plan, make_lane: Callable[[], Lane]) -> None:
-        """Check that all replicas run the same plan, because they gather and reduce together. A collective call.
+        """Prepare for a plan. A collective call.
 
         Raises:
-            UserError: the plans differ.
+            UserError: the replicas run different plans, and their exchange is collective.
         """
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        check_same_plan(plan, group, "data-parallel replicas of sharded units")
+        self._transport.connect(plan)
         if self.sharder is None:
             self.sharder = Sharder(make_lane())
 
@@ -153,21 +200,20 @@ class ShardedUnits:
         assert self.sharder is not None, "connect comes first"
         return self.sharder.handlers(observer)
 
-    def iteration(
-        self, stages: Sequence[StageFacts], chunks: Sequence[torch.nn.Module]
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def iteration(self, stages: Sequence[StageFacts], chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Context around the passes of an iteration, in which the chunks are shards.
 
         Raises:
             UserError: see ``DistributedChunk``.
         """
         assert self.sharder is not None, "connect comes first"
-        if self.sharder.keeps:
-            return self.sharder.iteration({})
-        of_stage = {facts.stage: DistributedChunk(chunk) for facts, chunk in zip(stages, chunks, strict=True)}
-        if self.steps_shards:
-            self._keep(of_stage)
-        return self.sharder.iteration(of_stage)
+        models = {facts.stage: chunk for facts, chunk in zip(stages, chunks, strict=True)}
+        with nullcontext({}) if self.sharder.keeps else self._transport.iteration(models) as of_stage:
+            if of_stage and self.steps_shards:
+                self._keep(of_stage)
+            with self.sharder.iteration(of_stage):
+                yield
 
     def _keep(self, of_stage: Mapping[int, DistributedChunk]) -> None:
         assert self.sharder is not None, "connect comes first"
@@ -213,7 +259,8 @@ class ShardedUnits:
                     run([chunks[index] for index in indices], None if num_tokens is None else num_tokens.clone())
 
     def close(self) -> None:
-        """Stop the lane. Chunks that are shards get their memory back, with NaN where they had no shard."""
+        """Stop the exchange and the lane. Chunks that are shards get their memory back, with NaN where they had none."""
+        self._transport.close()
         if self.sharder is not None:
             self.sharder.close()
             self.sharder = None

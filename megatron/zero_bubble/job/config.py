@@ -69,6 +69,8 @@ class ZeroBubbleConfig:
             for ``zero-pp``'s smallest that takes no longer than one unit of all, and else as many as pipeline ranks.
         whole_stages: the most stages of a rank whose weights are whole at a time with ``shard_weights``; None for 2, of
             which one is in use while the other is gathered.
+        shard_transport: how the replicas of ``shard_weights`` exchange shards: by collectives, or on demand, which is
+            experimental and over gloo only.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same
@@ -97,6 +99,7 @@ class ZeroBubbleConfig:
     shard_weights: bool = False
     unit_microbatches: int | None = None
     whole_stages: int | None = None
+    shard_transport: Literal["collective", "on-demand"] = "collective"
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
@@ -177,6 +180,11 @@ class ZeroBubbleConfig:
             raise UserError(
                 f"whole_stages must be 1 or more, and needs shard_weights; got {self.whole_stages} with "
                 f"shard_weights={self.shard_weights}; leave it out"
+            )
+        if self.shard_transport != "collective" and not self.shard_weights:
+            raise UserError(
+                "shard_transport exchanges the shards of shard_weights; got "
+                f"{self.shard_transport} without shard_weights; leave it out"
             )
         if self.unit_microbatches is None:
             return

@@ -157,6 +157,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "gradients of units are added",
     )
     add(
+        "--zero-bubble-shard-transport",
+        choices=("collective", "on-demand"),
+        help="how the replicas of --zero-bubble-shard-weights exchange shards: by collectives, or on demand, point to "
+        "point, so that no replica waits until the others reach the same unit; experimental, over gloo only; default: "
+        "collective",
+    )
+    add(
         "--zero-bubble-unit-microbatches",
         metavar="U|auto",
         type=unit_microbatches,
@@ -306,6 +313,7 @@ def config_of(
         offload=options.zero_bubble_offload,
         host_memory=options.zero_bubble_host_memory,
         shard_weights=bool(options.zero_bubble_shard_weights),
+        shard_transport=options.zero_bubble_shard_transport or "collective",
         unit_microbatches=options.zero_bubble_unit_microbatches or None,
         whole_stages=options.zero_bubble_whole_stages,
         measure_memory=measure_memory,

@@ -91,6 +91,11 @@ _RULES = (
         "works only with scripts/pretrain_gpt.py in this version, got Megatron-LM's own training loop; drop the flag",
     ),
     _Rule(
+        ("shard-transport",),
+        lambda job: bool(job.options.zero_bubble_shard_weights),
+        "exchanges the shards of --zero-bubble-shard-weights, which is not given; drop the flag or add it",
+    ),
+    _Rule(
         ("unit-microbatches",),
         lambda job: bool(job.options.zero_bubble_shard_weights) or has_units(job.options.zero_bubble_schedule),
         "is for zero-pp, or for --zero-bubble-shard-weights, got {schedule}; drop the flag or give "

@@ -14,9 +14,10 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
+from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
-from megatron.zero_bubble.adapter.shards import ShardedUnits
+from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
@@ -169,7 +170,8 @@ def _pipeline(
         recorder = Recorder(select("auto"))
         moves = planned = AutoMoves(recorder, memory, limit, say)
         observers = (planned, *observers, recorder)
-    units = ShardedUnits(config.sharding) if config.shard_weights else None
+    transport = OnDemand() if config.shard_transport == "on-demand" else Collectives()
+    units = ShardedUnits(config.sharding, transport) if config.shard_weights else None
     return Pipeline(
         make,
         timeout,

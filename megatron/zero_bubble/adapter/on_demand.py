@@ -1,0 +1,96 @@
+"""Sharded units whose replicas exchange shards on demand, and need not run the same plan. Experimental."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from megatron.core import parallel_state
+
+from megatron.zero_bubble.adapter.shards import DistributedChunk
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan
+from megatron.zero_bubble.runtime.groups import backend_of
+from megatron.zero_bubble.runtime.on_demand import Exchange
+
+
+class OnDemandChunk(DistributedChunk):
+    """A model chunk as ``runtime.shards.Chunk``, whose gradients are complete when all replicas have ended."""
+
+    def __init__(self, model: torch.nn.Module, stage: int, exchange: Exchange) -> None:
+        super().__init__(model)
+        self._exchange, self._buckets = exchange, [bucket for group in self._groups for bucket in group.buckets]
+        self._keys = [(stage, number) for number in range(len(self._buckets))]
+        self.shards = {key: part.clone() for key, part in zip(self._keys, self.own_weights, strict=True)}
+
+    def gather(self) -> None:
+        """See ``runtime.shards.Chunk``."""
+        exchange = self._exchange
+        for key, bucket in zip(self._keys, self._buckets, strict=True):
+            for replica, part in enumerate(bucket.param_data.view(exchange.size, -1)):
+                if replica != exchange.rank:
+                    exchange.fetch(key, replica, part)
+
+    def reduce(self) -> None:
+        """Send every replica its part; the own sum is left for ``complete``, and here counts as 0."""
+        exchange = self._exchange
+        for group in self._groups:
+            if group.ddp_config.check_for_nan_in_grad or group.ddp_config.check_for_large_grads:
+                group.check_grads(
+                    check_for_nan_or_inf=group.ddp_config.check_for_nan_in_grad,
+                    check_for_large=group.ddp_config.check_for_large_grads,
+                )
+        for key, bucket, own in zip(self._keys, self._buckets, self.own_gradients, strict=True):
+            if bucket.gradient_scaling_factor != 1.0:
+                bucket.grad_data *= bucket.gradient_scaling_factor
+            for replica, part in enumerate(bucket.grad_data.view(exchange.size, -1)):
+                exchange.add(key, replica, part)
+            own.zero_()
+
+    def complete(self, sums: Mapping[tuple[int, int], torch.Tensor]) -> None:
+        """Set the own gradients to the sums of all replicas."""
+        for key, own in zip(self._keys, self.own_gradients, strict=True):
+            if key in sums:
+                own.copy_(sums[key])
+
+
+class OnDemand:
+    """Exchanges shards on demand; see ``adapter.shards.ShardTransport``."""
+
+    is_collective = False
+
+    def __init__(self) -> None:
+        self._exchange: Exchange | None = None
+
+    def connect(self, _plan: Plan) -> None:
+        """Begin to serve the other replicas; their plans may differ. A collective call the first time.
+
+        Raises:
+            UserError: the replicas are not connected by gloo.
+        """
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        if backend_of(group) != "gloo":
+            raise UserError(
+                "sharded units exchange shards on demand only over gloo in this version; got "
+                f"{backend_of(group)}; leave out shard_transport"
+            )
+        if self._exchange is None:
+            self._exchange = Exchange(group)
+
+    @contextmanager
+    def iteration(self, models: Mapping[int, torch.nn.Module]) -> Iterator[Mapping[int, DistributedChunk]]:
+        """Context around the passes of an iteration, outside of which everything is whole."""
+        assert self._exchange is not None, "connect comes first"
+        chunks = {stage: OnDemandChunk(model, stage, self._exchange) for stage, model in models.items()}
+        self._exchange.publish({key: shard for chunk in chunks.values() for key, shard in chunk.shards.items()})
+        yield chunks
+        sums = self._exchange.end()
+        for chunk in chunks.values():
+            chunk.complete(sums)
+
+    def close(self) -> None:
+        """Stop serving."""
+        if self._exchange is not None:
+            self._exchange.close()
+            self._exchange = None
