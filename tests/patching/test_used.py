@@ -38,7 +38,7 @@ def look_ups(rank: int) -> list[str]:
     from megatron.zero_bubble.patching import used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    more = (used.POST_VALIDATION, used.SHARDED_UNITS, used.LATE_LINES, used.DATA, used.BUBBLE)
+    more = (used.POST_VALIDATION, used.SHARDED_UNITS, used.ON_DEMAND, used.LATE_LINES, used.DATA, used.BUBBLE)
     names = (*installed_seams().used, *chain.from_iterable(more))
     return [f"{name.module}.{name.name}" for name in names]
 
@@ -129,7 +129,7 @@ def rejects_each_missing_name(rank: int) -> int:
     from megatron.zero_bubble.patching import apply, report, used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    names = (*installed_seams().used, *used.POST_VALIDATION, *used.SHARDED_UNITS)
+    names = (*installed_seams().used, *used.POST_VALIDATION, *used.SHARDED_UNITS, *used.ON_DEMAND)
     for name in names:
         holder, _, attribute = name.name.rpartition(".")
         with pytest.MonkeyPatch.context() as patch:
@@ -146,6 +146,8 @@ def rejects_each_missing_name(rank: int) -> int:
             config = ZeroBubbleConfig(schedule="zb-h2", post_validation=True)
             if name in used.SHARDED_UNITS:
                 config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True)
+            if name in used.ON_DEMAND:
+                config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True, shard_transport="on-demand")
             with pytest.raises(SeamError) as caught:
                 apply(config)
         assert str(caught.value) == (

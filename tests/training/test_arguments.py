@@ -16,7 +16,8 @@ OURS = """
 --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-placement --zero-bubble-post-receives
 --zero-bubble-post-validation --zero-bubble-recompute-logits
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file
---zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-trace --zero-bubble-trace-iterations
+--zero-bubble-shard-transport --zero-bubble-shard-weights --zero-bubble-slice-ends --zero-bubble-trace
+--zero-bubble-trace-iterations
 --zero-bubble-unit-microbatches --zero-bubble-vocabulary-parallel --zero-bubble-wgrad-stream
 --zero-bubble-whole-stages
 """

@@ -25,6 +25,11 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
     [
         f"--mock-data --zero-bubble-schedule zb-v {OVERLAP} --attention-dropout 0.1 --hidden-dropout 0.1",
         pytest.param("--mock-data --zero-bubble-schedule zb-h1 --bf16", marks=pytest.mark.full),
+        pytest.param(
+            "--mock-data --zero-bubble-schedule zero-pp --num-virtual-stages-per-pipeline-rank 2 "
+            "--zero-bubble-shard-weights --zero-bubble-shard-transport on-demand --use-distributed-optimizer",
+            marks=pytest.mark.full,
+        ),
     ],
 )
 def test_a_resumed_run_equals_the_whole_run(ranks: RankPool, tmp_path: Path, more: str) -> None:

@@ -22,7 +22,7 @@ class OnDemandChunk(DistributedChunk):
         super().__init__(model)
         self._exchange, self._buckets = exchange, [bucket for group in self._groups for bucket in group.buckets]
         self._keys = [(stage, number) for number in range(len(self._buckets))]
-        self.shards = {key: part.clone() for key, part in zip(self._keys, self.own_weights, strict=True)}
+        self.shards = {key: shard.clone() for key, shard in zip(self._keys, self.own_weights, strict=True)}
 
     def gather(self) -> None:
         """See ``runtime.shards.Chunk``."""
@@ -83,11 +83,11 @@ class OnDemand:
         """Context around the passes of an iteration, outside of which everything is whole."""
         assert self._exchange is not None, "connect comes first"
         chunks = {stage: OnDemandChunk(model, stage, self._exchange) for stage, model in models.items()}
-        self._exchange.publish({key: shard for chunk in chunks.values() for key, shard in chunk.shards.items()})
+        self._exchange.publish({key: shard for own in chunks.values() for key, shard in own.shards.items()})
         yield chunks
         sums = self._exchange.end()
-        for chunk in chunks.values():
-            chunk.complete(sums)
+        for own in chunks.values():
+            own.complete(sums)
 
     def close(self) -> None:
         """Stop serving."""

@@ -57,7 +57,10 @@ _EXCLUDED: tuple[tuple[str, Callable[[Any], Any]], ...] = (
     (f"--zero-bubble-schedule {AUTO}", lambda options: options.zero_bubble_schedule == AUTO),
     ("--zero-bubble-post-validation", lambda options: options.zero_bubble_post_validation),
     ("--zero-bubble-offload", lambda options: options.zero_bubble_offload not in (None, "none")),
-    ("--zero-bubble-shard-weights", lambda options: options.zero_bubble_shard_weights),
+    (
+        "--zero-bubble-shard-weights without --zero-bubble-shard-transport on-demand",
+        lambda options: options.zero_bubble_shard_weights and options.zero_bubble_shard_transport != "on-demand",
+    ),
     ("--zero-bubble-trace", lambda options: options.zero_bubble_trace),
     ("--zero-bubble-record-costs", lambda options: options.zero_bubble_record_costs),
     (

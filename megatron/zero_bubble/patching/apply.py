@@ -66,7 +66,11 @@ def apply(
     """
     seams = installed_seams()
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
-    of_options = (used.POST_VALIDATION, config.post_validation), (used.SHARDED_UNITS, config.shard_weights)
+    of_options = (
+        (used.POST_VALIDATION, config.post_validation),
+        (used.SHARDED_UNITS, config.shard_weights),
+        (used.ON_DEMAND, config.shard_transport == "on-demand"),
+    )
     used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source
     pipeline = _pipeline(config, sources, observers, say)

@@ -167,6 +167,13 @@ SHARDED_UNITS: tuple[Used, ...] = (
 )
 """Used by sharded units."""
 
+ON_DEMAND: tuple[Used, ...] = (
+    *_of(_DISTRIBUTED, "check_for_large_grads check_for_nan_in_grad", "DistributedDataParallelConfig"),
+    _function(_BUFFERS, "_ParamAndGradBucketGroup.check_grads", "check_for_nan_or_inf check_for_large"),
+    *_of(_BUFFERS, "gradient_scaling_factor", "_ParamAndGradBucket"),
+)
+"""Used by sharded units whose shards are exchanged on demand."""
+
 LATE_LINES = _of("megatron.core.num_microbatches_calculator", "_GLOBAL_NUM_MICROBATCHES_CALCULATOR")
 """Used in a Megatron-LM job with post-validation, to log an iteration after the next one has begun."""
 
