@@ -39,7 +39,7 @@ def exchange_at_random_times(rank: int, seed: int) -> list[list[list[float]]]:
     for iteration in range(3):
         shards = {key: torch.full((SIZE,), 100.0 * iteration + 10 * rank + key[0] + key[1]) for key in KEYS}
         time.sleep(chance.random() * 0.02)
-        exchange.publish(shards)
+        exchange.publish(shards, dict.fromkeys(KEYS, torch.float32))
         for number in range(COUNTS[rank]):
             for key in KEYS:
                 for replica in range(exchange.size):

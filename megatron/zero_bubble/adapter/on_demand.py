@@ -9,19 +9,20 @@ import torch
 from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.shards import DistributedChunk
-from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.on_demand import Exchange
+from megatron.zero_bubble.runtime.symmetric import SymmetricExchange
 
 
 class OnDemandChunk(DistributedChunk):
     """A model chunk as ``runtime.shards.Chunk``, whose gradients are complete when all replicas have ended."""
 
-    def __init__(self, model: torch.nn.Module, stage: int, exchange: Exchange) -> None:
+    def __init__(self, model: torch.nn.Module, stage: int, exchange: Exchange | SymmetricExchange) -> None:
         super().__init__(model)
         self._exchange, self._buckets = exchange, [bucket for group in self._groups for bucket in group.buckets]
         self._keys = [(stage, number) for number in range(len(self._buckets))]
+        self.dtypes = {key: own.dtype for key, own in zip(self._keys, self.own_gradients, strict=True)}
         self.shards = {key: shard.clone() for key, shard in zip(self._keys, self.own_weights, strict=True)}
 
     def gather(self) -> None:
@@ -61,29 +62,30 @@ class OnDemand:
     is_collective = False
 
     def __init__(self) -> None:
-        self._exchange: Exchange | None = None
+        self._exchange: Exchange | SymmetricExchange | None = None
 
     def connect(self, _plan: Plan) -> None:
-        """Begin to serve the other replicas; their plans may differ. A collective call the first time.
-
-        Raises:
-            UserError: the replicas are not connected by gloo.
-        """
+        """Begin to serve the other replicas; their plans may differ. A collective call the first time."""
+        if self._exchange is not None:
+            return
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        if backend_of(group) != "gloo":
-            raise UserError(
-                "sharded units exchange shards on demand only over gloo in this version; got "
-                f"{backend_of(group)}; leave out shard_transport"
-            )
-        if self._exchange is None:
+        if backend_of(group) == "gloo":
             self._exchange = Exchange(group)
+        else:
+            from torch.distributed import _symmetric_memory  # defines operators when it is imported
+
+            self._exchange = SymmetricExchange(group, _symmetric_memory)
 
     @contextmanager
     def iteration(self, models: Mapping[int, torch.nn.Module]) -> Iterator[Mapping[int, DistributedChunk]]:
         """Context around the passes of an iteration, outside of which everything is whole."""
         assert self._exchange is not None, "connect comes first"
         chunks = {stage: OnDemandChunk(model, stage, self._exchange) for stage, model in models.items()}
-        self._exchange.publish({key: shard for own in chunks.values() for key, shard in own.shards.items()})
+        shards, dtypes = (
+            {key: value for own in chunks.values() for key, value in getattr(own, name).items()}
+            for name in ("shards", "dtypes")
+        )
+        self._exchange.publish(shards, dtypes)
         yield chunks
         sums = self._exchange.end()
         for own in chunks.values():

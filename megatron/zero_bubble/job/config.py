@@ -70,7 +70,7 @@ class ZeroBubbleConfig:
         whole_stages: the most stages of a rank whose weights are whole at a time with ``shard_weights``; None for 2, of
             which one is in use while the other is gathered.
         shard_transport: how the replicas of ``shard_weights`` exchange shards: by collectives, or on demand, which is
-            experimental and over gloo only.
+            experimental.
         measure_memory: measure once how much memory a microbatch holds on each stage (see ``Pipeline.memory``).
         peer_timeout_s: seconds that a message may take before its peer is considered dead; None is the default of
             torch.distributed. With gloo, the wait then raises ``PeerError``; with NCCL, a thread prints the same

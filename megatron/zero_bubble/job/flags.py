@@ -160,8 +160,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-shard-transport",
         choices=("collective", "on-demand"),
         help="how the replicas of --zero-bubble-shard-weights exchange shards: by collectives, or on demand, point to "
-        "point, so that no replica waits until the others reach the same unit; experimental, over gloo only; default: "
-        "collective",
+        "point, so that no replica waits until the others reach the same unit; experimental; default: collective",
     )
     add(
         "--zero-bubble-unit-microbatches",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import torch
@@ -48,7 +48,7 @@ class Exchange:
         self.rank, self.size = group.rank(), group.size()
         self._changed = threading.Condition()
         self._iteration = 0
-        self._shards: dict[Key, torch.Tensor] = {}
+        self._shards: Mapping[Key, torch.Tensor] = {}
         self._sums: dict[tuple[int, Key], _Sum] = {}
         self._ended: set[tuple[int, int]] = set()
         self._lost: RuntimeError | None = None
@@ -57,8 +57,12 @@ class Exchange:
         for thread in self._threads:
             thread.start()
 
-    def publish(self, shards: dict[Key, torch.Tensor]) -> None:
-        """Begin an iteration with these shards of weights, which must not change until the next one."""
+    def publish(self, shards: Mapping[Key, torch.Tensor], dtypes: Mapping[Key, torch.dtype]) -> None:
+        """Begin an iteration with these shards of weights, which must not change until the next one.
+
+        Args:
+            dtypes: those of the gradients; here, parts may have any.
+        """
         with self._changed:
             self._iteration += 1
             self._shards = shards
