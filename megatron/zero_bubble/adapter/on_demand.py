@@ -21,6 +21,7 @@ class OnDemandChunk(DistributedChunk):
     def __init__(self, model: torch.nn.Module, stage: int, exchange: Exchange | SymmetricExchange) -> None:
         super().__init__(model)
         self._exchange, self._buckets = exchange, [bucket for group in self._groups for bucket in group.buckets]
+        self._is_mean = any(group.ddp_config.average_in_collective for group in self._groups)
         self._keys = [(stage, number) for number in range(len(self._buckets))]
         self.dtypes = {key: own.dtype for key, own in zip(self._keys, self.own_gradients, strict=True)}
         self.shards = {key: shard.clone() for key, shard in zip(self._keys, self.own_weights, strict=True)}
@@ -43,8 +44,9 @@ class OnDemandChunk(DistributedChunk):
                     check_for_large=group.ddp_config.check_for_large_grads,
                 )
         for key, bucket, own in zip(self._keys, self._buckets, self.own_gradients, strict=True):
-            if bucket.gradient_scaling_factor != 1.0:
-                bucket.grad_data *= bucket.gradient_scaling_factor
+            scale = bucket.gradient_scaling_factor / (exchange.size if self._is_mean else 1)
+            if scale != 1.0:
+                bucket.grad_data *= scale
             for replica, part in enumerate(bucket.grad_data.view(exchange.size, -1)):
                 exchange.add(key, replica, part)
             own.zero_()

@@ -168,7 +168,11 @@ SHARDED_UNITS: tuple[Used, ...] = (
 """Used by sharded units."""
 
 ON_DEMAND: tuple[Used, ...] = (
-    *_of(_DISTRIBUTED, "check_for_large_grads check_for_nan_in_grad", "DistributedDataParallelConfig"),
+    *_of(
+        _DISTRIBUTED,
+        "average_in_collective check_for_large_grads check_for_nan_in_grad",
+        "DistributedDataParallelConfig",
+    ),
     _function(_BUFFERS, "_ParamAndGradBucketGroup.check_grads", "check_for_nan_or_inf check_for_large"),
     *_of(_BUFFERS, "gradient_scaling_factor", "_ParamAndGradBucket"),
 )
