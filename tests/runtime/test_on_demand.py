@@ -50,6 +50,7 @@ def exchange_at_random_times(rank: int, seed: int) -> list[list[list[float]]]:
                         assert into.tolist() == [100.0 * iteration + 10 * replica + key[0] + key[1]] * SIZE
                     exchange.add(key, replica, part(iteration, rank, number, key))
         sums = exchange.end()
+        assert not any(thread.is_alive() for thread in exchange._threads), "it could abort the process at its end"
         for key in KEYS:
             assert torch.equal(sums[key], expected(iteration, key))
         found.append([sums[key].tolist() for key in KEYS])
