@@ -59,6 +59,8 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--replica-bandwidth",
             "--offload", "--host-ms", "--host-bandwidth", "--host-memory", "--node-memory", "--ranks-per-node",
             "--ranks-per-link",
+            "--shard-weights", "--unit-microbatches", "--whole-stages", "--gather-ms", "--reduce-ms", "--replicas",
+            "--replica-bandwidth",
             "--equal-passes", "--step-ms", "--format",
         ],
         "compare": [
@@ -71,6 +73,8 @@ def test_flags_are_exactly_the_listed_ones() -> None:
             "--replica-bandwidth",
             "--offload", "--host-ms", "--host-bandwidth", "--host-memory", "--node-memory", "--ranks-per-node",
             "--ranks-per-link",
+            "--shard-weights", "--unit-microbatches", "--whole-stages", "--gather-ms", "--reduce-ms", "--replicas",
+            "--replica-bandwidth",
             "--equal-passes", "--format",
         ],
         "playground": ["--help", "--port", "--no-browser"],
