@@ -104,3 +104,38 @@ def test_storage_that_cannot_be_resized_stays_whole(sharder: Sharder) -> None:
     chunks[0].weights[0].numpy()
     with sharder.iteration(chunks):
         assert chunks[0].weights[0].untyped_storage().nbytes() == 4 * SIZE
+
+
+def test_kept_as_shards_between_iterations(sharder: Sharder) -> None:
+    """What an optimizer writes to a shard is gathered; each iteration begins its sums anew."""
+    chunks = {0: TwoReplicas(), 1: TwoReplicas()}
+    sharder.keep(chunks)
+    for _ in range(2):
+        run(sharder, chunks, 2)
+        assert bytes_whole(chunks) == 0
+        for stage, chunk in chunks.items():
+            (gradient,) = sharder.shards(stage).gradients or []
+            assert gradient.tolist() == [16, 16, 16]
+            with sharder.whole_gradients([stage]):
+                assert chunk.own_gradients[0].tolist() == [16, 16, 16]
+                chunk.own_gradients[0] /= 2
+                assert bytes_whole(chunks) == 4 * SIZE
+            assert sharder.shards(stage).gradients == [pytest.approx(torch.tensor([8.0, 8, 8]))]
+    sharder.shards(0).weights[0] += 10
+    with sharder.whole_weights([0]):
+        assert chunks[0].weights[0].tolist() == [11, 12, 13, 14, 15, 16]
+        assert bytes_whole(chunks) == 4 * SIZE
+    assert bytes_whole(chunks) == 0
+
+
+def test_weights_of_other_replicas_are_nan_after_the_end() -> None:
+    sharder, chunks = Sharder(ThreadLane()), {0: TwoReplicas()}
+    sharder.keep(chunks)
+    sharder.close()
+    own, others = chunks[0].weights[0].view(2, -1)
+    assert own.tolist() == [1, 2, 3]
+    assert others.isnan().all()
+
+
+def bytes_whole(chunks: dict[int, TwoReplicas]) -> int:
+    return sum(t.untyped_storage().nbytes() for each in chunks.values() for t in (*each.weights, *each.gradients))
