@@ -10,6 +10,7 @@ import pytest
 from megatron.zero_bubble.__main__ import main
 
 Capture = pytest.CaptureFixture[str]
+CONFIG = Path(__file__).parents[2] / "configs/gpt_1.5b.yaml"
 TIMES = "--forward-ms 4 --backward-ms 4 --wgrad-ms 4"
 SIZES = f"--num-ranks 4 --num-microbatches 8 {TIMES}"
 JOB = (
@@ -51,12 +52,25 @@ def test_times_of_a_costs_file(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_memory_limit_in_bytes_includes_weights(capsys: Capture) -> None:
-    config = "plan --schedule zero-pp --num-chunks 3 --config configs/gpt_1.5b.yaml --num-microbatches 32"
+    config = f"plan --schedule zero-pp --num-chunks 3 --config {CONFIG} --num-microbatches 16"
     words = f"{config} --shard-weights --replica-bandwidth 100 --memory-limit"
     out = run(capsys, f"{words} 100GiB")
     assert "A memory limit in bytes includes weights, gradients and optimizer" in out and "100 GiB: met" in out
     assert "weights and optimizer:" not in out and "GiB by rank, these and activations" in out
     assert "EXCEEDED" in run(capsys, f"{words} 1GiB")
+
+
+def test_tensor_parallelism_of_the_same_gpus(capsys: Capture) -> None:
+    """Four all-reduces per layer and microbatch, in each of which a rank sends 2 (8 - 1) / 8 of the hidden states."""
+    out = run(capsys, f"plan --schedule breadth-first --config {CONFIG} --num-microbatches 8 --shard-weights")
+    words = CONFIG.read_text().split()
+    shape = {
+        name: int(words[words.index(f"{name}:") + 1]) for name in ("hidden-size", "seq-length", "micro-batch-size")
+    }
+    layers = 3  # on the fullest of 8 ranks
+    states = shape["hidden-size"] * shape["seq-length"] * shape["micro-batch-size"]
+    sent = 4 * 2 * 7 / 8 * 2 * states * layers * 8 * 8 / 2**30
+    assert f"Tensor parallelism over 8 GPUs, instead of replicas, would send {sent:.4g} GiB per rank" in out
 
 
 def test_compare_lists_them_beside_whole_weights(capsys: Capture) -> None:

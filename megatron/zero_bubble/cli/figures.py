@@ -10,7 +10,7 @@ from functools import partial
 from megatron.zero_bubble.cli.layouts import BY_COST
 from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.costs.estimate import DEVICES, estimate, layer_costs
+from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.units import checked_share
 from megatron.zero_bubble.errors import UserError
@@ -147,6 +147,9 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         *([] if by_cost else [f"Layers by rank: {layers}."]),
         _static_note(bool(getattr(options, "shard_weights", False))),
     ]
+    if getattr(options, "shard_weights", False) and model.tensor_parallel == 1:
+        count = microbatches if num_microbatches is None else num_microbatches
+        notes.append(_tensor_note(model, count, replicas(options)))
     return Figures(
         len(model.layers),
         microbatches if num_microbatches is None else num_microbatches,
@@ -170,6 +173,25 @@ def _static_note(shards: bool) -> str:
             f"A memory limit in bytes includes weights, gradients and optimizer {each}, one in microbatches does not."
         )
     return f"The memory limit does not include weights and optimizer {each}."
+
+
+def replicas(options: argparse.Namespace) -> int:
+    """The replicas that weights are sharded over."""
+    return 8 if options.replicas is None else int(options.replicas)
+
+
+def _tensor_note(model: Model, num_microbatches: int, ranks: int) -> str:
+    """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas.
+
+    A layer has four all-reduces of the hidden states of a microbatch, of each of which a rank sends 2 (ranks - 1) /
+    ranks in BF16.
+    """
+    sent = 8 * 2.0 * model.tokens * model.hidden * (ranks - 1) / ranks * max(model.layers) * num_microbatches * ranks
+    static = max(model.weights(Placement.linear(len(model.layers)))) * _BYTES_PER_PARAMETER / ranks
+    return (
+        f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank for as "
+        f"many samples, and hold {static / 2**30:.4g} GiB of weights, gradients and optimizer."
+    )
 
 
 def _gives_memory(options: argparse.Namespace) -> bool:

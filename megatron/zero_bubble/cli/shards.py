@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Schedule
@@ -104,7 +105,7 @@ def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
     if text is not None and costs.stage_bytes is not None and parse_memory_limit(text)[1] == "p":
         limit = math.inf  # a limit in microbatches is one of activations
     return Replicas(
-        8 if options.replicas is None else options.replicas,
+        replicas(options),
         options.unit_microbatches or None,
         DEFAULT_WHOLE_CHUNKS if options.whole_stages is None else options.whole_stages,
         limit,
@@ -154,10 +155,10 @@ def shard_content(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
 
 def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> str:
     """Format the collectives, their traffic, memory, and a lower bound."""
-    of, replicas, schedule = plan.sharding, replicas_of(options, costs), plan.timeline.schedule
+    of, over, schedule = plan.sharding, replicas_of(options, costs), plan.timeline.schedule
     bound_ms = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices).value_ms
     lines = [
-        f"{replicas.count} replicas, units of {of.unit_microbatches} microbatches, {of.whole_chunks} whole stages",
+        f"{over.count} replicas, units of {of.unit_microbatches} microbatches, {of.whole_chunks} whole stages",
         f"per rank: {max(plan.gathers)} gathers, {max(plan.reductions)} reductions, {plan.lane_ms:.3f} ms together",
     ]
     if plan.traffic is not None:
@@ -165,10 +166,10 @@ def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
     if plan.static is not None:
         lines.append(f"GiB by rank, shards and whole weights and gradients: {_gib(plan.static)}")
         lines.append(f"GiB by rank, these and activations: {_gib(plan.peaks)}")
-    if replicas.limit < math.inf:
+    if over.limit < math.inf:
         peak = max(plan.peaks)
-        verdict = "met" if peak <= replicas.limit * (1 + 1e-9) else "EXCEEDED"
-        lines.append(f"memory limit {costs.show(replicas.limit)}: {verdict}, peak {costs.show(peak)} per rank")
+        verdict = "met" if peak <= over.limit * (1 + 1e-9) else "EXCEEDED"
+        lines.append(f"memory limit {costs.show(over.limit)}: {verdict}, peak {costs.show(peak)} per rank")
     least = max(bound_ms, plan.lane_ms)
     why = "the collectives of this plan" if plan.lane_ms > bound_ms else "the passes on this placement"
     lines.append(f"lower bound {least:.3f} ms makespan ({why})")
