@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.utils.data import Dataset
 
 from megatron.zero_bubble.platforms import select
 from tests.helpers.progress import RecordedProgress
+from tests.helpers.shards import read_each
 
 STEPS = 5
 
@@ -243,8 +243,7 @@ def _train_once(
     optimizer = model.build_optimizer(args, chunks)
     model.connect(args, chunks, optimizer)
     optimizer = zero_bubble.step_ahead(args, pipeline, optimizer, chunks)
-    units = None if pipeline is None else pipeline.units
-    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer), units)
+    trained = checkpoint.Trained(chunks, optimizer, model.build_scheduler(args, optimizer), pipeline and pipeline.units)
     seen = RecordedProgress(args.train_iters)
     on_start(chunks, seen)
 
@@ -257,16 +256,12 @@ def _train_once(
             seen.losses += [value.hex() for report in reports for value in report["lm loss"].tolist()]
             return reports
 
-    trainer = Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen)
     with stop.StopRequest(group_of_hosts(args), "a test") as request:
-        trainer.run(request)
+        Trainer(args, platform, device, trained, splits, vocab_size, checkpoint.TrainState(), seen).run(request)
     if args.overlap_param_gather:  # otherwise only the next forward would gather the last step's weights
         for chunk in chunks:
             chunk.start_param_sync(force_sync=True)
-    after: dict[str, str] = {}
-    for index, chunk in enumerate(chunks):
-        with nullcontext() if units is None else units.whole_weights(index):
-            after |= _digests([chunk])
+    after = read_each(trained.units, chunks, _digests)
     unmoved = tuple(name for name, digest in before.items() if after[name] == digest)
     outcome = Outcome(
         tuple(seen.losses),

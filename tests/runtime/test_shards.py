@@ -107,7 +107,7 @@ def test_storage_that_cannot_be_resized_stays_whole(sharder: Sharder) -> None:
 
 
 def test_kept_as_shards_between_iterations(sharder: Sharder) -> None:
-    """What an optimizer writes to a shard is gathered; each iteration begins its sums anew."""
+    """What an optimizer writes to a shard is gathered; each iteration begins its sums from zero."""
     chunks = {0: TwoReplicas(), 1: TwoReplicas()}
     sharder.keep(chunks)
     for _ in range(2):

@@ -245,7 +245,7 @@ class Pipeline:
             observer,
             self._maker(call, prepared, boundary),
             None if step.forward_only else self.offloader,
-            self.units if self._shards(step.forward_only) else None,
+            None if self.units is None else self.units.of(step.forward_only),
         )
         if step.forward_only:
             if self._optimizer is not None:
@@ -340,16 +340,10 @@ class Pipeline:
     def _plan(self, schedule: Schedule, moves: Collection[Move], forward_only: bool) -> Plan:
         """Validate the schedule and lower it to a plan."""
         validate(schedule)
-        sharding = None
-        if self.units is not None and self._shards(forward_only):
-            sharding = self.units.sharding(schedule.num_ranks)
+        sharding = None if self.units is None else self.units.sharding_of(schedule, forward_only)
         if forward_only:
             return lower_forward_only(schedule, self._post_receives, sharding)
         return lower_training(schedule, self._post_receives, self._rollback is not None, moves, sharding)
-
-    def _shards(self, forward_only: bool) -> bool:
-        """Whether chunks are shards in an iteration."""
-        return self.units is not None and (not forward_only or self.units.steps_shards)
 
     def _connect(self, group: dist.ProcessGroup, plan: Plan) -> None:
         """Check that all ranks have the same plan, and open its channels."""

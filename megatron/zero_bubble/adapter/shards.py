@@ -78,7 +78,8 @@ class ShardTransport(Protocol):
     """Exchanges the shards of the replicas of a pipeline.
 
     Attributes:
-        is_collective: whether all replicas must run the same plans. Only then can chunks stay shards between iterations.
+        is_collective: whether all replicas must run the same plans. Only then, chunks may stay shards between
+            iterations.
     """
 
     is_collective: bool
@@ -130,7 +131,7 @@ class ShardedUnits:
     """
 
     def __init__(self, sharding: Callable[[int], Sharding], transport: ShardTransport) -> None:
-        self.sharding = sharding
+        self._sharding = sharding
         self._transport = transport
         self.sharder: Sharder | None = None
         self._optimizer: Any = None
@@ -142,6 +143,14 @@ class ShardedUnits:
     def steps_shards(self) -> bool:
         """Whether chunks stay shards between iterations."""
         return self._optimizer is not None
+
+    def of(self, forward_only: bool) -> ShardedUnits | None:
+        """These units if chunks are shards in such an iteration, else None: an evaluation may find whole chunks."""
+        return self if self.steps_shards or not forward_only else None
+
+    def sharding_of(self, schedule: Schedule, forward_only: bool) -> Sharding | None:
+        """How chunks are sharded in an iteration with ``schedule``; None if they are whole."""
+        return None if self.of(forward_only) is None else self._sharding(schedule.num_ranks)
 
     def step_shards(self, optimizer: Any) -> None:
         """Keep the chunks as shards from the next iteration on, in which ``optimizer`` steps them in place.
@@ -170,7 +179,7 @@ class ShardedUnits:
         Raises:
             UserError: replicas have different numbers of microbatches, or only some of them evaluate.
         """
-        if not self._transport.is_collective or (forward_only and not self.steps_shards):
+        if not self._transport.is_collective or self.of(forward_only) is None:
             return  # a replica then runs on its own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         own = torch.tensor([num_microbatches, forward_only], device=device)
@@ -259,7 +268,10 @@ class ShardedUnits:
                     run([chunks[index] for index in indices], None if num_tokens is None else num_tokens.clone())
 
     def close(self) -> None:
-        """Stop the exchange and the lane. Chunks that are shards get their memory back, with NaN where they had none."""
+        """Stop the exchange and the lane.
+
+        Chunks that are shards get their memory back, with NaN where they had no shard.
+        """
         self._transport.close()
         if self.sharder is not None:
             self.sharder.close()

@@ -14,7 +14,7 @@ import contextlib
 import pickle
 import shutil
 from collections.abc import Collection, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.core import CheckpointingException
-from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
-    ShardedTensor,
-    ShardedTensorFactory,
-    is_main_replica,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch.distributed.checkpoint.api import CheckpointException
@@ -51,6 +45,7 @@ from megatron.zero_bubble.training.checkpoint_folder import (
     publish,
 )
 from megatron.zero_bubble.training.distributed import agree
+from megatron.zero_bubble.training.whole_weights import copy_weights
 
 # Sizes of the parallel layout, which determine the rank that a random state belongs to.
 _LAYOUT = (
@@ -83,16 +78,12 @@ class TrainState:
 
 @dataclass(frozen=True)
 class Trained:
-    """Objects whose state a checkpoint saves and restores, in addition to :class:`TrainState`.
-
-    Attributes:
-        units: the sharded units of the pipeline, if any: weights may be shards.
-    """
+    """Objects whose state a checkpoint saves and restores, in addition to :class:`TrainState`."""
 
     model: list[Any]
     optimizer: MegatronOptimizer | PostValidatedOptimizer
     scheduler: OptimizerParamScheduler
-    units: ShardedUnits | None = None
+    units: ShardedUnits | None = None  # weights may be shards
 
 
 def prepare(flag: str, directory: str | Path) -> None:
@@ -121,10 +112,8 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
     metadata = _metadata(args)
     contents = _contents(args, trained, metadata)
     if trained.units is not None and trained.units.steps_shards:
-        _copy_weights(trained, trained.units, contents)
-    contents["train_state"] = asdict(state)
-    contents["layout"] = _layout(args)
-    contents["layers"] = list(job_layers(args))
+        copy_weights(trained.units, [contents[_model_key(trained, index)] for index in range(len(trained.model))])
+    contents |= {"train_state": asdict(state), "layout": _layout(args), "layers": list(job_layers(args))}
     on_disk = {name: value for name, value in metadata.items() if name != "dp_cp_group"}
     dist_checkpointing.save(contents, str(writing), content_metadata=on_disk)
     dist.barrier()
@@ -132,20 +121,6 @@ def save(args: argparse.Namespace, trained: Trained, state: TrainState) -> Path:
         publish(writing, final, state.iteration)
     dist.barrier()
     return final
-
-
-def _copy_weights(trained: Trained, units: ShardedUnits, contents: dict[str, Any]) -> None:
-    """Copy weights that are shards to host memory, one chunk after the other; ranks that save none need the shapes."""
-
-    def copy(part: Any) -> Any:
-        if not isinstance(part, ShardedTensor | ShardedTensorFactory):
-            return part
-        saves = is_main_replica(part.replica_id)
-        return replace(part, data=part.data.detach().cpu().clone() if saves else part.data.detach().to("meta"))
-
-    for index in range(len(trained.model)):
-        with units.whole_weights(index):
-            dict_list_map_inplace(copy, contents[_model_key(trained, index)])
 
 
 def load(args: argparse.Namespace, trained: Trained) -> TrainState | None:
