@@ -33,7 +33,7 @@ def trained(ranks: RankPool, layout: Layout, options: str, units: int) -> list[l
 @pytest.mark.parametrize(
     ("layout", "options", "units"),
     [
-        (TWO, "", 2),
+        pytest.param(TWO, "", 2, marks=pytest.mark.full),
         pytest.param(
             TWO, "--calculate-per-token-loss --untie-embeddings-and-output-weights", 1, marks=pytest.mark.full
         ),

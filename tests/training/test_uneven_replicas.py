@@ -33,11 +33,11 @@ OVERLAP = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gat
     ],
 )
 def test_a_resumed_run_equals_the_whole_run(ranks: RankPool, tmp_path: Path, more: str) -> None:
-    job = f"{BALANCED} --global-batch-size 11 --eval-interval 2 --eval-iters 1 {more}"
+    job = f"{BALANCED} --global-batch-size 11 --eval-interval 2 --eval-iters 1 --train-iters 4 {more}"
     whole = train(ranks, 4, job, tmp_path / "whole")
-    cut = train(ranks, 4, f"{job} --save {tmp_path}/saved --exit-interval 3", tmp_path / "cut")
+    cut = train(ranks, 4, f"{job} --save {tmp_path}/saved --exit-interval 2", tmp_path / "cut")
     resumed = train(ranks, 4, f"{job} --load {tmp_path}/saved", tmp_path / "resumed")
-    assert list(losses(whole)) == list(range(1, 7))
+    assert list(losses(whole)) == list(range(1, 5))
     assert {**losses(cut), **losses(resumed)} == losses(whole)
     assert {**losses(cut, "evaluation"), **losses(resumed, "evaluation")} == losses(whole, "evaluation")
     counts = {line["num_microbatches"] for line in whole if line["kind"] == "train"}
@@ -48,9 +48,9 @@ def test_one_replica_has_the_losses_of_two(ranks: RankPool, tmp_path: Path) -> N
     """Both train the same samples in every iteration, on a text with documents of very different lengths."""
     texts = [b"the quick brown fox jumps over the lazy dog. " * (1 + number % 4) for number in range(60)]
     write_documents(str(tmp_path / "text"), [text[: 7 + 5 * number] for number, text in enumerate(texts)])
-    job = f"{BALANCED} --data-path {tmp_path}/text --split 90,10 --eval-iters 1 --seq-length 64 --train-iters 10"
+    job = f"{BALANCED} --data-path {tmp_path}/text --split 90,10 --eval-iters 1 --seq-length 64 --train-iters 4"
     job += " --global-batch-size 9 --lr 1e-2 --zero-bubble-schedule zb-h1 --attention-dropout 0 --hidden-dropout 0"
-    lines = train(ranks, 4, f"{job} --zero-bubble-log-bubble --log-interval 5", tmp_path / "two")
+    lines = train(ranks, 4, f"{job} --zero-bubble-log-bubble --log-interval 2", tmp_path / "two")
     assert [0.0 <= line["planned"] < 1.0 for line in lines if line["kind"] == "bubble"] == [True, True]
     two = losses(lines)
     one = losses(train(ranks, 2, job, tmp_path / "one"))
@@ -58,7 +58,7 @@ def test_one_replica_has_the_losses_of_two(ranks: RankPool, tmp_path: Path) -> N
     for iteration, (loss, norm, *others) in two.items():
         assert (loss, norm) == pytest.approx(one[iteration][:2], rel=2e-5)
         assert others == list(one[iteration][2:])
-    assert two[10][0] < 0.8 * two[1][0]
+    assert two[4][0] < 0.9 * two[1][0]
 
 
 @pytest.mark.full
