@@ -13,6 +13,7 @@ from megatron.zero_bubble.training.batch_sizes import BatchSizes
 from megatron.zero_bubble.training.data.corpus import write_documents
 from megatron.zero_bubble.training.data.documents import Documents, IndexedTexts, MockTexts, padded
 from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder
+from tests.helpers.ranks import RankFailure, RankPool
 
 EOD = 256
 
@@ -88,6 +89,19 @@ def test_replicas_read_every_sample_of_an_iteration_once() -> None:
     for replica in range(2):
         resumed = list(BalancedOrder(lengths, sizes.at, 3, own(replica)))
         assert [sorted(microbatch) for microbatch in resumed] == read[replica][-len(resumed) :]
+
+
+def read_other_documents(rank: int) -> None:
+    from megatron.zero_bubble.training.data.batches import check_same_lengths
+
+    check_same_lengths([Documents(Texts(4, 6 + rank), 64, 2, seed=0)])
+
+
+def test_every_rank_refuses_documents_of_other_lengths(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(2, read_other_documents)
+    assert all("all ranks must read the same documents" in report for report in caught.value.reports.values())
+    assert len(caught.value.reports) == 2
 
 
 def test_shapes_are_those_of_the_microbatches() -> None:

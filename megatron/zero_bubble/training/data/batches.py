@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -60,8 +60,8 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
         text = " ".join(str(error).split())
         problem = f"the data sets cannot be built ({type(error).__name__}: {text}); check the data flags and files"
     agree(problem)
-    if isinstance(train, Documents):
-        _check_same_lengths(train)
+    if args.zero_bubble_balance_microbatches:
+        check_same_lengths([split for split in (train, valid, test) if isinstance(split, Documents)])
     found = gather([split is not None and len(split) > 0 for split in (train, valid, test)])
     present = [any(of_ranks) for of_ranks in zip(*found, strict=True)]
     if not present[0]:
@@ -69,9 +69,9 @@ def build_splits(args: argparse.Namespace, tokenizer: Tokenizer) -> Splits:
     return Splits(train, valid, test, has_valid=present[1], has_test=present[2])
 
 
-def _check_same_lengths(train: Documents) -> None:
+def check_same_lengths(splits: Sequence[Documents]) -> None:
     """Raise UserError on every rank if the samples of some have other lengths; a collective call."""
-    digests = gather(hashlib.sha256(train.lengths.tobytes()).hexdigest()[:16])
+    digests = gather(hashlib.sha256(b"".join(split.lengths.tobytes() for split in splits)).hexdigest()[:16])
     if len(set(digests)) > 1:
         raise UserError(
             "with --zero-bubble-balance-microbatches, all ranks must read the same documents, whose lengths decide the "
