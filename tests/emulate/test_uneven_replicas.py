@@ -19,7 +19,7 @@ from megatron.zero_bubble.planning.balance import balance
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
-from tests.planning.test_balance import lognormal
+from tests.planning.test_balance import lognormal, makespan_ms
 
 HIDDEN, RANKS = 2048, 2
 
@@ -74,6 +74,8 @@ def test_balanced_replicas_end_earlier(ranks: RankPool, name: str, each: int, lo
         assignments.append([[lengths[sample] for (sample,) in microbatches] for microbatches in own])
         work += 30.0 * sum(map(cost.sample, lengths)) / 2
     times = ranks.run(2 * RANKS, iteration_ms, name, assignments, longest, timeout=60)
+    for replicas, ms in zip(assignments, times[0], strict=True):
+        assert ms == pytest.approx(max(makespan_ms(name, RANKS, own, longest) for own in replicas)), "as simulated"
     equal, balanced = times[0][0::2], times[0][1::2]
     assert all(after <= before * 1.001 for before, after in zip(equal, balanced, strict=True)), (equal, balanced)
     assert sum(equal) >= 1.3 * sum(balanced) or sum(balanced) <= 1.05 * work, sum(equal) / sum(balanced)
