@@ -112,6 +112,20 @@ def test_times_and_arrivals_match_the_passes(address: str) -> None:
                 assert arrives <= start
 
 
+def test_copies_are_those_of_the_plan(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {**ASKED, "schedule": "zb-h2", "offload": "auto", "host-ms": "9", "memory-limit": "1.2p"}
+    words = [word for flag, value in asked.items() for word in (f"--{flag}", value) if word]
+    assert main(["plan", *words, "--format", "json"]) == 0
+    expected = json.loads(capsys.readouterr().out)
+    answer, drawn = ask(address, asked)["plan"], drawing(address, asked)
+    moves = expected.pop("moves")
+    assert without_seconds(answer | {"order": drawn["order"]}) == without_seconds(expected)
+    copies = [op for row in drawn["copies"] for op, *_ in row]
+    assert sorted(copies) == sorted(f"{forward}{sign}" for forward, *_ in moves for sign in "^v")
+    assert all(end - start == pytest.approx(9) for row in drawn["copies"] for _, start, end in row)
+    assert drawing(address, ASKED)["copies"] == [[]] * 4
+
+
 @pytest.mark.parametrize("algorithm", ["1", "2"])
 def test_passes_of_the_vocabulary_wait_for_collectives(address: str, algorithm: str) -> None:
     shards = {"vocabulary": algorithm, "output-ms": "1", "output-wgrad-ms": "0.5", "collective-ms": "0.25"}
@@ -183,6 +197,10 @@ def test_exceeded_limit_is_reported_as_by_plan(address: str, capsys: Capture) ->
         (
             {"vocabulary": "2", "output-ms": "1", "output-wgrad-ms": "1", "num-ranks": "64", "num-microbatches": "64"},
             "at most 2048 for ranks x microbatches of this schedule with vocabulary parallelism; got 4096",
+        ),
+        (
+            {"offload": "all", "host-ms": "1", "num-ranks": "64", "num-microbatches": "256", "num-chunks": "2"},
+            "at most 8192 for ranks x microbatches of this schedule with offloading; got 16384",
         ),
         ({"forward-ms": "nan"}, "forward_ms of stage 0 must be a finite number, 0 or above; got nan"),
     ],

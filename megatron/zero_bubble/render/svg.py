@@ -35,10 +35,13 @@ MEANING = {
     Kind.I: "I embedding",
     Kind.J: "J its gradient",
 }
+LANE_COLOUR = "#8b6fc4"
+"""The colour of ops on other lanes than that of the passes."""
 _STYLE = (
     "text{font:12px system-ui,-apple-system,'Segoe UI',Roboto,sans-serif;fill:#4b5563}"
     ".title{font-size:15px;font-weight:600;fill:#111827}.mb{font-size:10px;fill:#fff;text-anchor:middle}"
-    ".lane{fill:#8b6fc4}.of{font-size:8px;text-anchor:end}"
+    f".lane{{fill:{LANE_COLOUR}}}"
+    ".of{font-size:8px;text-anchor:end}"
     ".kept{fill:#a7bff5}.due{fill:none;stroke:#111827;stroke-dasharray:3 3}"
     ".rank{text-anchor:end}.tick{text-anchor:middle}.idle{fill:#eceef2}.grid{stroke:#cbd0d9;stroke-dasharray:2 3}"
     + "".join(f".{kind.value}{{fill:{colour}}}" for kind, colour in _OF_STAGES.items())

@@ -13,18 +13,23 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.cli.offload import offload_content
 from megatron.zero_bubble.cli.plan import add_plan, make_plan, searches
 from megatron.zero_bubble.cli.slices import AUTOMATIC
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.moves import MOVES
 from megatron.zero_bubble.formats.plan import plan_content
 from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
+from megatron.zero_bubble.ir.ops import COPY
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.plan.offload import NO_SHARE
+from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.planning.vocabulary import CHOICES
-from megatron.zero_bubble.render.svg import COLOURS, MEANING
+from megatron.zero_bubble.render.svg import COLOURS, LANE_COLOUR, MEANING
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
@@ -33,6 +38,7 @@ _FLAGS = (
     *("forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "activation-memory", "wgrad-memory", "memory-limit"),
     *("num-slices", "slice-cuts", "attention-share"),
     *("vocabulary", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms", "collective-ms"),
+    *("offload", "host-ms"),
 )
 _WITHOUT_VALUE = ("equal-passes",)
 _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
@@ -45,6 +51,8 @@ _MOST_SEARCHED = 4096
 """The most forwards for which a schedule of slices is searched: about five seconds."""
 _MOST_DIVIDED, _MOST_DIVIDED_SEARCHED = 2048, 512
 """The most forwards of a plan with vocabulary parallelism, without a search and with one: about five seconds."""
+_MOST_OFFLOADED, _MOST_OFFLOADED_SEARCHED = 16384, 512
+"""The same with offloading."""
 
 
 class Question(NamedTuple):
@@ -96,7 +104,8 @@ class Answer(NamedTuple):
         figures: the plan as ``--format json`` prints it, without its order; ``limit`` states whether the plan is within
             the memory limit, and is None without a limit.
         drawing: the plan's ``order``; ``times`` has ``[start, end]`` of every pass in it, in ms; ``waits_for`` has the
-            passes that it depends on, each with the time in ms at which its result arrives.
+            passes that it depends on, each with the time in ms at which its result arrives; ``copies`` has, per rank,
+            ``[op, start, end]`` of every copy to host memory or back.
     """
 
     figures: dict[str, Any]
@@ -116,10 +125,14 @@ def answer(question: Question) -> Answer:
         kept, sentence = limit_verdict(timeline, costs, certificate)
         limit = {"kept": kept, "sentence": sentence}
     plan = plan_content(timeline, certificate)
+    if made.offloaded is not None:
+        plan |= offload_content(made.offloaded, question.options.offload)
+        del plan[MOVES]
     drawing = {
         "order": plan.pop("order"),
         "times": [[(start, end) for _, start, end in row] for row in timeline.spans],
         "waits_for": _arrivals(timeline, costs.on(timeline.schedule.placement)[0]),
+        "copies": _copies(timeline),
     }
     return Answer({"command": question.command, "plan": plan, "limit": limit}, drawing)
 
@@ -137,6 +150,8 @@ def catalogue() -> dict[str, Any]:
             for kind in COLOURS
         ],
         "vocabulary": CHOICES,
+        "lane": LANE_COLOUR,
+        "offload": (NO_SHARE, OFFLOAD_AUTO, "50%", "all"),
         "most": MOST,
         "slices": [*(str(2**power) for power in range(MOST_SLICES.bit_length())), AUTOMATIC],
     }
@@ -168,6 +183,12 @@ def _check_size(options: argparse.Namespace) -> None:
             f"the playground allows at most {most} for ranks x microbatches of this schedule with vocabulary "
             f"parallelism; got {forwards}; choose fewer, or use zero-bubble plan"
         )
+    most = _MOST_OFFLOADED_SEARCHED if options.schedule == AUTO else _MOST_OFFLOADED // chunks
+    if options.offload not in (None, NO_SHARE) and forwards > most:
+        raise UserError(
+            f"the playground allows at most {most} for ranks x microbatches of this schedule with offloading; got "
+            f"{forwards}; choose fewer, or use zero-bubble plan"
+        )
 
 
 def _most_slices(options: argparse.Namespace) -> int:
@@ -179,6 +200,11 @@ def _most_slices(options: argparse.Namespace) -> int:
     if options.slice_cuts is not None:
         return len(options.slice_cuts.split(","))
     return len(DEFAULT_SLICES) if options.schedule in sliced() else 1
+
+
+def _copies(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
+    rows = timeline.lanes or ((),) * len(timeline.spans)
+    return [[(str(span.op), span.start_ms, span.end_ms) for span in row if span.lane == COPY] for row in rows]
 
 
 def _waited_for(schedule: Schedule, p: Pass) -> list[Pass]:

@@ -138,7 +138,8 @@ function paintPictures(known, answers) {
     const {plan, limit} = answer;
     const slices = plan.num_slices ? `${plan.num_slices} slices, ` : "";
     const vocabulary = plan.vocabulary ? `vocabulary parallelism ${plan.vocabulary}, ` : "";
-    const rates = `${slices}${vocabulary}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
+    const moved = plan.offload ? `${percent(plan.offloaded_share)} of the forwards move, ` : "";
+    const rates = `${slices}${vocabulary}${moved}bubble ${percent(plan.bubble_rate_span)} of span, ${percent(plan.bubble_rate_makespan)} of makespan`;
     picture.figures.textContent = limit.kept ? rates : `${rates}; over the memory limit`;
     picture.element.classList.toggle("over", !limit.kept);
     return picture;
@@ -168,6 +169,11 @@ function paintLegend(setting) {
     return element("span", {}, patch, meaning);
   });
   entries.push(element("span", {}, element("i", {className: "idle"}), "idle"));
+  if (isOffloaded(setting)) {
+    const patch = element("i");
+    patch.style.background = CATALOGUE.lane;
+    entries.push(element("span", {}, patch, "copy to host memory, or back"));
+  }
   document.getElementById("legend").replaceChildren(...entries);
 }
 

@@ -1,8 +1,9 @@
 "use strict";
 // The drawing of one schedule: one row per rank, time to the right, and a layer above for the selected pass.
 
-const LEFT = 52, RIGHT = 8, AXIS = 22;
+const LEFT = 52, RIGHT = 8, AXIS = 22, LANE = 5;
 const COLOUR = Object.fromEntries(CATALOGUE.kinds.map(({kind, colour}) => [kind, colour]));
+const LANE_COLOUR = CATALOGUE.lane;
 
 /** The passes of a drawing by rank. `linkPasses` adds the passes that each waits for, and those that need it. */
 function passesOf(plan, {order, times}) {
@@ -108,6 +109,7 @@ class Picture {
       if (this.answer !== answer || !this.isNear) return;
       this.rows = passesOf(answer.plan, drawing);
       this.waits = drawing.waits_for;
+      this.copies = drawing.copies;
       this.shown = answer;
       this.draw();
     } catch (error) {
@@ -123,6 +125,7 @@ class Picture {
     this.width = this.element.querySelector(".board").clientWidth;
     this.pitch = count <= 8 ? 24 : count <= 16 ? 18 : 12;
     this.high = this.pitch - Math.max(2, this.pitch >> 3);
+    if (this.answer.plan.offload) this.pitch += LANE;  // the copies of a rank, below its passes
     this.scale = (this.width - LEFT - RIGHT) / view.ms;
     this.height = count * this.pitch;
     Object.assign(this.layer.dataset, {left: LEFT, scale: this.scale, pitch: this.pitch});
@@ -188,6 +191,12 @@ class Picture {
     ink.fillRect(this.x(0), rank * this.pitch, this.answer.plan.makespan_ms * this.scale, this.high);
     const end = view.from + view.ms;
     for (let at = firstAfter(row, view.from); at < row.length && row[at].start < end; at++) this.drawPass(ink, row[at]);
+    ink.fillStyle = LANE_COLOUR;
+    for (const [, from, to] of this.copies[rank]) {
+      if (to > view.from && from < end) {
+        ink.fillRect(this.x(from), rank * this.pitch + this.high + 1, Math.max(0.5, (to - from) * this.scale - 0.5), LANE - 2);
+      }
+    }
   }
 
   /** Draw one pass, with the number of its microbatch if it fits. */

@@ -19,8 +19,10 @@ const CONTROLS = [
     unit: "ms", start: "2.5", min: 0, max: 20, step: 0.5, shard: true},
   {key: "T", flag: "output-wgrad-ms", label: "T its gradient", hint: "of the weights of a rank's shard", unit: "ms",
     start: "2.5", min: 0, max: 20, step: 0.5, shard: true},
+  {key: "H", flag: "host-ms", label: "copy to the host", hint: "of the activations of a microbatch on one rank, or back",
+    unit: "ms", start: "10", min: 0.5, max: 60, step: 0.5, copy: true},
 ];
-const CHOICES = {placement: "any", objective: "span", slices: "1", vocabulary: "off"};
+const CHOICES = {placement: "any", objective: "span", slices: "1", vocabulary: "off", offload: "none"};
 const form = document.getElementById("setting");
 
 /** The form's values, as the text that was typed, so that the command has the same text. */
@@ -57,8 +59,8 @@ function buildControls(changed) {
     row.append(text, number, element("span", {className: "unit", textContent: unit ?? ""}), slider);
     document.getElementById("sliders").append(row);
   }
-  for (const [name, values] of [["slices", CATALOGUE.slices], ["vocabulary", CATALOGUE.vocabulary]]) {
-    for (const value of values) {
+  for (const name of ["slices", "vocabulary", "offload"]) {
+    for (const value of CATALOGUE[name]) {
       const radio = element("input", {type: "radio", name, value});
       document.getElementById(name).append(element("label", {}, radio, ` ${value}`));
     }
@@ -76,11 +78,18 @@ function writeSetting(setting) {
 /** Whether the output layer and the embedding are divided over all ranks. */
 const isDivided = ({vocabulary}) => vocabulary !== CHOICES.vocabulary;
 
+/** Whether activations move to host memory. */
+const isOffloaded = ({offload = CHOICES.offload}) => offload !== CHOICES.offload;
+
+/** Whether a control applies to the setting. */
+const applies = ({shard, copy}, setting) => (!shard || isDivided(setting)) && (!copy || isOffloaded(setting));
+
 /** Set the sliders to the numbers, and show those that apply. */
 function moveSliders(setting) {
-  for (const {key, max, shard} of CONTROLS) {
+  for (const control of CONTROLS) {
+    const {key, max} = control;
     const slider = document.getElementById(`slider-${key}`);
-    slider.parentElement.hidden = shard && !isDivided(setting);
+    slider.parentElement.hidden = !applies(control, setting);
     slider.value = setting[key] === "" ? max : setting[key];
     const part = (slider.value - slider.min) / (slider.max - slider.min || 1);
     slider.style.setProperty("--part", `${100 * part}%`);
@@ -123,13 +132,16 @@ const WHERE = {linear: "one stage per rank", vee: "two stages per rank in a V", 
 /** The flags of one command. Without a limit, it uses one that no schedule reaches, so that there is always a bound. */
 function queryOf(own, setting) {
   const query = new URLSearchParams(own);
-  for (const {key, flag, shard} of CONTROLS) {
-    if (shard && !isDivided(setting)) continue;
+  for (const control of CONTROLS) {
+    const {key, flag} = control;
+    if (!applies(control, setting)) continue;
     if (key === "v" || (key === "a" && (!own["num-slices"] || setting.a === "0"))) continue;
     if (key === "limit") query.set(flag, `${setting.limit || setting.m}p`);
     else if (setting[key] !== "") query.set(flag, setting[key]);
   }
-  for (const key of ["objective", "vocabulary"]) if (setting[key] !== CHOICES[key]) query.set(key, setting[key]);
+  for (const key of ["objective", "vocabulary", "offload"]) {
+    if ((setting[key] ?? CHOICES[key]) !== CHOICES[key]) query.set(key, setting[key]);
+  }
   return String(query);
 }
 
