@@ -120,13 +120,15 @@ def test_same_bits_when_the_schedule_is_switched(ranks: RankPool) -> None:
     assert results[0][0][1][1] > 0, "nothing was on the host"
 
 
-def test_same_bits_with_rollbacks(ranks: RankPool) -> None:
+@pytest.mark.parametrize("name", ["zb-h2", pytest.param("zb-v", marks=pytest.mark.full)])
+def test_same_bits_with_rollbacks(ranks: RankPool, name: str) -> None:
     """Steps are rejected while activations are on the host: the repeated passes save, move and fetch them again."""
-    layout, count, flags = Layout(2), 6, f"{LARGE} --clip-grad 100 --train-iters 8 --zero-bubble-post-validation"
-    schedule = build("zb-h2", num_ranks=2, num_microbatches=count)
+    layout, count = Layout(2, num_layers=4), 6
+    flags = f"{LARGE} --clip-grad 100 --train-iters 8 --zero-bubble-post-validation"
+    schedule = build(name, num_ranks=2, num_microbatches=count)
     plan = lower_training(schedule, post_validation=True, moves=select_longest(schedule, 1.0))
     assert any(isinstance(op, Discard) for op in plan.drain[0]), "something must be on the host when ranks stop"
-    flags = layout.flags(count, f"{flags} --zero-bubble-schedule zb-h2 --zero-bubble-exact")
+    flags = layout.flags(count, f"{flags} --zero-bubble-schedule {name} --zero-bubble-exact")
     faults = [Fault(4, 1, 0, 1e6), Fault(6, 0, 2, 1e6)]
     results = ranks.run(2, train_with_faults, flags, ["", ALL], faults, True, timeout=120)
     assert_same_bits(results, ["kept", "offloaded"], steps=8)
