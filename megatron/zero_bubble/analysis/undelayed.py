@@ -88,11 +88,7 @@ class _Row:
         for value in effects.takes:
             if value in self._given:
                 start = max(start, self._given.pop(value))
-            elif isinstance(value, Value) and self._is_here(value):
-                self._away.add(value)
-                for work in self._flow.consumers(value):
-                    self._needs.setdefault(work, set()).add(value)
-            else:
+            elif not isinstance(value, Value) or not self._takes(value):
                 return False
         end = start + op.duration_ms(self._costs, self._slices)
         if op.lane == COMPUTE and end > next_ms:
@@ -113,13 +109,16 @@ class _Row:
             self._lane_free[op.lane] = end
         return True
 
-    def _is_here(self, value: Value) -> bool:
-        """Whether a pass of this rank has given ``value``, no added op has it, and no pass has used it."""
+    def _takes(self, value: Value) -> bool:
+        """Take what a pass of this rank has given, unless an added op has had it, or a pass has used it."""
         if value.producer not in self._done or value in self._away or value not in self._flow.outputs(value.producer):
             return False
-        return self._due.keys().isdisjoint(self._flow.consumers(value)) and self._done.isdisjoint(
-            self._flow.consumers(value)
-        )
+        self._away.add(value)
+        for work in self._flow.consumers(value):
+            if work in self._due or work in self._done:
+                return False
+            self._needs.setdefault(work, set()).add(value)
+        return True
 
     def _come_back(self, value: Value, at_ms: float) -> None:
         self._away.discard(value)

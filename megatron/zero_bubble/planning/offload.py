@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -115,7 +116,8 @@ def _moves(
 ) -> tuple[Move, ...]:
     room = None if host.per_rank is None else (host.per_rank,) * len(before.spans)
 
-    def select(slower: float, room: Sequence[float] | None) -> tuple[Move, ...]:
+    @cache
+    def select(slower: float, room: tuple[float, ...] | None) -> tuple[Move, ...]:
         return select_hidden(before, costs, memory, share, limit if choice == AUTO else None, room, slower)
 
     if not share:
