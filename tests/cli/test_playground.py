@@ -113,16 +113,17 @@ def test_times_and_arrivals_match_the_passes(address: str) -> None:
 
 
 def test_copies_are_those_of_the_plan(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = {**ASKED, "schedule": "zb-h2", "offload": "auto", "host-ms": "9", "memory-limit": "1.2p"}
+    asked = {**ASKED, "schedule": "zb-h2", "offload": "auto", "host-ms": "0.9", "memory-limit": "1.2p"}
     words = [word for flag, value in asked.items() for word in (f"--{flag}", value) if word]
     assert main(["plan", *words, "--format", "json"]) == 0
     expected = json.loads(capsys.readouterr().out)
     answer, drawn = ask(address, asked)["plan"], drawing(address, asked)
     moves = expected.pop("moves")
+    assert moves
     assert without_seconds(answer | {"order": drawn["order"]}) == without_seconds(expected)
     copies = [op for row in drawn["copies"] for op, *_ in row]
     assert sorted(copies) == sorted(f"{forward}{sign}" for forward, *_ in moves for sign in "^v")
-    assert all(end - start == pytest.approx(9) for row in drawn["copies"] for _, start, end in row)
+    assert all(end - start == pytest.approx(0.9) for row in drawn["copies"] for _, start, end in row)
     assert drawing(address, ASKED)["copies"] == [[]] * 4
 
 
