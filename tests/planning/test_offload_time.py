@@ -9,8 +9,8 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build
 from megatron.zero_bubble.ir.collection import without_collection
+from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.offload import plan_offload
-from megatron.zero_bubble.planning.timelines import timeline_of
 
 
 @pytest.mark.full
