@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves, costs_of_copies
+from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.measure.gather import median_costs
-from megatron.zero_bubble.plan.offload import Move, select_longest
+from megatron.zero_bubble.plan.offload import Move, offload, select_longest
 from megatron.zero_bubble.planning.offload import plan_offload
 from tests.adapter.test_offload import CHUNKS, LARGE
 from tests.helpers import parity
@@ -96,3 +98,13 @@ def test_costs_have_the_median_time_of_copies() -> None:
     measured = median_costs([timeline])
     assert measured.host_ms == pytest.approx((0.5, 0.75, 0.0))
     assert costs_of_copies(measured, memory).host_ms == pytest.approx((0.5, 0.75, 0.25))
+
+
+def test_slices_that_stay_do_not_count_as_fast_copies() -> None:
+    """The last slices of the last stages follow too closely to move; the others stand for them."""
+    schedule = build("seq-1f1b", num_ranks=4, num_microbatches=6, num_slices=4)
+    costs = PassCosts.uniform(schedule.placement, 2.0, 2.0, 2.0)
+    costs = replace(costs, host_ms=(0.8,) * 4)
+    plan = offload(Plan.bare(schedule), select_longest(schedule, 1.0))
+    timeline = simulate(plan, costs, PassMemory.uniform(schedule.placement))
+    assert median_costs([timeline]).host_ms == pytest.approx(costs.host_ms)

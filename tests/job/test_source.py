@@ -10,7 +10,7 @@ from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, ZeroB
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
-from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.job.source import ScheduleSource, even_costs
 
 
@@ -113,3 +113,9 @@ def test_search_with_a_divided_vocabulary_starts_from_a_named_schedule(placement
     source = ZeroBubbleConfig("zb-auto", placement=placement, vocabulary=2).sources()(2)  # type: ignore[arg-type]
     assert source.vocabulary == 2
     assert source.make(4) == ZeroBubbleConfig(first, vocabulary=2).sources()(2).make(4)
+
+
+@pytest.mark.parametrize("unit", [None, 2])
+def test_units_get_the_passes_of_the_vocabulary(unit: int | None) -> None:
+    source = ScheduleSource.by_name("zero-pp", 2, 2, vocabulary=1, unit_microbatches=unit)
+    assert source.vocabulary == algorithm_of(source.make(4)) == 1

@@ -73,6 +73,8 @@ def test_whole_only_where_needed(sharder: Sharder, unit: int) -> None:
     chunks = {0: TwoReplicas(), 1: TwoReplicas()}
     for iteration in (1, 2):
         whole = run(sharder, chunks, unit)
+        for chunk in chunks.values():
+            assert chunk.weights[0].tolist() == [1, 2, 3, 4, 5, 6], "a job may save them without a step"
         assert set(whole) == {0, 4 * SIZE}, "at most one chunk is whole, and none in the last W"
         for chunk in chunks.values():
             assert chunk.own_weights[0].tolist() == [1, 2, 3]

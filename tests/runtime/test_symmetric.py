@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -109,5 +110,5 @@ def test_torch_has_the_functions_of_the_stand_in() -> None:
 
     for name in ("empty", "rendezvous"):
         assert callable(getattr(_symmetric_memory, name))
-    for name in ("get_buffer", "barrier"):
-        assert callable(getattr(_symmetric_memory._SymmetricMemory, name))
+    for name, arguments in (("get_buffer", r"rank: .*sizes: .*dtype: "), ("barrier", r"channel: .*timeout_ms: ")):
+        assert re.search(arguments, getattr(_symmetric_memory._SymmetricMemory, name).__doc__)

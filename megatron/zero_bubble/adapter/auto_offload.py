@@ -87,7 +87,9 @@ class AutoMoves(IterationObserver):
             return select_longest(schedule, 1.0)
         costs, memory = self._figures
         if not any(costs.host_ms):
-            return ()  # nothing has moved: all backwards follow their forwards too closely
+            if dist.get_rank() == 0:
+                self._say("offload: nothing moves, because all backwards follow their forwards too closely")
+            return ()
         plan = plan_offload(timeline_of(schedule, costs, memory), costs, memory, host=self._host)
         if dist.get_rank() == 0:
             self._say(f"offload: iteration {self._iteration + 1}: {_summary(plan, costs, memory)}")

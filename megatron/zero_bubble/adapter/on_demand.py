@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 from megatron.core import parallel_state
@@ -20,16 +21,16 @@ class OnDemandChunk(DistributedChunk):
 
     def __init__(self, model: torch.nn.Module, stage: int, exchange: Exchange | SymmetricExchange) -> None:
         super().__init__(model)
-        self._exchange, self._buckets = exchange, [bucket for group in self._groups for bucket in group.buckets]
+        self._exchange = exchange
         self._is_mean = any(group.ddp_config.average_in_collective for group in self._groups)
-        self._keys = [(stage, number) for number in range(len(self._buckets))]
+        self._keys = [(stage, number) for number in range(len(self.buckets))]
         self.dtypes = {key: own.dtype for key, own in zip(self._keys, self.own_gradients, strict=True)}
         self.shards = {key: shard.clone() for key, shard in zip(self._keys, self.own_weights, strict=True)}
 
     def gather(self) -> None:
         """See ``runtime.shards.Chunk``."""
         exchange = self._exchange
-        for key, bucket in zip(self._keys, self._buckets, strict=True):
+        for key, bucket in zip(self._keys, self.buckets, strict=True):
             for replica, part in enumerate(bucket.param_data.view(exchange.size, -1)):
                 if replica != exchange.rank:
                     exchange.fetch(key, replica, part)
@@ -43,7 +44,7 @@ class OnDemandChunk(DistributedChunk):
                     check_for_nan_or_inf=group.ddp_config.check_for_nan_in_grad,
                     check_for_large=group.ddp_config.check_for_large_grads,
                 )
-        for key, bucket, own in zip(self._keys, self._buckets, self.own_gradients, strict=True):
+        for key, bucket, own in zip(self._keys, self.buckets, self.own_gradients, strict=True):
             scale = bucket.gradient_scaling_factor / (exchange.size if self._is_mean else 1)
             if scale != 1.0:
                 bucket.grad_data *= scale
@@ -63,7 +64,8 @@ class OnDemand:
 
     is_collective = False
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
         self._exchange: Exchange | SymmetricExchange | None = None
 
     def connect(self, _plan: Plan) -> None:
@@ -72,11 +74,11 @@ class OnDemand:
             return
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if backend_of(group) == "gloo":
-            self._exchange = Exchange(group)
+            self._exchange = Exchange(group, self._timeout)
         else:
             from torch.distributed import _symmetric_memory  # defines operators when it is imported
 
-            self._exchange = SymmetricExchange(group, _symmetric_memory)
+            self._exchange = SymmetricExchange(group, _symmetric_memory, self._timeout)
 
     @contextmanager
     def iteration(self, models: Mapping[int, torch.nn.Module]) -> Iterator[Mapping[int, DistributedChunk]]:

@@ -23,6 +23,7 @@ from megatron.zero_bubble.adapter.placement import is_end
 from megatron.zero_bubble.adapter.prepared import check_same_plan
 from megatron.zero_bubble.adapter.sharded_step import Place, check_optimizer, step_shards
 from megatron.zero_bubble.adapter.stage import StageFacts
+from megatron.zero_bubble.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
 from megatron.zero_bubble.job.shards import check_chunks, check_shards
@@ -262,7 +263,8 @@ class ShardedUnits:
             # Both ends of a tied embedding come first on their ranks, which add up its gradients, as all ranks wait for
             # each other for every chunk. If they are on one rank, it adds from one chunk to the other.
             order = sorted(range(len(chunks)), key=lambda index: not is_end(chunks[index]))
-            together = self._ends_meet and get_attr_wrapped_model(chunks[0], "share_embeddings_and_output_weights")
+            tied = get_attr_wrapped_model(chunks[0], "share_embeddings_and_output_weights")
+            together = tied and (self._ends_meet or not skips_stages_without_embedding())
             for indices in [range(len(chunks))] if together else [(index,) for index in order]:
                 with self.sharder.whole_gradients([self._stages[index] for index in indices]):
                     run([chunks[index] for index in indices], None if num_tokens is None else num_tokens.clone())

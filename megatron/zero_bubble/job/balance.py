@@ -94,6 +94,7 @@ def check_balance(options: Any, source: ScheduleSource, job: Any) -> None:
                 f"--zero-bubble-balance-microbatches needs {need.name}={need.value!r}, because {need.why}; got "
                 f"{value!r}; {need.remedy}"
             )
+    length_cost(options, job, None)
     if len(source.make(1).slices) > 1:
         raise UserError(
             "--zero-bubble-balance-microbatches needs a schedule of whole sequences, because slices would have another "

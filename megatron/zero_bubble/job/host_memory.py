@@ -14,6 +14,7 @@ from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.model import model_of
 from megatron.zero_bubble.plan.offload import MoveSelection, offload
 
+_NOT_ESTIMATED = ("num_moe_experts", "num_experts", "fp8", "fp4")
 _UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
@@ -22,8 +23,9 @@ def check_host_memory(
 ) -> None:
     """Check the limit of host memory against what a plan moves, estimated from the shapes of the model.
 
-    The estimate is for bf16 and flash attention, and leaves out logits, so most jobs need more: the run itself checks
-    every byte that it takes. Experts are not estimated.
+    The estimate is for 16 bits, flash attention and dropout, and leaves out logits. Jobs that it does not fit, with
+    experts, FP8, FP4 or a choice of ``--recompute-modules``, are not checked here: the run itself checks every byte
+    that it takes.
 
     Args:
         args: the checked flags of the job, in our loop or in Megatron-LM.
@@ -35,7 +37,8 @@ def check_host_memory(
     Raises:
         UserError: a rank needs more; the message has what the fullest rank and its node need.
     """
-    if getattr(args, "num_moe_experts", None) or getattr(args, "num_experts", None):
+    chosen = set(getattr(args, "recompute_modules", None) or ()) - {"core_attn"}
+    if chosen or any(getattr(args, name, None) for name in _NOT_ESTIMATED):
         return
     sequence = args.seq_length // args.context_parallel_size
     model = replace(model_of(args, layers), sequence=sequence, vocabulary=0)

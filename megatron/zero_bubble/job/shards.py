@@ -39,14 +39,17 @@ _NEEDS = (
     _Need(
         "fp16",
         False,
-        "the weights are not gathered behind a step that the loss scaler skips",
+        "steps that the loss scaler skips are not supported in this version",
         "give --bf16",
     ),
-    _Need(
-        "num_moe_experts",
-        None,
-        "experts are sharded over other groups, which this version does not support",
-        "drop --num-experts",
+    *(
+        _Need(
+            name,
+            None,
+            "experts are sharded over other groups, which this version does not support",
+            "drop --num-experts",
+        )
+        for name in ("num_moe_experts", "num_experts")  # in a configuration, and among Megatron-LM's flags
     ),
     _Need(
         "num_distributed_optimizer_instances",

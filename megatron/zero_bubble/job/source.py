@@ -67,13 +67,13 @@ class ScheduleSource:
         known = recipe(name)
         placement = known.placement(num_ranks, known.num_chunks(num_chunks))
 
-        def make(num_microbatches: int, unit: int | None = unit_microbatches) -> Schedule:
+        def build_units(num_microbatches: int, unit: int | None = unit_microbatches) -> Schedule:
             size = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
             return build(name, **size, num_chunks=num_chunks, num_slices=slices, unit_microbatches=unit)
 
+        make: Callable[[int], Schedule] = build_units
         if known.has_units and unit_microbatches is None:
-            own = functools.cache(functools.partial(_with_units, make, num_ranks))
-            return cls(name, placement, own)
+            make = functools.cache(functools.partial(_with_units, build_units, num_ranks))
         if vocabulary is None:
             return cls(name, placement, make)
         divided = functools.cache(lambda count: _with_vocabulary(make(count), vocabulary))

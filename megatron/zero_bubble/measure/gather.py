@@ -76,14 +76,23 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
 
 
 def _copies_ms(timelines: list[Timeline]) -> tuple[float, ...]:
-    """Per stage, the median time of a copy of a microbatch to the host or back; 0 for a stage without copies."""
+    """Per stage, the median time of a copy of a microbatch to the host or back; 0 for a stage without copies.
+
+    If only some slices of a stage moved, they are taken for the share that they are of a microbatch.
+    """
     durations: dict[int, dict[int, list[float]]] = {}
     for span in (span for timeline in timelines for row in timeline.lanes for span in row):
         if isinstance(span.op, (Evict, Fetch)):
             of_slices = durations.setdefault(span.op.forward.stage, {})
             of_slices.setdefault(span.op.forward.slice, []).append(span.end_ms - span.start_ms)
-    stages = range(timelines[0].schedule.num_stages)
-    return tuple(sum(median(times) for times in durations.get(stage, {}).values()) for stage in stages)
+    schedule = timelines[0].schedule
+    shares = schedule.slices.shares
+
+    def whole_ms(of_slices: dict[int, list[float]]) -> float:
+        moved = sum(shares[at] for at in of_slices)
+        return sum(map(median, of_slices.values())) / moved if moved else 0.0
+
+    return tuple(whole_ms(durations.get(stage, {})) for stage in range(schedule.num_stages))
 
 
 def attention_share(times_ms: Sequence[float], slices: Slices) -> float:

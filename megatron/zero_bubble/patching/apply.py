@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import megatron.core
@@ -174,7 +175,8 @@ def _pipeline(
         recorder = Recorder(select("auto"))
         moves = planned = AutoMoves(recorder, memory, limit, say)
         observers = (planned, *observers, recorder)
-    transport = OnDemand() if config.shard_transport == "on-demand" else Collectives()
+    waits = None if timeout is None else timedelta(seconds=timeout)
+    transport = OnDemand(waits) if config.shard_transport == "on-demand" else Collectives()
     units = ShardedUnits(config.sharding, transport) if config.shard_weights else None
     return Pipeline(
         make,

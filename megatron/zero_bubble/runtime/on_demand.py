@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -35,11 +36,12 @@ class Exchange:
 
     Args:
         group: the replicas.
+        timeout: how long a message may take before its replica is considered dead; None for torch's default.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
         self._members = dist.get_process_group_ranks(group)
-        self._group = new_group(self._members, "gloo")
+        self._group = new_group(self._members, "gloo", timeout)
         # torch.distributed sorts the ranks of a new group.
         self._peers = [dist.get_group_rank(self._group, member) for member in self._members]
         self.rank, self.size = group.rank(), group.size()

@@ -80,15 +80,25 @@ class Sharder:
 
         What is written to them is lost.
         """
-        used = [self._chunks[stage] for stage in stages]
-        for sharded in used:
-            sharded.allocate_weights()
-            self._count()
+        used = tuple(stages)
+        try:
+            for stage in used:
+                self._gather_whole(stage)
+                self._count()
+            yield
+        finally:
+            for stage in used:
+                self._chunks[stage].free_weights()
+
+    def _gather_whole(self, stage: int) -> None:
+        """Make the weights of a stage whole between passes. A collective call of the replicas."""
+        sharded = self._chunks[stage]
+        sharded.allocate_weights()
+        try:
             with torch.no_grad():
                 sharded.chunk.gather()
-        yield
-        for sharded in used:
-            sharded.free_weights()
+        except RuntimeError as error:
+            raise _blame(f"the gathering of the weights of stage {stage}", error) from error
 
     @contextmanager
     def whole_gradients(self, stages: Iterable[int]) -> Iterator[None]:
@@ -97,17 +107,19 @@ class Sharder:
         for sharded in used:
             sharded.restore_gradients()
             self._count()
-        yield
-        for sharded in used:
-            sharded.take_gradients()
+        try:
+            yield
+        finally:
+            for sharded in used:
+                sharded.take_gradients()
 
     @contextmanager
     def iteration(self, chunks: Mapping[int, Chunk]) -> Iterator[None]:
         """Context around the passes of an iteration, in which ``chunks``, by stage, are shards.
 
-        Afterwards, weights and gradients have the size that they had, unless they are kept as shards. The own parts are
-        valid: the weights of before, and the sums of the gradients over all units and replicas. The other parts are
-        undefined for weights, until the optimizer gathers the new ones, and zero for gradients.
+        Afterwards, unless they are kept as shards, weights are whole, the same as before, because a job may save them
+        without a step of its optimizer. Of the gradients, the own parts are the sums over all units and replicas, and
+        the others are zero. After an error, only the own parts of both are valid.
         """
         if self.keeps:
             for sharded in self._chunks.values():
@@ -117,6 +129,8 @@ class Sharder:
         self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
         try:
             yield
+            for stage in self._chunks:
+                self._gather_whole(stage)
         finally:
             # A proved plan has waited for all collectives. After an error, one may wait for a replica that has ended.
             for sharded in self._chunks.values():
@@ -264,7 +278,7 @@ def _size(tensors: Iterable[torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _blame(op: Op, error: RuntimeError) -> RuntimeError | PeerError:
+def _blame(op: object, error: RuntimeError) -> RuntimeError | PeerError:
     """What to raise for an error of the collective of ``op``."""
     reason = lost_connection(error)
     if reason is None:

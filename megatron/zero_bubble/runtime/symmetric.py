@@ -9,6 +9,7 @@ with a stand-in; no GPU has run it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -33,9 +34,11 @@ class SymmetricExchange:
     Args:
         group: the replicas, on GPUs that can access each other's memory.
         memory: allocates symmetric memory; the call that makes it accessible is collective.
+        timeout: how long the replicas may wait for each other; None for no limit.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memory: SymmetricMemory) -> None:
+    def __init__(self, group: dist.ProcessGroup, memory: SymmetricMemory, timeout: timedelta | None = None) -> None:
+        self._timeout_ms = 0 if timeout is None else int(timeout.total_seconds() * 1000)
         self.rank, self.size = group.rank(), group.size()
         self._group, self._memory = group, memory
         self._shards: dict[Key, tuple[torch.Tensor, Any]] = {}
@@ -88,4 +91,4 @@ class SymmetricExchange:
     def _barrier(self) -> None:
         """Let the passes that follow wait until those before it have ended on all replicas."""
         _, handle = next(iter(self._shards.values()))
-        handle.barrier()
+        handle.barrier(timeout_ms=self._timeout_ms)
