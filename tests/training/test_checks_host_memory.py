@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -62,3 +63,16 @@ def test_jobs_without_estimate_or_moves_are_not_refused() -> None:
 
 def test_limit_without_moves_is_rejected_as_before() -> None:
     assert "which moves nothing" in refusal(1, "--global-batch-size 32 --zero-bubble-offload none")
+
+
+def test_jobs_of_megatron_lm_are_checked_with_equal_stages() -> None:
+    """Megatron-LM's validated flags, which lack --recompute-activations."""
+    checks = pytest.importorskip("megatron.zero_bubble.megatron_lm.checks")
+    args = parse([*JOB.split(), "--global-batch-size", "32"])
+    check(args, 4, 4)
+    del args.recompute_activations
+    vars(args).update(world_size=4, rampup_batch_size=None, eval_iters=0, num_experts=None)
+    need = 6 * 2 * LAYER // 1024
+    checks.check_offload(args, replace(args.zero_bubble, host_memory=f"{need}KiB"), args.source)
+    with pytest.raises(UserError, match=r"estimated 12\.8 GiB on pipeline rank 0, and 25\.5 GiB on a node of 4 ranks"):
+        checks.check_offload(args, replace(args.zero_bubble, host_memory=f"{need - 1}KiB"), args.source)

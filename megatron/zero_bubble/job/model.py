@@ -110,4 +110,5 @@ def stated_vocabulary(args: Any) -> int | None:
 def _recompute(args: Any) -> Recompute:
     if args.recompute_granularity == "full":
         return "full"
-    return "selective" if args.recompute_activations or args.recompute_granularity else "none"
+    # Megatron-LM turns the first flag into the second, and deletes it.
+    return "selective" if getattr(args, "recompute_activations", False) or args.recompute_granularity else "none"
