@@ -17,6 +17,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.runtime.shards import Shards
 
 
@@ -34,6 +35,12 @@ def check_optimizer(optimizer: Any) -> None:
             raise UserError(
                 "sharded units step shards with megatron-core's DistributedOptimizer; got "
                 f"{type(part).__name__}; give --use-distributed-optimizer"
+            )
+        check_shards(part.config)
+        if getattr(part.config, "use_precision_aware_optimizer", False):
+            raise UserError(
+                "sharded units step shards only with an optimizer that takes gradients in float32 in this version; got "
+                "use_precision_aware_optimizer=True; leave it out, or do not call step_shards"
             )
 
 
@@ -70,7 +77,6 @@ class _Step:
 
     def __init__(self, part: Any, places: Mapping[int, Place]) -> None:
         self._part, self._places = part, places
-        self._precise = bool(getattr(part.config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", False))
 
     def move_weights(self) -> None:
         """Make the optimizer's views of own parts refer to the shards."""
@@ -86,27 +92,23 @@ class _Step:
 
     def find_gradients(self) -> None:
         """Upstream: ``DistributedOptimizer._copy_model_grads_to_main_grads``."""
-        for model, view, main in self._parameters():
+        for model, _, main in self._parameters():
             place, start, end = self._place(model)
             assert place.shards.gradients is not None, "passes have reduced gradients"
-            gradient = place.shards.gradients[place.number][start:end]
-            if self._precise:
-                view.decoupled_grad = gradient  # type: ignore[attr-defined]
-            else:
-                main.grad = gradient.float()
+            main.grad = place.shards.gradients[place.number][start:end].float()
 
     def write_weights(self) -> None:
         """Upstream: ``DistributedOptimizer._copy_main_params_to_model_params``."""
         for _, view, main in self._parameters():
-            if main is not view and not self._precise:
+            if main is not view:
                 view.data.copy_(main)
 
     def _parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Every parameter of the model that has a part here, the optimizer's view of that part, and what it steps."""
         part = self._part
-        halves = part.shard_float16_groups if self._precise else part.shard_fp32_from_float16_groups
+        mains_of_halves = part.shard_fp32_from_float16_groups
         for models, views, mains in (
-            *zip(part.model_float16_groups, part.shard_float16_groups, halves, strict=True),
+            *zip(part.model_float16_groups, part.shard_float16_groups, mains_of_halves, strict=True),
             *zip(part.model_fp32_groups, part.shard_fp32_groups, part.shard_fp32_groups, strict=True),
         ):
             yield from zip(models, views, mains, strict=True)

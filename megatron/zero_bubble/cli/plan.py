@@ -138,7 +138,9 @@ def plan(options: argparse.Namespace) -> str:
     text += "" if moved is None else offload_summary(moved, options.offload, costs)
     text += "" if made.shards is None else shard_summary(options, made.shards, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""
-    return text if options.step_ms is None else text + period_text(timeline, costs, options.step_ms)
+    if options.step_ms is not None:
+        text += period_text(timeline, costs, options.step_ms, only_synchronous=made.shards is not None)
+    return text
 
 
 def make_plan(options: argparse.Namespace) -> PlannedSchedule:

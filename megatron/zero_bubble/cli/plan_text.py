@@ -57,12 +57,12 @@ def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
     return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
 
 
-def period_text(timeline: Timeline, costs: Figures, step_ms: float) -> str:
-    """Format the time from one iteration to the next, for each kind of optimizer."""
+def period_text(timeline: Timeline, costs: Figures, step_ms: float, only_synchronous: bool) -> str:
+    """Format the time from one iteration to the next, for each kind of optimizer that the plan supports."""
     schedule = timeline.schedule
     on = costs.on(schedule.placement)[0]
     kinds = (("synchronous", False), ("with post-validation", True))
-    periods = ((kind, period_ms(schedule, on, step_ms, ahead)) for kind, ahead in kinds)
+    periods = ((kind, period_ms(schedule, on, step_ms, ahead)) for kind, ahead in kinds[: 2 - only_synchronous])
     listed = ", ".join(f"{period:.3f} ms {kind}" for kind, period in periods)
     return f"iteration with an optimizer step of {step_ms:g} ms: {listed}\n"
 
