@@ -15,7 +15,8 @@ recorded passes. Memory is the peak of an iteration, on the rank where it is lar
 so far. The published zb-v assumes that all passes take equal time; "zb-v fitted" is zb-v as ``zero-bubble plan
 --objective makespan`` fits it, in the same memory, to the passes that it ran in a few trial rounds. (Fitting to
 consecutive iterations would fit it to the machine's state at that moment.) A variant with vocabulary parallelism is
-compared with stock, whose last rank has the whole output layer; choose the size of the vocabulary.
+compared with stock, whose last rank has the whole output layer; choose the size of the vocabulary. "Offloaded" variants
+move all activations to host memory between F and B; their prediction includes the measured copies.
 
     bash scripts/bench.sh real_compute [--device cpu] [--rounds 15] [--hidden-size 512]
         [--num-layers 8] [--num-microbatches 4 8 16] [--num-ranks 2] [--only NAME ...]
@@ -39,8 +40,10 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Schedule, bu
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.job.source import ScheduleSource, even_costs
+from megatron.zero_bubble.plan.offload import offload, select_longest
 from megatron.zero_bubble.search import fit
 
 STOCK = "stock 1f1b"
@@ -53,6 +56,8 @@ OURS = ("1f1b", SPLIT, SPLIT + EXACT, SPLIT + STREAM, "zb-h1", "zb-h2", "zb-v", 
 SLICED = {f"seq-zb-h1, {number} slices": number for number in (2, 4)}
 DIVIDED = {f"{name}, vocabulary {algorithm}": (name, algorithm) for name in ("1f1b", "zb-h1") for algorithm in FLOWS}
 """Schedule and algorithm of vocabulary parallelism by variant; all run on one model."""
+MOVED = ", offloaded"
+OFFLOADED = tuple(name + MOVED for name in ("zb-h2", "zb-v"))
 _STOCK = (STOCK, STOCK_INTERLEAVED)
 _TRIAL_ROUNDS = 8
 _SETTINGS = ("hidden_size", "vocab_size", "seq_length", "dtype", "flags", "num_layers", "num_ranks", "rounds")
@@ -98,13 +103,14 @@ def _parse() -> argparse.Namespace:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="variants to run in addition to stock 1f1b; default: all without slices and vocabulary parallelism",
+        help="variants to run in addition to stock 1f1b; default: all without slices, vocabulary parallelism and "
+        "offloading",
     )
     parser.add_argument("--output", type=Path, default=Path("runs/bench/real_compute.json"))
     parser.add_argument("--num-ranks", type=int, choices=(1, 2), default=2)
     options = parser.parse_args()
     usual = (*_STOCK, *OURS) if options.num_ranks > 1 else (STOCK, SPLIT, SPLIT + EXACT, SPLIT + STREAM)
-    known = (*usual, *SLICED, *DIVIDED) if options.num_ranks > 1 else usual
+    known = (*usual, *SLICED, *DIVIDED, *OFFLOADED) if options.num_ranks > 1 else usual
     if unknown := sorted({*options.only} - {*known}):
         parser.error(
             f"--only takes names of {', '.join(known)} with --num-ranks {options.num_ranks}; got {', '.join(unknown)}; "
@@ -228,7 +234,7 @@ def _halves(p: Pass) -> tuple[Pass, ...]:
 
 def _base(name: str) -> str:
     """The name of a variant without its suffixes."""
-    return name.removesuffix(EXACT).removesuffix(STREAM).removesuffix(FITTED)
+    return name.removesuffix(EXACT).removesuffix(STREAM).removesuffix(FITTED).removesuffix(MOVED)
 
 
 def _model(name: str) -> str:
@@ -285,7 +291,10 @@ class _Variant:
         elif self._schedule.name != STOCK_INTERLEAVED:
             name = self._schedule.name
             fuse_wgrad, stream = not name.endswith(EXACT), name.endswith(STREAM)
-            config = ZeroBubbleConfig(schedule_file=str(self._file), fuse_wgrad=fuse_wgrad, wgrad_stream=stream)
+            moves: Any = "all" if name.endswith(MOVED) else None
+            config = ZeroBubbleConfig(
+                schedule_file=str(self._file), fuse_wgrad=fuse_wgrad, wgrad_stream=stream, offload=moves
+            )
             apply(config, [self._recorder] if _is_recorded(name) else [])
         try:
             self._job.platform.reset_peak_memory()  # here, so that the timed iteration finds its memory reserved
@@ -320,7 +329,10 @@ class _Variant:
 
     def planned(self) -> list[float]:
         """Simulated time of each turn's iteration, from its measured passes and without any overhead."""
-        return [simulate(self._schedule, costs).makespan_ms for costs in self.costs]
+        plan = Plan.bare(self._schedule)
+        if self._schedule.name.endswith(MOVED):
+            plan = offload(plan, select_longest(self._schedule, 1.0))
+        return [simulate(plan, costs).makespan_ms for costs in self.costs]
 
     def bounds(self) -> list[float]:
         """Lower bounds of ``planned`` for any order of the same passes, without a memory limit."""
@@ -330,7 +342,7 @@ class _Variant:
 
 
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
-    names = [name for name in (*_STOCK, *OURS, *SLICED, *DIVIDED) if name == STOCK or name in options.only]
+    names = [name for name in (*_STOCK, *OURS, *SLICED, *DIVIDED, *OFFLOADED) if name == STOCK or name in options.only]
     models = {_model(name) for name in names}
     jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
@@ -363,7 +375,7 @@ def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, An
                 "predicted_time_over_stock": _median_ratio(variant.planned()[turns], stock_ms),
                 "costs": [_json(costs) for costs in variant.costs[turns]],
             }
-            if name not in SLICED and name not in DIVIDED:
+            if name not in (*SLICED, *DIVIDED, *OFFLOADED):
                 rows[name]["bound_over_predicted_stock"] = _median_ratio(variant.bounds()[turns], stock_ms)
     return {"num_microbatches": num_microbatches, **settings, "variants": rows}
 

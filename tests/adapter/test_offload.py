@@ -110,6 +110,9 @@ def train_and_wait_for_the_plan(rank: int, flags: str, schedules: Sequence[str |
         return train(rank, flags, schedules), said
 
 
+ROLLED_BACK = ("zb-h1", "zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offload")
+
+
 def test_same_bits_when_the_schedule_is_switched(ranks: RankPool) -> None:
     """The schedules of zb-auto move other microbatches, before and after the switch."""
     layout, runs = Layout(2, num_layers=4), [None, f"zb-auto {ALL}"]
@@ -120,7 +123,7 @@ def test_same_bits_when_the_schedule_is_switched(ranks: RankPool) -> None:
     assert results[0][0][1][1] > 0, "nothing was on the host"
 
 
-@pytest.mark.parametrize("name", ["zb-h2", pytest.param("zb-v", marks=pytest.mark.full)])
+@pytest.mark.parametrize("name", ["zb-h2", *(pytest.param(name, marks=pytest.mark.full) for name in ROLLED_BACK)])
 def test_same_bits_with_rollbacks(ranks: RankPool, name: str) -> None:
     """Steps are rejected while activations are on the host: the repeated passes save, move and fetch them again."""
     layout, count = Layout(2, num_layers=4), 6
@@ -128,7 +131,8 @@ def test_same_bits_with_rollbacks(ranks: RankPool, name: str) -> None:
     schedule = build(name, num_ranks=2, num_microbatches=count)
     plan = lower_training(schedule, post_validation=True, moves=select_longest(schedule, 1.0))
     assert any(isinstance(op, Discard) for op in plan.drain[0]), "something must be on the host when ranks stop"
-    flags = layout.flags(count, f"{flags} --zero-bubble-schedule {name} --zero-bubble-exact")
+    chunks = "" if name in ("zb-h1", "zb-h2", "zb-v") else CHUNKS
+    flags = layout.flags(count, f"{flags} --zero-bubble-schedule {name} --zero-bubble-exact {chunks}")
     faults = [Fault(4, 1, 0, 1e6), Fault(6, 0, 2, 1e6)]
     results = ranks.run(2, train_with_faults, flags, ["", ALL], faults, True, timeout=120)
     assert_same_bits(results, ["kept", "offloaded"], steps=8)

@@ -32,6 +32,7 @@ OPTIONS = {
     "experts": EXPERTS,
     "tensor and sequence parallel": "--sequence-parallel",
     "distributed optimizer": f"--bf16 {DISTRIBUTED}",
+    "vocabulary": "--zero-bubble-vocabulary-parallel 2",
 }
 
 
