@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.zero_bubble.costs.estimate import DEVICES, estimate
 from megatron.zero_bubble.costs.lengths import LengthCost
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.model import model_of
+from megatron.zero_bubble.job.needs import Need
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 
 FIXED_PART = 1 / 16
@@ -18,33 +19,24 @@ FIXED_PART = 1 / 16
 that are too short to fill the device; without it, no two samples would share a microbatch."""
 
 
-class _Need(NamedTuple):
-    """A Megatron option and the only value that balanced microbatches support."""
-
-    name: str
-    value: Any
-    why: str
-    remedy: str
-
-
 _NEEDS = (
-    _Need(
+    Need(
         "calculate_per_token_loss",
         True,
         "a mean over microbatches would weight tokens by the number of microbatches of their replica",
         "give --calculate-per-token-loss",
     ),
-    _Need(
+    Need(
         "num_moe_experts",
         None,
         "experts exchange tokens between replicas, which then need equally many microbatches, and they would route the "
         "padding",
         "drop --num-experts",
     ),
-    _Need("mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"),
-    _Need("context_parallel_size", 1, "samples are not divided over ranks", "drop --context-parallel-size"),
-    _Need("fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
-    _Need(
+    Need("mtp_num_layers", None, "the loss of multi-token prediction is a mean over microbatches", "drop it"),
+    Need("context_parallel_size", 1, "samples are not divided over ranks", "drop --context-parallel-size"),
+    Need("fp8", None, "FP8 needs samples of a multiple of 16 tokens", "drop --fp8-format"),
+    Need(
         "reset_attention_mask",
         False,
         "every sample is one document already",

@@ -2,48 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
-
-
-class _Need(NamedTuple):
-    """A Megatron option and the only value that sharded units support."""
-
-    name: str
-    value: Any
-    why: str
-    remedy: str
-
+from megatron.zero_bubble.job.needs import Need
 
 _NEEDS = (
-    _Need(
+    Need(
         "use_distributed_optimizer",
         True,
         "each replica steps its own shard",
         "give --use-distributed-optimizer",
     ),
-    _Need(
+    Need(
         "overlap_grad_reduce",
         False,
         "the schedule itself reduces gradients, during the passes",
         "drop --overlap-grad-reduce",
     ),
-    _Need(
+    Need(
         "overlap_param_gather",
         False,
         "the schedule itself gathers weights, during the passes",
         "drop --overlap-param-gather",
     ),
-    _Need(
+    Need(
         "fp16",
         False,
         "steps that the loss scaler skips are not supported in this version",
         "give --bf16",
     ),
     *(
-        _Need(
+        Need(
             name,
             None,
             "experts are sharded over other groups, which this version does not support",
@@ -51,49 +42,49 @@ _NEEDS = (
         )
         for name in ("num_moe_experts", "num_experts")  # in a configuration, and among Megatron-LM's flags
     ),
-    _Need(
+    Need(
         "num_distributed_optimizer_instances",
         1,
         "this version shards over all replicas",
         "drop --num-distributed-optimizer-instances",
     ),
-    _Need(
+    Need(
         "context_parallel_size",
         1,
         "this version shards only over replicas with whole sequences",
         "drop --context-parallel-size",
     ),
-    _Need(
+    Need(
         "fp8",
         None,
         "TransformerEngine keeps whole copies of the weights in FP8",
         "drop --fp8-format",
     ),
-    _Need(
+    Need(
         "fp4",
         None,
         "TransformerEngine keeps whole copies of the weights in FP4",
         "drop --fp4-format",
     ),
-    _Need(
+    Need(
         "nccl_ub",
         False,
         "buffers that are registered with NCCL cannot be freed",
         "drop --use-nccl-ub",
     ),
-    _Need(
+    Need(
         "optimizer_cpu_offload",
         False,
         "the optimizer steps shards where they are",
         "drop --optimizer-cpu-offload",
     ),
-    _Need(
+    Need(
         "defer_embedding_wgrad_compute",
         False,
         "what it adds to gradients after the passes would not be reduced",
         "drop --defer-embedding-wgrad-compute",
     ),
-    _Need(
+    Need(
         "mtp_num_layers",
         None,
         "multi-token prediction is not supported in this version",
