@@ -16,7 +16,7 @@ from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.search import fit
 
 ROOT = Path(__file__).parents[2]
-ARGUMENTS = "--hidden-size 64 --vocab-size 1024 --num-layers 4 --num-microbatches 8 --rounds 2 --only".split()
+ARGUMENTS = "--hidden-size 64 --vocab-size 1024 --num-layers 4 --num-microbatches 4 --rounds 2 --only".split()
 
 
 @pytest.mark.timeout(300)
@@ -31,7 +31,7 @@ def test_fitted_schedule_runs_in_the_predicted_order(tmp_path: Path) -> None:
     variants = json.loads(file.read_text())["results"][0]["variants"]
     own, stock = variants["zb-v fitted"], variants["stock 1f1b"]
 
-    plain, published = (build(name, num_ranks=2, num_microbatches=8) for name in ("1f1b", "zb-v"))
+    plain, published = (build(name, num_ranks=2, num_microbatches=4) for name in ("1f1b", "zb-v"))
     memory = PassMemory.uniform(published.placement, 1.0)
     fitted = fit(published, _costs(own["fitted_to"]), memory, objective="makespan")
     rounds = zip(own["costs"], stock["costs"], strict=True)
