@@ -1,6 +1,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,22 @@ def signalled_in(rank: int, iteration: int) -> tuple[int, bool]:
 @pytest.mark.parametrize(("iteration", "last"), [(1, 2), (4, 5), (10, 10), (11, 10)])
 def test_all_ranks_stop_after_the_same_iteration(ranks: RankPool, iteration: int, last: int) -> None:
     assert ranks.run(2, signalled_in, iteration) == [(last, True)] * 2
+
+
+def threads_left(rank: int) -> list[str]:
+    with StopRequest(everyone(), f"rank {rank}"):
+        if (child := os.fork()) == 0:  # like a worker of a data loader, it keeps the sockets open
+            time.sleep(20.0)
+            os._exit(0)
+    left = [thread.name for thread in threading.enumerate() if thread.name == "stop-request"]
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return left
+
+
+def test_thread_ends_with_the_request(ranks: RankPool) -> None:
+    """If it freed a process group while the interpreter ends, the process would abort."""
+    assert ranks.run(1, threads_left, timeout=30) == [[]]
 
 
 def never_votes(rank: int) -> None:

@@ -23,6 +23,8 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
+_JOIN_S = 10.0
+
 
 class StopRequest:
     """Context manager that turns SIGTERM and the first SIGINT into a request to stop.
@@ -44,13 +46,14 @@ class StopRequest:
         self._patient = False
         self._reader, self._writer = socket.socketpair()
         self._previous: dict[int, object] = {}
+        self._thread = threading.Thread(target=self._watch, name="stop-request", daemon=True)
 
     def __enter__(self) -> StopRequest:
         self._writer.setblocking(False)
         self._previous_fd = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             self._previous[number] = signal.signal(number, self._handle)
-        threading.Thread(target=self._watch, name="stop-request", daemon=True).start()
+        self._thread.start()
         return self
 
     def __exit__(
@@ -62,7 +65,11 @@ class StopRequest:
         if error is not None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's signal must not cut off the error's message
         signal.set_wakeup_fd(self._previous_fd)
+        self._writer.shutdown(socket.SHUT_RDWR)  # ends the thread's wait, also if a forked process has the sockets
+        # If the thread freed the last reference to the voters while the interpreter ends, the process would abort.
+        self._thread.join(_JOIN_S)
         self._writer.close()
+        self._reader.close()
 
     def alive(self) -> None:
         """Restart the grace period of a signal; call it on progress outside iterations, such as in an evaluation."""
