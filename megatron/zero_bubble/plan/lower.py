@@ -77,7 +77,8 @@ def lower_forward_only(
     buffer is free; each channel gets as few buffers as the proof allows.
 
     Args:
-        post_receives, sharding: see ``lower_training``.
+        post_receives: see ``communicate``.
+        sharding: see ``lower_training``.
     """
     forwards, transfers = schedule.forward_only(), partial(communicate, post_receives=post_receives)
     more: list[LoweringPass] = [] if sharding is None else [partial(shard, sharding=sharding)]
