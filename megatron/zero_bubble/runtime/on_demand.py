@@ -1,8 +1,8 @@
 """Shards of data-parallel replicas on demand, by point-to-point messages instead of collectives.
 
 A replica fetches the shards of the others when it needs them, and sends each of them its part of a gradient when that
-is complete. A thread per replica answers, so nobody waits until the others reach the same point: replicas may run
-different plans. This is the communication of ODC (arXiv 2601.19362), with sums in the order of the ranks, so that a run
+is complete. A thread per replica answers, so no replica waits for the others to reach the same point, and their plans
+may differ. This is the communication of ODC (arXiv 2601.19362), with sums in the order of the ranks, so that a run
 repeats bit for bit.
 """
 
