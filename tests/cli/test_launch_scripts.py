@@ -23,7 +23,8 @@ JOB = f"{SHAPES} --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --moc
 # Prints the arguments of torchrun; runs everything else with Python.
 PYTHON = f"""#!/usr/bin/env bash
 if [[ "$2" == torch.distributed.run ]]; then
-    printf '%s\\n' "$CUDA_DEVICE_MAX_CONNECTIONS $NCCL_DEBUG" "$@"
+    printed=$(printf '%s\\n' "$CUDA_DEVICE_MAX_CONNECTIONS $NCCL_DEBUG" "$@")
+    cat <<<"$printed"  # in one write, because another node may print at the same time
 else
     exec {shlex.quote(sys.executable)} "$@"
 fi

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Plan, Slices
+from megatron.zero_bubble.ir import Effects, Message, Plan, Slices, Value
 
 
 class Kept(NamedTuple):
@@ -42,6 +42,34 @@ def host_peaks(plan: Plan, memory: PassMemory) -> tuple[float, ...]:
     """
     slices = plan.schedule.slices
     return tuple(highest(op.host_memory(memory, slices) for op in row) for row in plan.ops)
+
+
+def message_peaks(plan: Plan) -> tuple[float, ...]:
+    """Return the most memory that each rank has allocated for messages, in messages of whole microbatches; the message
+    of a slice is its share of one. It depends only on the order of the rank's ops: what a rank sends is kept until it
+    is settled, and what it receives has a buffer from the receive to the last pass that uses it.
+    """
+    shares, stem = plan.schedule.slices.shares, plan.stem
+    return tuple(highest(_of_messages(row, shares)) for row in stem.effects)
+
+
+def _of_messages(row: Sequence[Effects], shares: Sequence[float]) -> Iterator[float]:
+    """Return the changes of the memory of messages by the ops of one rank."""
+    last = {value: place for place, effects in enumerate(row) for value in effects.uses}
+    received: set[Value] = set()
+    for place, effects in enumerate(row):
+        for given in effects.gives:
+            if isinstance(given, Message):
+                yield shares[given.producer.slice]
+            elif effects.arrives and isinstance(given, Value):
+                received.add(given)
+                yield shares[given.producer.slice]
+        for taken in effects.takes:
+            if isinstance(taken, Message):
+                yield -shares[taken.producer.slice]
+        for used in effects.uses:
+            if used in received and last[used] == place:
+                yield -shares[used.producer.slice]
 
 
 def highest(changes: Iterable[float]) -> float:

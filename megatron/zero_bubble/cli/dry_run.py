@@ -30,7 +30,7 @@ from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import auto, rank_memory
+from megatron.zero_bubble.planning.plans import auto, message_memory, rank_memory
 from megatron.zero_bubble.planning.shards import of_schedule
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
@@ -214,11 +214,13 @@ def _uses_nccl(args: argparse.Namespace) -> bool:
     return bool(args.zero_bubble_device != "cpu")
 
 
-def _memory(timeline: Timeline, costs: Figures) -> list[tuple[float, float]]:
-    """Return two numbers per pipeline rank: activations, and weights with gradients and optimizer state."""
-    placement = timeline.schedule.placement
-    weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
-    return list(zip(rank_memory(timeline, costs), weights, strict=True))
+def _memory(timeline: Timeline, costs: Figures) -> list[tuple[float, float, float]]:
+    """Return three numbers per pipeline rank: activations, messages, and weights with gradients and optimizer state."""
+    schedule = timeline.schedule
+    nothing = (0.0,) * costs.num_ranks
+    messages = message_memory(schedule, costs.message_bytes) if costs.in_bytes and costs.message_bytes else nothing
+    weights = costs.weight_bytes(schedule.placement) if costs.weight_bytes else nothing
+    return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))
 
 
 def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
@@ -236,12 +238,12 @@ def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
     needs = [sum(parts) for parts in _memory(timeline, costs)]
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] > limit:
-        kept, weights = _memory(timeline, costs)[fullest]
+        kept, messages, weights = _memory(timeline, costs)[fullest]
         raise UserError(
             f"every rank must fit --gpu-memory {text}; got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
-            f"({kept / _GIB:.3g} of activations, {weights / _GIB:.3g} of weights and optimizer, not counting the "
-            "framework's memory); use a schedule with less memory (see zero-bubble compare), more tensor or pipeline "
-            "ranks, --use-distributed-optimizer or recomputation"
+            f"({kept / _GIB:.3g} of activations, {messages / _GIB:.3g} of messages, {weights / _GIB:.3g} of weights "
+            "and optimizer, not counting the framework's memory); use a schedule with less memory (see zero-bubble "
+            "compare), more tensor or pipeline ranks, --use-distributed-optimizer or recomputation"
         )
 
 
@@ -267,15 +269,16 @@ def _ranks_text(
     memory = _memory(timeline, costs)
     unit = "GiB" if costs.in_bytes else "microbatches"
     head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
+    head += f"{'messages':>10}" if costs.in_bytes else ""
     head += f"{'weights, optimizer':>20}{'total':>10}" if costs.in_bytes and costs.weight_bytes else ""
     lines = [head + ("" if host is None else f"{'on the host':>14}")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
         line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
-        kept, weights = memory[rank]
+        kept, messages, weights = memory[rank]
         if costs.in_bytes:
-            line += f"{kept / _GIB:20.1f}"
-            line += f"{weights / _GIB:20.1f}{(kept + weights) / _GIB:10.1f}" if costs.weight_bytes else ""
+            line += f"{kept / _GIB:20.1f}{messages / _GIB:10.2f}"
+            line += f"{weights / _GIB:20.1f}{sum(memory[rank]) / _GIB:10.1f}" if costs.weight_bytes else ""
         else:
             line += f"{timeline.peak_activation[rank]:20.4g}"
         lines.append(line + ("" if host is None else f"{_shown(host[rank], costs):>14}"))

@@ -37,6 +37,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
             )
     else:
         figures = _equal(sizes)
+    figures = replace(figures, message_bytes=model.message_bytes * (1 if args.bf16 or args.fp16 else 2))
     if not dense:
         return figures
     each, parts = _bytes_per_parameter(args), _parts(args)

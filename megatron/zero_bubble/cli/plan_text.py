@@ -10,6 +10,7 @@ from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import (
     limit_verdict,
+    message_memory,
     rank_memory,
 )
 from megatron.zero_bubble.render.excerpt import draw
@@ -48,12 +49,13 @@ def _bytes_by_rank(timeline: Timeline, costs: Figures) -> str:
     if not costs.in_bytes:
         return ""
     placement = timeline.schedule.placement
-    activations = rank_memory(timeline, costs)
-    weights = costs.weight_bytes(placement) if costs.weight_bytes else (0.0,) * placement.num_ranks
-    lines = [("activations", activations)]
+    parts = [("activations", rank_memory(timeline, costs))]
+    if costs.message_bytes is not None:
+        parts.append(("messages", message_memory(timeline.schedule, costs.message_bytes)))
     if costs.weight_bytes:
-        lines += [("weights and optimizer", weights)]
-        lines += [("total", tuple(a + w for a, w in zip(activations, weights, strict=True)))]
+        parts.append(("weights and optimizer", costs.weight_bytes(placement)))
+    total = ("total", tuple(map(sum, zip(*(row for _, row in parts), strict=True))))
+    lines = [*parts, total] if costs.weight_bytes else parts
     return "".join(f"GiB by rank, {what}: {' '.join(f'{b / 2**30:.3g}' for b in row)}\n" for what, row in lines)
 
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
-from megatron.zero_bubble.analysis.memory import most_kept
+from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, Search
@@ -160,3 +161,10 @@ def peak_memory(timeline: Timeline, costs: Figures) -> float:
 def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
     """Return the peak activation memory of each rank, in the unit of memory."""
     return most_kept(timeline, costs.on(timeline.schedule.placement)[1])
+
+
+def message_memory(schedule: Schedule, message_bytes: float) -> tuple[float, ...]:
+    """Return the most bytes of each rank for messages that it sends and receives. What moves to host memory and what is
+    gathered does not add any, because it does not post receives earlier.
+    """
+    return tuple(peak * message_bytes for peak in message_peaks(lower_training(schedule)))
