@@ -12,8 +12,10 @@ import pytest
 from megatron.zero_bubble import SCHEDULES, PassCosts, PassMemory, Placement, build, simulate, validate
 from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.analysis.bounds import lower_bound
+from megatron.zero_bubble.analysis.memory import message_peaks
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.plan import schedule_from_json
+from megatron.zero_bubble.plan import lower_training
 
 TIMES = "--forward-ms 2 --backward-ms 2 --wgrad-ms 1 --comm-ms 0.5".split()
 SIZES = "--num-ranks 4 --num-microbatches 8".split()
@@ -210,6 +212,16 @@ def test_estimated_plan_states_its_assumptions(capsys: Capture) -> None:
     assert "Attention stores its scores" in out
     assert "zb-h1: 8 ranks, 40 microbatches" in out
     assert "60 GiB: met" in out
+
+
+def test_messages_of_a_model_are_counted(capsys: Capture) -> None:
+    """A message of gpt_6.2b is 2 bytes x 3 x 1024 tokens x 4096."""
+    flags = ("--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"))
+    plan = lower_training(build("zb-h1", num_ranks=8, num_microbatches=24))
+    expected = [peak * 2 * 3 * 1024 * 4096 for peak in message_peaks(plan)]
+    assert run_json(capsys, "plan", *flags, "--format", "json")["message_peak"] == expected
+    listed = " ".join(f"{size / 2**30:.3g}" for size in expected)
+    assert f"GiB by rank, messages: {listed}\n" in run(capsys, "plan", *flags)
 
 
 @pytest.mark.parametrize(("name", "p"), [("1.5b", 8), ("6.2b", 8), ("14.6b", 16), ("28.3b", 32)])

@@ -41,6 +41,7 @@ from megatron.zero_bubble.planning.plans import (
     bound,
     fitted,
     fitting_search,
+    message_memory,
     with_units,
 )
 from megatron.zero_bubble.planning.shards import ShardPlan
@@ -133,7 +134,9 @@ def plan(options: argparse.Namespace) -> str:
         content = {} if layouts is None else layout_content(layouts)
         moves = {} if moved is None else offload_content(moved, options.offload)
         more = {} if made.shards is None else shard_content(options, made.shards, costs)
-        return plan_to_json(timeline, certificate, {**content, **moves, **more})
+        known = costs.message_bytes
+        sent = {} if known is None else {"message_peak": message_memory(timeline.schedule, known)}
+        return plan_to_json(timeline, certificate, {**sent, **content, **moves, **more})
     text = plan_text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
     text += "" if moved is None else offload_summary(moved, options.offload, costs)
     text += "" if made.shards is None else shard_summary(options, made.shards, costs)
