@@ -7,6 +7,7 @@
 #   bash scripts/gpu_day.sh 3            whole runs: four ranks share one GPU over gloo
 #   bash scripts/gpu_day.sh 4            TransformerEngine, if it was packed
 #   bash scripts/gpu_day.sh 5            NCCL, on two or more GPUs
+#   bash scripts/gpu_day.sh 6            offloading, slices, vocabulary and shards
 #   bash scripts/gpu_day.sh PART --cpu   the steps of a part that run without a GPU, at tiny sizes
 #   bash scripts/gpu_day.sh page FILE... store the results in docs/gpu_day.json and write docs/gpu.md
 #

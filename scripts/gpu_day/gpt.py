@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.patching import apply, revert
 from megatron.zero_bubble.platforms import select
@@ -121,9 +122,9 @@ class Gpt:
         return output, lambda losses: (losses.float().mean(), {"loss": losses.float().mean().detach()})
 
 
-def under(config: ZeroBubbleConfig, observers: Sequence[IterationObserver] = ()) -> None:
-    """Enable the schedule of ``config`` until ``revert``."""
-    apply(config, observers, say=lambda _: None)
+def under(config: ZeroBubbleConfig, observers: Sequence[IterationObserver] = ()) -> Pipeline:
+    """Enable the schedule of ``config`` until ``revert``, and return what runs it."""
+    return apply(config, observers, say=lambda _: None)
 
 
 def leave() -> None:

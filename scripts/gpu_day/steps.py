@@ -187,5 +187,21 @@ PARTS = {
             _over_nccl("jobs of torchrun", "tests/gpu/test_training_on_gpus.py -k nccl", 80, **{QUEUES: "1"}),
         ),
     ),
+    "6": Part(
+        "offloading, slices, vocabulary, shards",
+        (
+            Step(
+                "copies to host memory",
+                "offload",
+                "--hidden-size 8192 --num-layers 2 --seq-length 1024 --micro-batch-size 2 --num-microbatches 6",
+                150,
+                "{gb_per_s:.1f} GB/s, {of_plain:.0%} of a plain copy; iteration {hidden_slowdown:+.1%} with {hidden}, "
+                "{auto_slowdown:+.1%} with auto, in {auto_memory:.0%} of the memory",
+                f"{TINY} --num-microbatches 6 --mib 4",
+            ),
+            _tests("against runs without", f"{WHOLE} -k features", 150, f"{WHOLE} -k 'features and all'"),
+            _over_nccl("against runs without, over NCCL", f"{WHOLE} -k features", 150, **{QUEUES: "32"}),
+        ),
+    ),
 }
 """The parts by name. Part 4 needs TransformerEngine, part 5 two or more GPUs."""

@@ -186,6 +186,26 @@ def _predicted(figures: Figures) -> str:
     return f"{words}\n\n{table(('ranks', *names), rows)}"
 
 
+def _offload(figures: Figures) -> str:
+    rows = [
+        (
+            row["offload"],
+            f"{row['iteration_ms']:.1f}",
+            f"{row['load']:.2f}" if row["load"] else "-",
+            f"{row['gb_per_s']:.1f}" if row["load"] else "-",
+            f"{row['memory']['allocated'] / 2**30:.1f}",
+            f"{row['host'] / 2**30:.1f}",
+        )
+        for row in figures["rows"]
+    ]
+    head = ("offload", "iteration ms", "copies / passes", "GB/s", "allocated GiB", "host GiB")
+    words = (
+        f"All forwards first, on one rank. A plain copy of pinned memory runs at {figures['plain_gb_per_s']:.1f} GB/s. "
+        "Copies / passes is the time of both copies of a microbatch over that of its passes."
+    )
+    return f"{words}\n\n{table(head, rows)}"
+
+
 _DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
     ("2", "weight gradients"): _products,
     ("2", "passes"): _passes,
@@ -193,6 +213,7 @@ _DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
     ("2", "memory"): _fragments,
     ("2", "memory, expandable segments"): _fragments,
     ("2", "predicted bubbles"): _predicted,
+    ("6", "copies to host memory"): _offload,
 }
 """What the page shows of a step in addition to its line, by part and step."""
 

@@ -28,6 +28,7 @@ from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout, Outcome, assert_same_bits, assert_same_model, train
 from tests.helpers.rank_worker import Group
 from tests.helpers.ranks import RankPool, install_cpu_platform
+from tests.helpers.slices import LONG
 from tests.helpers.training import losses
 from tests.helpers.training import train as train_job
 from tests.training.test_faults import BACKWARD, LIMIT_S
@@ -138,6 +139,41 @@ def test_data_parallel_ranks_agree(pool: RankPool, record_property: Record, dist
     results = pool.run(4, train, Layout(2, data=2).flags(3, options), schedules, timeout=150)
     record_property("equal", {name: same(results, i) for i, name in enumerate(schedules) if i})
     assert_same_bits(results, schedules)
+
+
+FEATURES = {
+    "offload all": (Layout(NUM_RANKS), "", ["zb-h2", "zb-h2 --zero-bubble-offload all"]),
+    "offload 50% on a V": (
+        Layout(NUM_RANKS, num_layers=2 * NUM_RANKS),
+        "",
+        ["zb-v", "zb-v --zero-bubble-offload 50%"],
+    ),
+    "slices": (Layout(NUM_RANKS), LONG, ["zb-h1", "seq-zb-h1 --zero-bubble-num-slices 4"]),
+    "vocabulary": (Layout(NUM_RANKS), UNTIED, ["zb-h1", "zb-h1 --zero-bubble-vocabulary-parallel 2"]),
+    "shards": (
+        Layout(2, data=2, num_layers=8),
+        "--use-distributed-optimizer",
+        ["zb-v", "zb-v --zero-bubble-shard-weights"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_agree_with_runs_without(pool: RankPool, record_property: Record, name: str) -> None:
+    """What only moves activations changes no bit; the other features add in another order."""
+    layout, options, schedules = FEATURES[name]
+    if name == "shards" and (NUM_RANKS < 4 or (DEVICE == "cuda" and not OVER_NCCL)):
+        pytest.skip("needs four ranks, and over gloo there is no reduce-scatter for tensors on a GPU")
+    results = pool.run(layout.num_ranks, train, layout.flags(5, f"{options} {ON}"), schedules, timeout=150)
+    worst = 0.0
+    for outcomes in results:
+        expected, found = map(figures, outcomes)
+        for kind, values in expected.items():
+            worst = max([worst, *(abs(a / b - 1) for a, b in zip(found[kind], values, strict=True))])
+    record_property("largest_relative_difference", worst)
+    if name.startswith("offload"):
+        assert_same_bits(results, schedules)
+    assert worst <= TOLERANCES["fp32"]
 
 
 OVERFLOWS = [Fault(4, 1, 0, math.nan), Fault(8, 1, 1, math.inf), Fault(9, 0, 2, math.nan)]
