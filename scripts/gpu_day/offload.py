@@ -1,4 +1,4 @@
-"""Activations in host memory: the speed of copies beside passes, and what they add to an iteration.
+"""Activations in host memory: the speed of copies while passes run, and what they add to an iteration.
 
 One rank runs all forwards first, so that every microbatch is kept long enough to leave and return. Compared with
 keeping all activations are: moving all; what ``auto`` plans; and, if copies take longer than passes, the share whose
@@ -12,6 +12,7 @@ import argparse
 import gc
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -117,11 +118,11 @@ def _plain_gb_per_s(options: argparse.Namespace, device: torch.device) -> float:
     num_bytes, on_gpu = options.mib * 2**20, device.type == "cuda"
     here = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     there = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=on_gpu)
-    pairs = ((there, here), (here, there))
-    us = [
-        step.time_us(lambda to=to, source=source: to.copy_(source, non_blocking=True), options.device, options.rounds)
-        for to, source in pairs
-    ]
+
+    def copy_us(to: torch.Tensor, source: torch.Tensor) -> float:
+        return step.time_us(partial(to.copy_, source, non_blocking=True), options.device, options.rounds)
+
+    us = [copy_us(there, here), copy_us(here, there)]
     return num_bytes / (sum(us) / len(us)) / 1e3
 
 
