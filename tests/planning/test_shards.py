@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.shards import Replicas, of_schedule, plan_shards, with_collectives
+from megatron.zero_bubble.planning.shard_search import plan_shards
+from megatron.zero_bubble.planning.shards import Replicas, of_schedule, with_collectives
 from megatron.zero_bubble.planning.units import best_within, smallest, unit_sizes
 
 P, V, M = 8, 4, 32
@@ -74,7 +76,7 @@ def test_static_memory_and_traffic_of_one_unit() -> None:
 
 def test_published_row_is_planned() -> None:
     """8 ranks, 4 chunks, 32 microbatches: idle for 3.5 forwards of a rank, within 12 microbatches."""
-    plan = plan_shards(figures(), units, True, Replicas(4))
+    plan = plan_shards(replace(figures(), stage_bytes=None), [units], True, Replicas(4))
     assert plan.sharding.unit_microbatches == 8
     work = M * 12.0
     assert plan.timeline.makespan_ms - work == pytest.approx(3.5 * 4.0)
@@ -95,8 +97,8 @@ def test_times_of_collectives(given: tuple[float, float, float], gather: float, 
 
 def test_long_collectives_ask_for_larger_units() -> None:
     def plan(gather_ms: float) -> int:
-        costs = with_collectives(figures(), 4, gather_ms, gather_ms, None)
-        return plan_shards(costs, units, True, Replicas(4)).sharding.unit_microbatches
+        costs = with_collectives(replace(figures(), stage_bytes=None), 4, gather_ms, gather_ms, None)
+        return plan_shards(costs, [units], True, Replicas(4)).sharding.unit_microbatches
 
     assert plan(4.0) == 8
     assert plan(80.0) > 8

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassMemory
-from megatron.zero_bubble.ir import Effects, Message, Plan, Slices, Value
+from megatron.zero_bubble.ir import Effects, Message, Plan, Schedule, Slices, Value
 
 
 class Kept(NamedTuple):
@@ -34,6 +34,14 @@ def peaks(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
 def most_kept(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:
     """Return the peak memory of each rank, in the unit of the memory figures."""
     return tuple(peak * one for peak, one in zip(timeline.peak_activation, _microbatch(timeline, memory), strict=True))
+
+
+def peaks_in_order(schedule: Schedule, memory: PassMemory) -> tuple[float, ...]:
+    """Return what ``most_kept`` does of any timeline of ``schedule`` without other ops: the peak of a rank depends only
+    on the order of its passes.
+    """
+    slices = schedule.slices
+    return tuple(highest(change for p in row for change in memory.changes(p, slices)) for row in schedule.order)
 
 
 def host_peaks(plan: Plan, memory: PassMemory) -> tuple[float, ...]:

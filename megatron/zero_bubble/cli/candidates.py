@@ -18,7 +18,8 @@ from megatron.zero_bubble.planning.layouts import Search, lay_out
 from megatron.zero_bubble.planning.offload import Offloaded
 from megatron.zero_bubble.planning.offload_search import best_offloaded
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, plan_shards
+from megatron.zero_bubble.planning.shard_search import plan_shards
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan
 from megatron.zero_bubble.planning.vocabulary import Planned, Variant, known_schedules, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
@@ -197,7 +198,7 @@ def _sharded(costs: Figures, name: str, shown: str, num_chunks: int | None, repl
     def make(unit: int | None) -> Schedule:
         return replace(build(name, **sizes, num_chunks=num_chunks, unit_microbatches=unit), name=shown)
 
-    plan = plan_shards(costs, make, SCHEDULES[name].has_units, replicas)
+    plan = plan_shards(costs, [make], SCHEDULES[name].has_units, replicas)
     return Made(plan.timeline.schedule, costs, shards=plan)
 
 

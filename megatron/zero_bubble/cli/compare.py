@@ -16,7 +16,7 @@ from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, M
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
-from megatron.zero_bubble.cli.plan import add_search
+from megatron.zero_bubble.cli.plan import MOST_CHUNKS, add_search
 from megatron.zero_bubble.cli.plan_text import SLOW, picture
 from megatron.zero_bubble.cli.progress import progress
 from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shards, with_shards
@@ -32,8 +32,6 @@ from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 from megatron.zero_bubble.search.loops import compiled
-
-_MOST_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -148,7 +146,7 @@ def compare(options: argparse.Namespace) -> str:
     placements: Sequence[PlacementChoice] = [options.placement]
     if options.placement in (None, "auto"):
         placements = tuple(PLACEMENTS)
-    chunks = options.max_chunks or min(costs.most_layers or _MOST_CHUNKS, _MOST_CHUNKS)
+    chunks = options.max_chunks or min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS)
     comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes)
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from megatron.zero_bubble.cli.figures import add_figures, figures
@@ -51,6 +51,10 @@ from megatron.zero_bubble.schedules import SCHEDULES, build, recipe
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
+MOST_CHUNKS = 4
+"""Most stages per rank to choose from, where nothing is given."""
+_AUTO_CHUNKS = "auto"
+
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
     """Add the flags of ``plan``."""
@@ -74,9 +78,10 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--num-chunks",
-        type=int,
-        metavar="N",
-        help="stages per rank for interleaved schedules, called chunks of the model in Megatron (default: 2)",
+        type=_num_chunks,
+        metavar="N|auto",
+        help="stages per rank for interleaved schedules, called chunks of the model in Megatron; with --shard-weights, "
+        f"auto is the best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2)",
     )
     add_layout(verb)
     add_slices(verb, f"default: {len(DEFAULT_SLICES)} for schedules whose name begins with seq-, else 1")
@@ -156,6 +161,11 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
         raise UserError(f"--placement applies only to {AUTO}; other schedules have a fixed placement; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
         raise UserError("--num-chunks applies only to interleaved schedules selected by name; leave it out")
+    if options.num_chunks == _AUTO_CHUNKS and not options.shard_weights:
+        raise UserError(
+            "--num-chunks auto applies only to --shard-weights, whose stages per rank are chosen together with units; "
+            "give a number, or use zero-bubble compare, which lists several"
+        )
     if options.equal_passes and options.schedule not in ADAPTING:
         raise UserError(f"--equal-passes applies only to {', '.join(ADAPTING)}; leave it out")
     if options.step_ms is not None and not 0 <= options.step_ms < math.inf:
@@ -199,6 +209,11 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     if limit is not None and not sharding:
         certificate = _certify(options, best.costs, limit, timeline.schedule, seconds)
     return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved, units)
+
+
+def _num_chunks(text: str) -> int | str:
+    """Parse a number, which the schedule checks, or ``auto``."""
+    return text if text == _AUTO_CHUNKS else int(text)
 
 
 def searches(options: argparse.Namespace) -> bool:
@@ -296,8 +311,16 @@ def _sharded(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fil
     slices = None if cuts is None else cuts.candidates(costs)
     has_units = file is None and recipe(options.schedule).has_units
     limit = _limit(options, costs)
-    make = partial(_build, options, costs, slices, "auto", limit)
-    return sharded(options, costs, lambda unit: file or make(unit), has_units)
+
+    def make(chunks: int | None, unit: int | None) -> Schedule:
+        own = argparse.Namespace(**{**vars(options), "num_chunks": chunks})
+        return file or _build(own, costs, slices, "auto", limit, unit)
+
+    counts: Sequence[int | None] = [options.num_chunks]
+    if options.num_chunks == _AUTO_CHUNKS:
+        most = recipe(options.schedule).num_chunks(min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
+        counts = range(2, max(2, most) + 1)
+    return sharded(options, costs, [partial(make, chunks) for chunks in counts], has_units)
 
 
 def _build(

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.job.flags import unit_microbatches
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, plan_shards, with_collectives
+from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
 from megatron.zero_bubble.schedules import recipe
 
 _BYTES_PER_MS = 1e6
 """Bytes per ms in one GB/s."""
 _GIB = 2**30
+_AUTO = "auto"
 _FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth")
 
 
@@ -42,9 +43,11 @@ def add_shards(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--whole-stages",
-        type=int,
-        metavar="K",
-        help=f"the most stages of a rank whose weights are whole at a time (default: {DEFAULT_WHOLE_CHUNKS})",
+        type=_whole_stages,
+        metavar="K|auto",
+        help="the most stages of a rank whose weights are whole at a time; auto is the fewest of the shortest schedule "
+        "within the memory limit, chosen together with the units (default: auto where --memory-limit includes weights, "
+        f"that is in bytes with --config, else {DEFAULT_WHOLE_CHUNKS})",
     )
     verb.add_argument(
         "--gather-ms",
@@ -93,7 +96,7 @@ def shards(options: argparse.Namespace) -> bool:
         if (value := getattr(options, name, None)) not in (None, "none", "off", "even"):
             raise UserError(f"--shard-weights works without --{name} in this version; got {value}; leave one out")
     for name in ("whole_stages", "replicas"):
-        if (count := getattr(options, name)) is not None and count < 1:
+        if (count := getattr(options, name)) not in (None, _AUTO) and count < 1:
             raise UserError(f"{_flag(name)} must be 1 or more; got {count}")
     return True
 
@@ -104,12 +107,10 @@ def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
     limit = math.inf if text is None else costs.limit(text)
     if text is not None and costs.stage_bytes is not None and parse_memory_limit(text)[1] == "p":
         limit = math.inf  # a limit in microbatches is one of activations
-    return Replicas(
-        replicas(options),
-        options.unit_microbatches or None,
-        DEFAULT_WHOLE_CHUNKS if options.whole_stages is None else options.whole_stages,
-        limit,
-    )
+    whole = options.whole_stages
+    if whole is None:
+        whole = _AUTO if costs.stage_bytes is not None and limit < math.inf else DEFAULT_WHOLE_CHUNKS
+    return Replicas(replicas(options), options.unit_microbatches or None, None if whole == _AUTO else whole, limit)
 
 
 def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
@@ -131,11 +132,11 @@ def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
     return with_collectives(costs, replicas_of(options, costs).count, *times, rate)
 
 
-def sharded(
-    options: argparse.Namespace, costs: Figures, make: Callable[[int | None], Schedule], has_units: bool
-) -> ShardPlan:
-    """Plan sharded units as the flags request; ``costs`` have the times of the collectives."""
-    return plan_shards(costs, make, has_units, replicas_of(options, costs))
+def sharded(options: argparse.Namespace, costs: Figures, makers: Sequence[Maker], has_units: bool) -> ShardPlan:
+    """Plan sharded units as the flags request; ``costs`` have the times of the collectives, and ``makers`` is one per
+    number of stages per rank to choose from.
+    """
+    return plan_shards(costs, makers, has_units, replicas_of(options, costs))
 
 
 def shard_content(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> Mapping[str, Any]:
@@ -174,6 +175,11 @@ def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
     why = "the collectives of this plan" if plan.lane_ms > bound_ms else "the passes on this placement"
     lines.append(f"lower bound {least:.3f} ms makespan ({why})")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _whole_stages(text: str) -> int | str:
+    """Parse a number, whose size ``shards`` checks, or ``auto``."""
+    return text if text == _AUTO else int(text)
 
 
 def _gib(amounts: Iterable[float]) -> str:

@@ -1,9 +1,9 @@
-"""Plan sharded units: their collectives, the memory that they leave, and the size of the units."""
+"""Sharded units of a schedule: their collectives, and the memory that they take."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from megatron.zero_bubble.analysis.memory import most_kept
@@ -18,9 +18,8 @@ from megatron.zero_bubble.ir.shards import Gather, Reduce
 from megatron.zero_bubble.job.shards import check_chunks
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.shard import Sharding, most_whole, moved, shard
+from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding, most_whole, moved, shard
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.units import best_within
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,13 @@ class Replicas:
     Attributes:
         count: their number.
         unit_microbatches: microbatches of a unit; None for the best.
-        whole_stages: the most stages of a rank with whole weights.
+        whole_stages: the most stages of a rank with whole weights; None for the best.
         limit: limit of memory per rank, in the unit of the costs; in bytes it includes what is static.
     """
 
     count: int
     unit_microbatches: int | None = None
-    whole_stages: int = 2
+    whole_stages: int | None = DEFAULT_WHOLE_CHUNKS
     limit: float = math.inf
 
     def bytes_of(
@@ -83,42 +82,13 @@ class ShardPlan:
         return tuple(map(sum, zip(self.activations, static, strict=True)))
 
 
-def plan_shards(
-    costs: Figures, make: Callable[[int | None], Schedule], has_units: bool, replicas: Replicas
-) -> ShardPlan:
-    """Shard a schedule, and choose the size of its units if that is left open.
-
-    Args:
-        make: makes the schedule for a size of its units; for None, with its default.
-        has_units: whether the schedule has units whose size can be chosen.
-
-    Raises:
-        UserError: a schedule with one stage per rank.
-    """
-
-    def sharded(unit: int | None) -> ShardPlan:
-        schedule = make(unit if has_units else None)
-        return of_schedule(costs, schedule, Sharding(unit or costs.num_ranks, replicas.whole_stages), replicas.count)
-
-    if not has_units or replicas.unit_microbatches is not None:
-        return sharded(replicas.unit_microbatches)
-    return best_within(
-        costs.num_ranks,
-        costs.num_microbatches,
-        sharded,
-        lambda each: (each.timeline.makespan_ms, max(each.peaks)),  # optimizers of sharded units wait for every rank
-        replicas.limit,
-    )
-
-
 def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas: int) -> ShardPlan:
     """Shard a schedule, prove the result without messages, and simulate it.
 
     Raises:
         UserError: a schedule with one stage per rank.
     """
-    check_chunks(schedule.placement)
-    plan = shard(collect(Plan.bare(schedule)), sharding)
+    plan = lowered(schedule, sharding)
     prove(plan)
     times, memory = costs.on(schedule.placement)
     timeline = simulate(plan, times, memory)
@@ -131,8 +101,23 @@ def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas
         None if sizes is None else tuple(traffic(row, sizes, replicas) for row in plan.ops),
         None if sizes is None else static_bytes(plan, sizes, replicas),
         most_kept(timeline, memory),
-        max(sum(_lane_ms(op, times) for op in row) for row in plan.ops),
+        lane_ms(plan, times),
     )
+
+
+def lowered(schedule: Schedule, sharding: Sharding) -> Plan:
+    """Shard a schedule, without messages and without a proof.
+
+    Raises:
+        UserError: a schedule with one stage per rank.
+    """
+    check_chunks(schedule.placement)
+    return shard(collect(Plan.bare(schedule)), sharding)
+
+
+def lane_ms(plan: Plan, times: PassCosts) -> float:
+    """What the collectives of a rank take, one after the other, on the rank where they take longest."""
+    return max(sum(_lane_ms(op, times) for op in row) for row in plan.ops)
 
 
 def traffic(row: Sequence[Op], sizes: StageBytes, replicas: int) -> float:
