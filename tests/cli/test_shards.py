@@ -104,3 +104,16 @@ def test_dry_run_counts_shards(capsys: Capture) -> None:
 )
 def test_refused(capsys: Capture, words: str, what: str) -> None:
     assert what in refusal(capsys, f"plan {SIZES} {words}")
+
+
+def test_limit_in_microbatches_is_one_of_activations(capsys: Capture) -> None:
+    words = f"plan --schedule zero-pp --num-chunks 3 --config {CONFIG} --num-microbatches 16 --shard-weights"
+    out = run(capsys, f"{words} --memory-limit 1p")
+    assert "memory limit 8 microbatches" in out and ": met, peak" in out
+
+
+def test_stages_per_rank_and_whole_stages_are_chosen(capsys: Capture) -> None:
+    words = f"plan --schedule zero-pp {SIZES} --shard-weights --gather-ms 2 --reduce-ms 4 --whole-stages auto"
+    found = json.loads(run(capsys, f"{words} --num-chunks auto --format json"))
+    assert len(found["stage_to_rank"]) // 4 == 4 and found["whole_stages"] == 2
+    assert "--num-chunks auto applies only to" in refusal(capsys, f"plan --schedule zero-pp {SIZES} --num-chunks auto")

@@ -29,13 +29,16 @@ FITTED = "fitted"
 """Suffix for the name of a schedule for equal passes that was refitted to the costs."""
 SHARDED = "sharded"
 """Suffix for the name of a schedule whose weights are sharded."""
+_TENSOR = ("1f1b", "zb-h1", "zb-v")
+"""Schedules that are also listed with tensor parallelism: Megatron's, and the best for one or two stages per rank."""
 LAID_OUT = "layout by cost"
 """Suffix for the name of a schedule whose layers per stage were chosen together with it."""
 
 
 class Made(NamedTuple):
     """A schedule, its costs, Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost, and the
-    plan with offloading if it offloads, and the plan of its sharded units if it has any.
+    plan with offloading if it offloads, the plan of its sharded units if it has any, and how many GPUs divide a layer
+    instead of replicas, with the bytes that a rank sends to them.
     """
 
     schedule: Schedule
@@ -43,6 +46,8 @@ class Made(NamedTuple):
     layout: str | None = None
     offloaded: Offloaded | None = None
     shards: ShardPlan | None = None
+    tensor_parallel: int | None = None
+    tensor_bytes: float | None = None
 
     def timeline(self) -> Timeline:
         """The timeline as it runs, with the copies if it offloads, and with the collectives of sharded units."""
@@ -103,6 +108,13 @@ class Comparison:
             for chunks in self._chunks if recipe.shape == "interleaved" else (None,):
                 name = f"{recipe.name} {SHARDED}" if chunks is None else f"{recipe.name} x{chunks} {SHARDED}"
                 yield Candidate(name, partial(_sharded, costs, recipe.name, name, chunks, replicas))
+
+    def tensor(self, costs: Figures, replicas: Replicas, bytes_per_ms: float) -> Iterator[Candidate]:
+        """Yield schedules with tensor parallelism over the replicas, or over groups of them."""
+        for degree in range(2, replicas.count + 1):
+            for name in _TENSOR if replicas.count % degree == 0 else ():
+                shown = f"{name} tp{degree}"
+                yield Candidate(shown, partial(_tensor, costs, name, shown, degree, bytes_per_ms), limited=False)
 
     def laid_out(self, costs: Figures) -> Iterator[Candidate]:
         """Yield them with layouts by cost; ``costs`` are those of the even split."""
@@ -200,6 +212,13 @@ def _sharded(costs: Figures, name: str, shown: str, num_chunks: int | None, repl
 
     plan = plan_shards(costs, [make], SCHEDULES[name].has_units, replicas)
     return Made(plan.timeline.schedule, costs, shards=plan)
+
+
+def _tensor(costs: Figures, name: str, shown: str, degree: int, bytes_per_ms: float) -> Made:
+    assert costs.tensor is not None, "the flags are checked"
+    divided = costs.tensor(degree, bytes_per_ms)
+    schedule = _named(name, shown, None, divided.costs)
+    return Made(schedule, divided.costs, tensor_parallel=degree, tensor_bytes=divided.sent)
 
 
 def _fitted(name: str, shown: str, objective: Metric, costs: Figures) -> Schedule:

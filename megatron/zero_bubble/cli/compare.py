@@ -19,7 +19,7 @@ from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, w
 from megatron.zero_bubble.cli.plan import MOST_CHUNKS, add_search
 from megatron.zero_bubble.cli.plan_text import SLOW, picture
 from megatron.zero_bubble.cli.progress import progress
-from megatron.zero_bubble.cli.shards import add_shards, replicas_of, shards, with_shards
+from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.errors import UserError
@@ -46,7 +46,9 @@ class Row:
     and ``host_peak`` is the most host memory of a rank, in the unit of the costs; None without. With
     ``--shard-weights``, ``gathers`` and ``reductions`` are those of a rank per iteration, None where weights are not
     sharded; ``static_bytes`` is what weights, gradients and optimizer take on the rank that needs most in total, and
-    ``replica_bytes`` what a rank sends to its replicas.
+    ``replica_bytes`` what a rank sends to its replicas. With ``--tensor-bandwidth``, ``tensor_parallel`` is the number
+    of GPUs that divide a layer instead of replicas, and ``tensor_bytes`` what a rank sends to them; None where layers
+    are whole.
     """
 
     schedule: str
@@ -71,6 +73,8 @@ class Row:
     reductions: int | None = None
     static_bytes: float | None = None
     replica_bytes: float | None = None
+    tensor_parallel: int | None = None
+    tensor_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ def add_compare(verb: argparse.ArgumentParser) -> None:
     add_vocabulary(verb)
     add_offload(verb)
     add_shards(verb)
+    add_tensor(verb)
     verb.add_argument(
         "--equal-passes",
         action="store_true",
@@ -137,9 +142,7 @@ def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     offload = offloads(options)
     costs = with_copies(options, figures(options)) if offload else figures(options)
-    replicas = None
-    if shards(options):
-        costs, replicas = with_shards(options, costs), replicas_of(options, costs)
+    costs, replicas, rate = listed_shards(options, costs)
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
     limit = costs.limit(options.memory_limit or "1p")
@@ -160,6 +163,7 @@ def compare(options: argparse.Namespace) -> str:
                 yield from within.divided(variant)
         yield from within.laid_out(costs) if by_cost else ()
         yield from () if replicas is None else within.sharded(costs, replicas)
+        yield from () if replicas is None or rate is None else within.tensor(costs, replicas, rate)
 
     if offload:
         variants = tuple(replace(variant, costs=with_copies(options, variant.costs)) for variant in variants)
@@ -204,7 +208,8 @@ def _simulated(
                 made = make()
                 timeline = made.timeline()
             except UserError as error:
-                absent.append(str(error))
+                if str(error) not in absent:  # several schedules may lack the same
+                    absent.append(str(error))
                 continue
             rows.append(_row(timeline, made, limit, replicas))
             if rows[-1].within_limit and (best is None or _ms(timeline, objective) < _ms(best, objective)):
@@ -244,6 +249,7 @@ def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None
     ranks = schedule.placement.stage_to_rank
     whole = 2 * schedule.num_microbatches * sum(a != b for a, b in pairwise(ranks))
     kept = peak_memory(timeline, costs)
+    replicas = None if replicas is None else replace(replicas, count=replicas.count // (made.tensor_parallel or 1))
     sent, static = (None, None) if replicas is None else replicas.bytes_of(made.shards, costs, schedule.placement)
     total = [*rank_memory(timeline, costs)]
     if static is not None and replicas is not None and replicas.limit < math.inf:  # the limit includes it
@@ -271,6 +277,8 @@ def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None
         reductions=None if made.shards is None else max(made.shards.reductions),
         static_bytes=None if static is None else max(static),
         replica_bytes=None if sent is None else max(sent),
+        tensor_parallel=made.tensor_parallel,
+        tensor_bytes=made.tensor_bytes,
     )
 
 
@@ -370,9 +378,10 @@ def _moved(row: Row, costs: Figures) -> str:
 
 
 def _collectives(row: Row) -> str:
-    """Format gathers and reductions, static memory in GiB, and what a rank sends to its replicas in GiB."""
+    """Format gathers, reductions, static memory in GiB, and what a rank sends to replicas and to parts of layers."""
     counts = ("" if count is None else count for count in (row.gathers, row.reductions))
-    return "".join(f"{count:>9}" for count in counts) + _gib(row.static_bytes) + _gib(row.replica_bytes)
+    sent = None if row.replica_bytes is None else row.replica_bytes + (row.tensor_bytes or 0.0)
+    return "".join(f"{count:>9}" for count in counts) + _gib(row.static_bytes) + _gib(sent)
 
 
 def _gib(amount: float | None) -> str:

@@ -12,11 +12,12 @@ from megatron.zero_bubble.cli.model_config import read_model
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.costs.static import StageBytes
+from megatron.zero_bubble.costs.tensor import TensorParallel
 from megatron.zero_bubble.costs.units import checked_share
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.figures import Divided, Figures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
 _MEMORY = ("activation_memory", "wgrad_memory")
@@ -147,12 +148,30 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         *([] if by_cost else [f"Layers by rank: {layers}."]),
         _static_note(bool(getattr(options, "shard_weights", False))),
     ]
+    count = microbatches if num_microbatches is None else num_microbatches
     if getattr(options, "shard_weights", False) and model.tensor_parallel == 1:
-        count = microbatches if num_microbatches is None else num_microbatches
         notes.append(_tensor_note(model, count, replicas(options)))
+
+    def stage_bytes(of: Model) -> Callable[[Placement], StageBytes]:
+        return lambda on: StageBytes.of(of.stage_weights(on), _WEIGHT, _GRADIENT, _OPTIMIZER)
+
+    def tensor(degree: int, bytes_per_ms: float) -> Divided:
+        divided = TensorParallel(model, degree)
+        divided.check()
+        samples = count * degree  # those of the replicas that the group replaces
+        own = Figures(
+            len(model.layers),
+            samples,
+            lambda placement: divided.costs(device, placement, bytes_per_ms),
+            memory_given=True,
+            message_bytes=divided.model.message_bytes,
+            stage_bytes=stage_bytes(divided.model),
+        )
+        return Divided(own, divided.sent(samples))
+
     return Figures(
         len(model.layers),
-        microbatches if num_microbatches is None else num_microbatches,
+        count,
         lambda placement: estimate(model, device, placement),
         memory_given=True,
         message_bytes=model.message_bytes,
@@ -162,7 +181,8 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         sequence=model.sequence,
         layers=layer_costs(model, device),
         layout_weight_bytes=weight_bytes,
-        stage_bytes=lambda on: StageBytes.of(model.stage_weights(on), _WEIGHT, _GRADIENT, _OPTIMIZER),
+        stage_bytes=stage_bytes(model),
+        tensor=tensor if model.tensor_parallel == 1 else None,
     )
 
 
@@ -181,12 +201,8 @@ def replicas(options: argparse.Namespace) -> int:
 
 
 def _tensor_note(model: Model, num_microbatches: int, ranks: int) -> str:
-    """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas.
-
-    A layer has four all-reduces of the hidden states of a microbatch, of each of which a rank sends 2 (ranks - 1) /
-    ranks in BF16.
-    """
-    sent = 8 * 2.0 * model.tokens * model.hidden * (ranks - 1) / ranks * max(model.layers) * num_microbatches * ranks
+    """Compare with tensor parallelism over the same GPUs, one after the other for the microbatches of all replicas."""
+    sent = TensorParallel(model, ranks).sent(num_microbatches * ranks)
     static = max(model.weights(Placement.linear(len(model.layers)))) * _BYTES_PER_PARAMETER / ranks
     return (
         f"Tensor parallelism over {ranks} GPUs, instead of replicas, would send {sent / 2**30:.4g} GiB per rank for as "

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from megatron.zero_bubble.cli.figures import replicas
@@ -23,7 +24,7 @@ _BYTES_PER_MS = 1e6
 """Bytes per ms in one GB/s."""
 _GIB = 2**30
 _AUTO = "auto"
-_FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth")
+_FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth", "tensor_bandwidth")
 
 
 def add_shards(verb: argparse.ArgumentParser) -> None:
@@ -72,6 +73,38 @@ def add_shards(verb: argparse.ArgumentParser) -> None:
     )
 
 
+def add_tensor(verb: argparse.ArgumentParser) -> None:
+    """Add the flag that lists tensor parallelism."""
+    verb.add_argument(
+        "--tensor-bandwidth",
+        type=float,
+        metavar="GB/S",
+        help="also list tensor parallelism over the replicas of --shard-weights, or over groups of them: the bandwidth "
+        "with which a rank sends to its tensor-parallel group, in GB/s; needs --config",
+    )
+
+
+def tensor_rate(options: argparse.Namespace, costs: Figures) -> float | None:
+    """Return the bytes per ms that a rank sends to its tensor-parallel group; None where it is not to be listed.
+
+    Raises:
+        UserError: for an invalid bandwidth, or a model whose shapes are unknown or that is divided already.
+    """
+    bandwidth = options.tensor_bandwidth
+    if bandwidth is None:
+        return None
+    refuse_huge(**{"--tensor-bandwidth": bandwidth})
+    if not checked_figure("--tensor-bandwidth", bandwidth):
+        raise UserError("--tensor-bandwidth must be above 0; got 0")
+    if costs.tensor is None:
+        raise UserError(
+            "--tensor-bandwidth needs the shapes of a model without tensor parallelism; got "
+            f"{options.config or 'times'}; give --config with a file that has tensor-model-parallel-size: 1, or leave "
+            "--tensor-bandwidth out"
+        )
+    return float(bandwidth) * _BYTES_PER_MS
+
+
 def shards(options: argparse.Namespace) -> bool:
     """Whether weights are to be sharded.
 
@@ -89,7 +122,7 @@ def shards(options: argparse.Namespace) -> bool:
             )
     if not options.shard_weights:
         for name in _FLAGS:
-            if getattr(options, name) is not None:
+            if getattr(options, name, None) is not None:
                 raise UserError(f"{_flag(name)} applies only to --shard-weights; give both, or leave {_flag(name)} out")
         return False
     for name in ("offload", "vocabulary", "layout"):
@@ -104,13 +137,14 @@ def shards(options: argparse.Namespace) -> bool:
 def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
     """The replicas that the flags give."""
     text = options.memory_limit
-    limit = math.inf if text is None else costs.limit(text)
+    limit = activations = math.inf if text is None else costs.limit(text)
     if text is not None and costs.stage_bytes is not None and parse_memory_limit(text)[1] == "p":
         limit = math.inf  # a limit in microbatches is one of activations
     whole = options.whole_stages
     if whole is None:
         whole = _AUTO if costs.stage_bytes is not None and limit < math.inf else DEFAULT_WHOLE_CHUNKS
-    return Replicas(replicas(options), options.unit_microbatches or None, None if whole == _AUTO else whole, limit)
+    whole = None if whole == _AUTO else int(whole)
+    return Replicas(replicas(options), options.unit_microbatches or None, whole, limit, activations)
 
 
 def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
@@ -130,6 +164,24 @@ def with_shards(options: argparse.Namespace, costs: Figures) -> Figures:
         raise UserError("--replica-bandwidth must be above 0; got 0")
     rate = None if bandwidth is None else bandwidth * _BYTES_PER_MS
     return with_collectives(costs, replicas_of(options, costs).count, *times, rate)
+
+
+def listed_shards(options: argparse.Namespace, costs: Figures) -> tuple[Figures, Replicas | None, float | None]:
+    """Return the figures, the replicas, and the bytes per ms of tensor parallelism that ``compare`` lists, if any."""
+    if not shards(options):
+        return costs, None, None
+    costs, rate = with_shards(options, costs), tensor_rate(options, costs)
+    return replace(costs, notes=(*costs.notes, *_omitted(rate))), replicas_of(options, costs), rate
+
+
+def _omitted(bytes_per_ms: float | None) -> Iterator[str]:
+    """Yield what the times of the rows leave out, and how tensor parallelism is estimated."""
+    yield "Times of rows that are not sharded leave out the collectives of a distributed optimizer, once per iteration."
+    if bytes_per_ms is not None:
+        yield (
+            "Rows with tpN divide layers among N of the replicas, with sequence parallelism: passes take 1/N of the "
+            f"time, and none of the all-reduces, at {bytes_per_ms / _BYTES_PER_MS:g} GB/s, is hidden."
+        )
 
 
 def sharded(options: argparse.Namespace, costs: Figures, makers: Sequence[Maker], has_units: bool) -> ShardPlan:
@@ -167,10 +219,10 @@ def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
     if plan.static is not None:
         lines.append(f"GiB by rank, shards and whole weights and gradients: {_gib(plan.static)}")
         lines.append(f"GiB by rank, these and activations: {_gib(plan.peaks)}")
-    if over.limit < math.inf:
-        peak = max(plan.peaks)
-        verdict = "met" if peak <= over.limit * (1 + 1e-9) else "EXCEEDED"
-        lines.append(f"memory limit {costs.show(over.limit)}: {verdict}, peak {costs.show(peak)} per rank")
+    if (limit := min(over.limit, over.activation_limit)) < math.inf:
+        peak = max(plan.peaks if over.limit < math.inf else plan.activations)
+        verdict = "met" if peak <= limit * (1 + 1e-9) else "EXCEEDED"
+        lines.append(f"memory limit {costs.show(limit)}: {verdict}, peak {costs.show(peak)} per rank")
     least = max(bound_ms, plan.lane_ms)
     why = "the collectives of this plan" if plan.lane_ms > bound_ms else "the passes on this placement"
     lines.append(f"lower bound {least:.3f} ms makespan ({why})")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
@@ -33,6 +34,8 @@ class Figures:
         layers: costs per layer; None if unknown.
         layout_weight_bytes: as ``weight_bytes``, for the layers per stage of a placement; None if unknown.
         stage_bytes: bytes of weights, gradients and optimizer per stage of a placement; None if unknown.
+        tensor: the figures with tensor parallelism instead of replicas, given the number of GPUs that divide a layer,
+            and the bytes per ms with which they send to each other; None if unknown.
         unit: M_B, if it is not that of ``on``: with layouts, that of the even split, so that all have the same limit.
     """
 
@@ -50,6 +53,7 @@ class Figures:
     layout_weight_bytes: Callable[[tuple[int, ...]], Callable[[Placement], tuple[float, ...]]] | None = None
     unit: float | None = None
     stage_bytes: Callable[[Placement], StageBytes] | None = None
+    tensor: Callable[[int, float], Divided] | None = None
 
     def evenly(self) -> Figures:
         """Return the costs of Megatron's even split, from the costs per layer; layouts are made from these.
@@ -135,6 +139,15 @@ class Figures:
         """Format an amount of memory."""
         microbatches = f"{amount / self.microbatch:.4g} microbatches"
         return f"{microbatches}, {amount / 2**30:.4g} GiB" if self.in_bytes else microbatches
+
+
+class Divided(NamedTuple):
+    """The figures of a model that a group of GPUs divides by tensor parallelism, for as many samples, and the bytes
+    that a rank sends to its group per iteration.
+    """
+
+    costs: Figures
+    sent: float
 
 
 def measured(

@@ -44,18 +44,18 @@ def plan_shards(costs: Figures, makers: Sequence[Maker], has_units: bool, replic
     """
     sizes: Sequence[int | None] = [replicas.unit_microbatches]
     if has_units and replicas.unit_microbatches is None:
-        sizes = _sizes(costs, replicas.limit)
+        sizes = _sizes(costs, min(replicas.limit, replicas.activation_limit))
     if replicas.whole_stages is None and not any(_gather_ms(costs, make(sizes[-1])) for make in makers):
         for whole in (DEFAULT_WHOLE_CHUNKS, 1):
             found = plan_shards(costs, makers, has_units, replace(replicas, whole_stages=whole))
-            if max(found.peaks) <= replicas.limit * _ROUNDING:
+            if replicas.admits(found):
                 break
         return found
     choices = [_Units(costs, make, unit, has_units, replicas) for make in makers for unit in sizes]
     if replicas.whole_stages is not None and len(choices) == 1:
         best, whole = choices[0], replicas.whole_stages
     else:
-        best, whole = _best(choices, replicas.limit)
+        best, whole = _best(choices)
     return of_schedule(costs, best.schedule(), best.sharding(whole), replicas.count)
 
 
@@ -119,12 +119,12 @@ class _Units:
             self._peaks[whole] = max(map(sum, zip(self.activations, static, strict=True)))
         return self._peaks[whole]
 
-    def most_within(self, limit: float) -> int | None:
-        """The largest number of whole stages within a limit of memory; None if there is none."""
-        least = self.counts[0]
-        if max(*self.activations, self.peak(least)) > limit * _ROUNDING:
+    def most_within(self) -> int | None:
+        """The largest number of whole stages within the limits of memory; None if there is none."""
+        limit, activations = self._replicas.limit * _ROUNDING, self._replicas.activation_limit * _ROUNDING
+        if max(self.activations) > min(limit, activations) or self.peak(self.counts[0]) > limit:
             return None
-        return next((whole for whole in reversed(self.counts) if self.peak(whole) <= limit * _ROUNDING), least)
+        return next(whole for whole in reversed(self.counts) if self.peak(whole) <= limit)
 
     def ms(self, whole: int, enough_ms: float) -> float:
         """The length of an iteration; or a lower bound on it, if it is above ``enough_ms``."""
@@ -149,12 +149,12 @@ class _Units:
         return lowered(self.schedule(), self.sharding(whole))
 
 
-def _best(choices: Sequence[_Units], limit: float) -> tuple[_Units, int]:
+def _best(choices: Sequence[_Units]) -> tuple[_Units, int]:
     """Return the best choice with its number of whole stages; the least memory if none is within the limit."""
     enough_ms = math.inf
     admitted: list[tuple[_Units, int]] = []
     for each in sorted(choices, key=lambda each: each.least_ms):
-        if each.least_ms <= enough_ms and (most := each.most_within(limit)) is not None:
+        if each.least_ms <= enough_ms and (most := each.most_within()) is not None:
             admitted.append((each, most))
             enough_ms = min(enough_ms, each.ms(most, enough_ms) * _ROUNDING)
     if not admitted:

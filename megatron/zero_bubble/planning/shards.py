@@ -21,6 +21,8 @@ from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding, most_whole, moved, shard
 from megatron.zero_bubble.planning.figures import Figures
 
+_ROUNDING = 1 + 1e-9
+
 
 @dataclass(frozen=True)
 class Replicas:
@@ -31,12 +33,18 @@ class Replicas:
         unit_microbatches: microbatches of a unit; None for the best.
         whole_stages: the most stages of a rank with whole weights; None for the best.
         limit: limit of memory per rank, in the unit of the costs; in bytes it includes what is static.
+        activation_limit: limit of activations alone.
     """
 
     count: int
     unit_microbatches: int | None = None
     whole_stages: int | None = DEFAULT_WHOLE_CHUNKS
     limit: float = math.inf
+    activation_limit: float = math.inf
+
+    def admits(self, plan: ShardPlan) -> bool:
+        """Whether a plan is within the limits."""
+        return max(plan.peaks) <= self.limit * _ROUNDING and max(plan.activations) <= self.activation_limit * _ROUNDING
 
     def bytes_of(
         self, plan: ShardPlan | None, costs: Figures, placement: Placement
