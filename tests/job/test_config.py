@@ -19,6 +19,7 @@ from megatron.zero_bubble.plan.offload import Move
 @pytest.mark.parametrize(
     "options, sentence",
     [
+        ({"costs_file": "x"}, "costs_file='x' applies only to zero-pp without unit_microbatches, .* got zb-h1; leave"),
         ({"memory_limit": "0.25p"}, "memory_limit='0.25p' applies only to zb-auto, .* fixed peak; leave it out"),
         ({"placement": "vee"}, "placement='vee' applies only to zb-auto"),
         ({"rollback": "inverse"}, "rollback='inverse' has no effect without post_validation"),

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, ZeroBubbleConfig, build, simulate, validate
+from megatron.zero_bubble import (
+    Kind,
+    PassCosts,
+    PassMemory,
+    Placement,
+    Slices,
+    ZeroBubbleConfig,
+    build,
+    simulate,
+    validate,
+)
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
-from megatron.zero_bubble.job.source import ScheduleSource, even_costs
+from megatron.zero_bubble.job.source import ScheduleSource, UnitChoice, even_costs
 
 
 def test_source_by_name() -> None:
@@ -119,3 +131,32 @@ def test_search_with_a_divided_vocabulary_starts_from_a_named_schedule(placement
 def test_units_get_the_passes_of_the_vocabulary(unit: int | None) -> None:
     source = ScheduleSource.by_name("zero-pp", 2, 2, vocabulary=1, unit_microbatches=unit)
     assert source.vocabulary == algorithm_of(source.make(4)) == 1
+
+
+def limited(limit: str | None = None, costs: CostsFile | None = None, whole: int | None = 2) -> list[int]:
+    """The sizes of the units of zero-pp on 4 ranks with 4 stages each, 16 microbatches."""
+    source = ScheduleSource.by_name("zero-pp", 4, 4, choice=UnitChoice(limit, costs, whole))
+    (row, *_) = source.make(16).order
+    kinds = (p.kind for p in row if p.stage == 0 and p.kind in (Kind.F, Kind.B))
+    return [len([*group]) for kind, group in groupby(kinds) if kind is Kind.F]
+
+
+def test_units_within_a_memory_limit() -> None:
+    """A unit of 4 keeps 4 microbatches and the W's of the unit before; below the pipeline's depth, fewer."""
+    assert limited() == limited("2p") == [4] * 4
+    assert max(limited("0.8p")) < 4
+    with pytest.raises(
+        UserError, match="must fit into the memory limit of 0.1p; got 2 microbatches per rank with units of 1"
+    ):
+        limited("0.1p")
+    with pytest.raises(UserError, match="60GiB needs activation memory in bytes"):
+        limited("60GiB")
+
+
+def test_units_for_measured_costs() -> None:
+    """Long gathers ask for larger units, if weights are sharded; a limit in bytes holds for measured memory."""
+    passes = '"forward_ms": 4, "backward_ms": 4, "wgrad_ms": 4, "activation": 1073741824, "wgrad": 1073741824'
+    slow = CostsFile.parse(f'{{{passes}, "gather_ms": 60, "reduce_ms": 60}}')
+    assert min(limited(None, slow)) > 4
+    assert limited(None, slow, whole=None) == [4] * 4
+    assert max(limited("4GiB", slow)) < 4

@@ -12,8 +12,11 @@ from megatron.zero_bubble import PassCosts, Slices, build, simulate
 from megatron.zero_bubble.analysis.timeline import Span, Timeline
 from megatron.zero_bubble.costs.vocabulary import VOCABULARY_TIMES, VocabularyCosts
 from megatron.zero_bubble.ir import Kind
+from megatron.zero_bubble.ir.shards import Gather
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.measure.gather import attention_share, median_costs
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import costs_for, cuts
 
@@ -81,3 +84,18 @@ def test_time_of_the_loss_function_is_part_of_its_collective() -> None:
     found = median_costs([Timeline(timeline.schedule, tuple(later))])
     assert found.vocabulary is not None
     assert found.vocabulary.collective_ms == pytest.approx(1.5), "one for S takes no time, and one for L takes 3 ms"
+
+
+def test_costs_have_the_times_of_gathers_and_reductions() -> None:
+    """Nothing is recorded before the first pass: a stage that is gathered only then counts like the others."""
+    schedule = build("zero-pp", num_ranks=2, num_microbatches=8, num_chunks=3)
+    costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0)
+    costs = replace(costs, gather_ms=(3.0, 1.0, 1.0, 2.0, 2.0, 2.5), reduce_ms=(0.5, 0.75, 1.0, 1.25, 1.5, 1.75))
+    timeline = simulate(lower_training(schedule, sharding=Sharding(1, 1)), costs)
+    assert median_costs([timeline]).gather_ms == pytest.approx(costs.gather_ms)
+    assert median_costs([timeline]).reduce_ms == pytest.approx(costs.reduce_ms)
+    late = tuple(
+        tuple(span._replace(end_ms=span.start_ms) if span.op == Gather(0, 0) else span for span in row)
+        for row in timeline.lanes
+    )
+    assert median_costs([replace(timeline, lanes=late)]).gather_ms[0] == pytest.approx(2.0)

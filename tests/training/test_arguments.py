@@ -10,7 +10,8 @@ from megatron.zero_bubble.training.config_file import RIVALS
 # New flags are deliberate: add them here, and explain in the commit message why no flag of Megatron suffices.
 OURS = """
 --config --metrics-file --no-dist-ckpt-optim-fully-reshardable --no-zero-bubble-fuse-wgrad
---zero-bubble-attention-share --zero-bubble-balance-microbatches --zero-bubble-device --zero-bubble-exact
+--zero-bubble-attention-share --zero-bubble-balance-microbatches --zero-bubble-costs
+--zero-bubble-device --zero-bubble-exact
 --zero-bubble-fuse-wgrad
 --zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas
 --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-placement --zero-bubble-post-receives

@@ -10,9 +10,10 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.costs.units import checked_share, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks, UnitChoice
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
@@ -43,8 +44,9 @@ class ZeroBubbleConfig:
             instead of keeping their softmax.
         placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
         schedule_file: a file written by ``zero-bubble plan --format json``.
-        memory_limit: activation-memory limit per rank for ``zb-auto``, in the units of ``zero-bubble plan
-            --memory-limit``; ``1p`` is the peak of 1F1B, and, with ``vocabulary``, of the first schedule.
+        memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
+            ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, and,
+            with ``vocabulary``, of the first schedule. None is ``1p`` for ``zb-auto``, and else no limit.
         post_validation: step the optimizer before the global gradient norm is known; validate in the next iteration.
         rollback: how to undo a rejected optimizer step. ``exact`` keeps a copy of the overwritten state until the step
             is validated; ``inverse`` inverts the Adam update, which needs no memory and is correct only up to rounding.
@@ -67,6 +69,8 @@ class ZeroBubbleConfig:
             chunks of a rank then have whole weights.
         unit_microbatches: microbatches of a unit of ``zero-pp``, after which ``shard_weights`` reduces gradients; None
             for ``zero-pp``'s smallest that takes no longer than one unit of all, and else as many as pipeline ranks.
+        costs_file: measured times and memory of an earlier run, by which ``zero-pp`` chooses its units if
+            ``unit_microbatches`` is None; without it, passes count as equally long, and collectives take no time.
         whole_stages: the most stages of a rank whose weights are whole at a time with ``shard_weights``; None for 2, of
             which one is in use while the other is gathered.
         shard_transport: how the replicas of ``shard_weights`` exchange shards: by collectives, or on demand, which is
@@ -87,7 +91,7 @@ class ZeroBubbleConfig:
     recompute_logits: bool = False
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
-    memory_limit: str = DEFAULT_LIMIT
+    memory_limit: str | None = None
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
     fuse_wgrad: bool = True
@@ -98,13 +102,17 @@ class ZeroBubbleConfig:
     host_memory: str | None = None
     shard_weights: bool = False
     unit_microbatches: int | None = None
+    costs_file: str | None = None
     whole_stages: int | None = None
     shard_transport: Literal["collective", "on-demand"] = "collective"
     measure_memory: bool = False
     peer_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        parse_memory_limit(self.memory_limit)
+        if self.memory_limit is None and self.schedule == AUTO:
+            object.__setattr__(self, "memory_limit", DEFAULT_LIMIT)
+        if self.memory_limit is not None:
+            parse_memory_limit(self.memory_limit)
         if (self.schedule is None) == (self.schedule_file is None):
             raise UserError(
                 "exactly one of schedule and schedule_file must be given; got "
@@ -115,10 +123,15 @@ class ZeroBubbleConfig:
                 f"placement={self.placement!r} applies only to {AUTO}, because every other schedule defines its "
                 "placement; leave it out"
             )
-        if self.memory_limit != DEFAULT_LIMIT and self.schedule != AUTO:
+        if self.memory_limit is not None and self.schedule != AUTO and not self._chooses_units:
             raise UserError(
-                f"memory_limit={self.memory_limit!r} applies only to {AUTO}, because every other schedule has a fixed "
-                "peak; leave it out"
+                f"memory_limit={self.memory_limit!r} applies only to {AUTO}, and to zero-pp without unit_microbatches, "
+                "because every other schedule has a fixed peak; leave it out"
+            )
+        if self.costs_file is not None and not self._chooses_units:
+            raise UserError(
+                f"costs_file={self.costs_file!r} applies only to zero-pp without unit_microbatches, whose units it "
+                f"chooses; got {self.schedule or self.schedule_file}; leave it out"
             )
         if self.rollback != "exact" and not self.post_validation:
             raise UserError(f"rollback={self.rollback!r} has no effect without post_validation; leave it out")
@@ -160,7 +173,13 @@ class ZeroBubbleConfig:
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
-        return Sharding(self.unit_microbatches or num_ranks, self.whole_stages or DEFAULT_WHOLE_CHUNKS)
+        # The units of zero-pp end by themselves: backwards of another stage follow.
+        unit = self.unit_microbatches or (1 if self._chooses_units else num_ranks)
+        return Sharding(unit, self.whole_stages or DEFAULT_WHOLE_CHUNKS)
+
+    @property
+    def _chooses_units(self) -> bool:
+        return has_units(self.schedule) and self.unit_microbatches is None
 
     def _check_shards(self) -> None:
         excluded = {
@@ -295,6 +314,9 @@ class ZeroBubbleConfig:
         assert self.schedule is not None, "either schedule or schedule_file is given"
         name, chunks = recipe(self.schedule).name, self.num_chunks
         units = self.unit_microbatches if has_units(name) else None
+        whole = (self.whole_stages or DEFAULT_WHOLE_CHUNKS) if self.shard_weights else None
+        costs = None if self.costs_file is None else read_costs_file(self.costs_file)
+        limit = self.memory_limit if self._chooses_units else None
         return functools.partial(
             ScheduleSource.by_name,
             name,
@@ -302,6 +324,7 @@ class ZeroBubbleConfig:
             slices=cuts,
             vocabulary=vocabulary,
             unit_microbatches=units,
+            choice=UnitChoice(limit, costs, whole),
         )
 
     def _check_file(self, source: ScheduleSource) -> None:

@@ -78,7 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--zero-bubble-memory-limit",
         metavar="LIMIT",
-        help=f"activation-memory limit per rank for {AUTO}, e.g. 1p (1F1B's peak) or 60GiB; default: {DEFAULT_LIMIT}, "
+        help=f"activation-memory limit per rank for {AUTO}, and for the units of zero-pp that auto chooses, e.g. 1p "
+        f"(1F1B's peak) or 60GiB, which zero-pp needs --zero-bubble-costs for; default: {DEFAULT_LIMIT} for {AUTO}, "
         "with --zero-bubble-vocabulary-parallel the peak of the first schedule",
     )
     _add_switch(
@@ -168,7 +169,15 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=unit_microbatches,
         help="microbatches of a unit of zero-pp, and after which --zero-bubble-shard-weights reduces gradients: larger "
         "units communicate less and keep more activations; default: auto, for zero-pp the smallest units that take no "
-        "longer than one unit of all microbatches, and else one microbatch per pipeline rank",
+        "longer than one unit of all microbatches, for the costs of --zero-bubble-costs within "
+        "--zero-bubble-memory-limit, and else one microbatch per pipeline rank",
+    )
+    add(
+        "--zero-bubble-costs",
+        metavar="FILE",
+        help="costs file of an earlier run, as --zero-bubble-record-costs writes it, by which zero-pp chooses its "
+        "units; if that run sharded weights too, the file has the times of its collectives; default: passes of equal "
+        "length, and collectives that take no time",
     )
     add(
         "--zero-bubble-whole-stages",
@@ -302,7 +311,7 @@ def config_of(
         vocabulary=vocabulary_algorithm(options),
         recompute_logits=bool(options.zero_bubble_recompute_logits),
         placement=options.zero_bubble_placement or "linear",
-        memory_limit=options.zero_bubble_memory_limit or DEFAULT_LIMIT,
+        memory_limit=options.zero_bubble_memory_limit,
         post_validation=bool(options.zero_bubble_post_validation),
         rollback=options.zero_bubble_rollback or "exact",
         fuse_wgrad=_fuses(options),
@@ -314,6 +323,7 @@ def config_of(
         shard_weights=bool(options.zero_bubble_shard_weights),
         shard_transport=options.zero_bubble_shard_transport or "collective",
         unit_microbatches=options.zero_bubble_unit_microbatches or None,
+        costs_file=options.zero_bubble_costs,
         whole_stages=options.zero_bubble_whole_stages,
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,

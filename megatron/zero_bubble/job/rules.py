@@ -128,8 +128,8 @@ _RULES = (
         "has no effect without vocabulary parallelism; give --zero-bubble-vocabulary-parallel 2 or drop the flag",
     ),
     _Rule(
-        ("placement", "memory-limit"),
-        lambda job: job.plans,
+        ("placement", "memory-limit", "costs"),  # of zero-pp, the configuration says which
+        lambda job: job.plans or has_units(job.options.zero_bubble_schedule),
         "works only with --zero-bubble-schedule zb-auto, got {schedule}; drop the flag or choose zb-auto",
     ),
     _Rule(

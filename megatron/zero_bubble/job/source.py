@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,10 +12,16 @@ from typing import Literal
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import read_plan_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
+from megatron.zero_bubble.planning.figures import Figures, measured
+from megatron.zero_bubble.planning.shard_search import plan_shards
+from megatron.zero_bubble.planning.shards import Replicas, with_collectives
 from megatron.zero_bubble.planning.units import smallest, unit_sizes
 from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
@@ -25,6 +32,21 @@ DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}
 """The schedule of whole sequences that ``zb-auto`` runs until its plan is ready, by placement."""
+
+
+@dataclass(frozen=True)
+class UnitChoice:
+    """What the size of units is chosen by; by default, by passes of equal length.
+
+    Attributes:
+        memory_limit: limit of activation memory per rank, as in ``zero-bubble plan --memory-limit``; None for no limit.
+        costs: times of passes and collectives, and memory, as a run has measured them; None if unknown.
+        whole_stages: the most stages of a rank with whole weights; None if weights are not sharded.
+    """
+
+    memory_limit: str | None = None
+    costs: CostsFile | None = None
+    whole_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,14 +77,16 @@ class ScheduleSource:
         slices: Slices | None = None,
         vocabulary: Algorithm | None = None,
         unit_microbatches: int | None = None,
+        choice: UnitChoice = UnitChoice(),
     ) -> ScheduleSource:
         """The schedules named ``name``; ``num_chunks`` is the number of stages per rank of interleaved schedules,
         ``slices`` are the cuts of sequences, ``vocabulary`` is the algorithm of vocabulary parallelism, if any, and
-        ``unit_microbatches`` is the size of the units of a schedule of units; None for the smallest that takes no
-        longer than one unit of all microbatches, for passes of equal length.
+        ``unit_microbatches`` is the size of the units of a schedule of units; None for the best by ``choice``, which
+        by default is the smallest that takes no longer than one unit of all microbatches.
 
         Raises:
-            UserError: an unknown name, or a number of chunks or slices that the schedule does not support.
+            UserError: an unknown name, or a number of chunks or slices that the schedule does not support. ``make``
+                raises it for a memory limit below the peak of all sizes of units.
         """
         known = recipe(name)
         placement = known.placement(num_ranks, known.num_chunks(num_chunks))
@@ -73,7 +97,7 @@ class ScheduleSource:
 
         make: Callable[[int], Schedule] = build_units
         if known.has_units and unit_microbatches is None:
-            make = functools.cache(functools.partial(_with_units, build_units, num_ranks))
+            make = functools.cache(functools.partial(_with_units, build_units, num_ranks, choice))
         if vocabulary is None:
             return cls(name, placement, make)
         divided = functools.cache(lambda count: _with_vocabulary(make(count), vocabulary))
@@ -108,14 +132,44 @@ class ScheduleSource:
         return cls(AUTO, first.placement, first.make, vocabulary)
 
 
-def _with_units(make: Callable[[int, int | None], Schedule], num_ranks: int, num_microbatches: int) -> Schedule:
-    """Choose the size of the units for passes of equal length."""
+def _with_units(
+    make: Callable[[int, int | None], Schedule], num_ranks: int, choice: UnitChoice, num_microbatches: int
+) -> Schedule:
+    """Choose the size of the units."""
+    if choice.memory_limit is not None or choice.costs is not None:
+        return _planned_units(functools.partial(make, num_microbatches), num_ranks, choice, num_microbatches)
 
     def length_ms(unit: int) -> float:
         schedule = make(num_microbatches, unit)
         return simulate(schedule, even_costs(schedule.placement)).makespan_ms
 
     return make(num_microbatches, smallest(unit_sizes(num_ranks, num_microbatches), length_ms))
+
+
+def _planned_units(
+    make: Callable[[int | None], Schedule], num_ranks: int, choice: UnitChoice, num_microbatches: int
+) -> Schedule:
+    """Choose the size of the units as ``zero-bubble plan`` does.
+
+    Raises:
+        UserError: when no size is within the memory limit.
+    """
+    if choice.costs is None:
+        own = Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
+    else:
+        own = measured(choice.costs, num_ranks, num_microbatches)
+    limit = math.inf if choice.memory_limit is None else own.limit(choice.memory_limit)
+    if choice.whole_stages is None:
+        own = with_collectives(own, 1, 0.0, 0.0, None)
+    replicas = Replicas(1, None, choice.whole_stages or DEFAULT_WHOLE_CHUNKS, activation_limit=limit)
+    found = plan_shards(own, [make], True, replicas)
+    if not replicas.admits(found):
+        raise UserError(
+            f"the activations of some size of units must fit into the memory limit of {choice.memory_limit}; got "
+            f"{own.show(max(found.activations))} per rank with units of {found.sharding.unit_microbatches}, which take "
+            "least; raise --zero-bubble-memory-limit, or take more pipeline ranks or full recomputation"
+        )
+    return found.timeline.schedule
 
 
 def _with_vocabulary(schedule: Schedule, algorithm: Algorithm) -> Schedule:

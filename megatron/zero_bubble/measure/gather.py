@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -18,6 +19,7 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.ir import Kind, Slices
 from megatron.zero_bubble.ir.offload import Evict, Fetch
 from megatron.zero_bubble.ir.passes import VOCABULARY
+from megatron.zero_bubble.ir.shards import Gather, Reduce
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.measure.recorder import Marks
 
@@ -36,8 +38,8 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
 
 def median_costs(timelines: list[Timeline]) -> PassCosts:
     """Costs from measured iterations: the median pass times of every stage and the median transfer time, those of
-    vocabulary parallelism if the schedule has its passes, and those of copies to the host and back of every stage of
-    which something moves.
+    vocabulary parallelism if the schedule has its passes, those of copies to the host and back of every stage of which
+    something moves, and those of the gathers and reductions of every stage that is sharded.
 
     A fused BW counts as B with W = 0. If sequences are cut, the shares of attention follow from how much longer later
     slices take than their tokens alone would explain. A transfer can be measured only if its receiver was idle; its
@@ -66,6 +68,7 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
     shares = (tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b))
     comm_ms = median(transfers.messages) if transfers.messages else 0.0
     costs = PassCosts(forward, backward, wgrad, comm_ms, host_ms=_copies_ms(timelines)).with_attention(*shares)
+    costs = replace(costs, gather_ms=_of_stages_ms(timelines, Gather), reduce_ms=_of_stages_ms(timelines, Reduce))
     algorithm = algorithm_of(schedule)
     if algorithm is None:
         return costs
@@ -93,6 +96,19 @@ def _copies_ms(timelines: list[Timeline]) -> tuple[float, ...]:
         return sum(map(median, of_slices.values())) / moved if moved else 0.0
 
     return tuple(whole_ms(durations.get(stage, {})) for stage in range(schedule.num_stages))
+
+
+def _of_stages_ms(timelines: list[Timeline], kind: type[Gather | Reduce]) -> tuple[float, ...]:
+    """Per stage, the median time of its collectives of one kind; 0 if nothing is sharded.
+
+    Before the first pass, nothing is recorded: a stage whose weights are gathered only then has the others' median.
+    """
+    durations: defaultdict[int, list[float]] = defaultdict(list)
+    for span in (span for timeline in timelines for row in timeline.lanes for span in row):
+        if isinstance(span.op, kind) and span.end_ms > span.start_ms:
+            durations[span.op.stage].append(span.end_ms - span.start_ms)
+    usual = median(map(median, durations.values())) if durations else 0.0
+    return tuple(median(durations.get(stage, [usual])) for stage in range(timelines[0].schedule.num_stages))
 
 
 def attention_share(times_ms: Sequence[float], slices: Slices) -> float:

@@ -23,7 +23,7 @@ from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource, SourceOnRanks
+from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
@@ -156,7 +156,7 @@ def _pipeline(
     memory = MemoryMeter() if config.measure_memory or plans else None
     if config.schedule == AUTO:
         passes = Recorder(select("auto"))
-        of_job = config.memory_limit, config.placement, config.post_validation
+        of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
         options = AutoOptions(*of_job, slices=config.cuts() or WHOLE, vocabulary=config.vocabulary)
         assert memory is not None
         auto = AutoSchedule(options, passes, memory, say)
