@@ -54,7 +54,7 @@ class Timeline:
 
     @cached_property
     def start_ms(self) -> float:
-        """Start of the first pass over all ranks, or of what runs beside passes before it, such as a first gather."""
+        """Start of the first pass over all ranks, or of what another lane runs before it, such as a gather."""
         lanes = (span.start_ms for row in self.lanes for span in row if span.lane != COMPUTE)
         return min((*(row[0].start_ms for row in self.spans if row), *lanes), default=0.0)
 
