@@ -41,6 +41,13 @@ def test_gathers_and_reductions_per_unit(p: int, v: int, number: int, more: int)
     assert count(plan, Reduce) == [number * v] * p
 
 
+@given(p=st.integers(1, 4), v=st.integers(2, 4), m=st.integers(1, 13), unit=st.integers(1, 6))
+def test_units_of_zero_pp_end_by_themselves(p: int, v: int, m: int, unit: int) -> None:
+    """A run that chooses the size of units need not know it to reduce gradients at their ends."""
+    schedule = looped("zero-pp", p, v, m, unit)
+    assert sharded(schedule, 1).ops == sharded(schedule, unit).ops
+
+
 def most_open(plan: Plan, rank: int) -> int:
     """The most chunks of a rank that have whole gradients at a time."""
     steps = [isinstance(op, Open) - isinstance(op, Close) for op in plan.ops[rank]]

@@ -126,3 +126,13 @@ def test_hidden_gathers_cost_nothing() -> None:
 def test_rejected(make: Callable[[], object], what: str) -> None:
     with pytest.raises(UserError, match=what):
         make()
+
+
+def test_first_gather_counts_in_the_iteration() -> None:
+    """The weights of the first stage are gathered before any pass."""
+
+    def makespan_ms(gather_ms: float) -> float:
+        costs = with_collectives(figures(), 4, V * gather_ms, None, None)
+        return of_schedule(costs, units(8), Sharding(8), 4).timeline.makespan_ms
+
+    assert makespan_ms(3.0) == pytest.approx(makespan_ms(0.0) + 3.0)
