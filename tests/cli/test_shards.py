@@ -37,6 +37,7 @@ def test_plan(capsys: Capture) -> None:
     out = run(capsys, words)
     assert "8 replicas, units of 4 microbatches, 2 whole stages" in out
     assert "per rank: 10 gathers, 8 reductions, 13.000 ms together" in out
+    assert "(the passes on this placement, the first gather and the last reduction)" in out
     found = json.loads(run(capsys, f"{words} --unit-microbatches 8 --whole-stages 1 --format json"))
     assert (found["unit_microbatches"], found["whole_stages"], found["replicas"]) == (8, 1, 8)
     assert found["gathers"] == [7] * 4 and found["reductions"] == [4] * 4

@@ -16,8 +16,9 @@ from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.shard_search import plan_shards
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, of_schedule, with_collectives
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, least_ms, of_schedule, with_collectives
 
 REPLICAS, ROUNDING = 4, 1 + 1e-9
 
@@ -83,6 +84,19 @@ def test_best_of_all_combinations(
     shortest = min(each[0] for each in within) * ROUNDING
     assert ms <= shortest and peak <= limit * ROUNDING
     assert peak <= min(each[1] for each in within if each[0] <= shortest) * ROUNDING
+
+
+@pytest.mark.parametrize("collectives", [(3.0, 5.0), (200.0, 300.0)])
+def test_no_units_are_shorter_than_the_bound(collectives: tuple[float, float]) -> None:
+    """The longer collectives take more time than the passes, even once per stage."""
+    p, m, v = 3, 6, 3
+    costs, make = figures(p, m, 0.05, *collectives), maker("zero-pp", p, m, v)
+    on = make(None).placement
+    passes_ms = bound(costs, on, math.inf, "makespan").value_ms
+    least, why = least_ms(costs.on(on)[0], on, passes_ms)
+    assert why.startswith("the passes" if collectives[0] < 100 else "one gather")
+    plans = (of_schedule(costs, make(u), Sharding(u, k), REPLICAS) for u, k in product((1, 3, 6), (1, 3)))
+    assert passes_ms < least <= min(plan.timeline.makespan_ms for plan in plans) * ROUNDING
 
 
 def test_a_tight_limit_takes_fewer_whole_stages_or_smaller_units() -> None:

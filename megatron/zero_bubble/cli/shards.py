@@ -17,7 +17,7 @@ from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, least_ms, with_collectives
 from megatron.zero_bubble.schedules import recipe
 
 _BYTES_PER_MS = 1e6
@@ -203,13 +203,13 @@ def shard_content(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
         "replica_traffic_bytes": plan.traffic,
         "static_bytes": plan.static,
         "collectives_ms": plan.lane_ms,
+        **dict(zip(("lower_bound_ms", "lower_bound_reason"), _least_ms(plan, costs), strict=True)),
     }
 
 
 def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> str:
     """Format the collectives, their traffic, memory, and a lower bound."""
-    of, over, schedule = plan.sharding, replicas_of(options, costs), plan.timeline.schedule
-    bound_ms = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices).value_ms
+    of, over = plan.sharding, replicas_of(options, costs)
     lines = [
         f"{over.count} replicas, units of {of.unit_microbatches} microbatches, {of.whole_chunks} whole stages",
         f"per rank: {max(plan.gathers)} gathers, {max(plan.reductions)} reductions, {plan.lane_ms:.3f} ms together",
@@ -223,10 +223,15 @@ def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
         peak = max(plan.peaks if over.limit < math.inf else plan.activations)
         verdict = "met" if peak <= limit * (1 + 1e-9) else "EXCEEDED"
         lines.append(f"memory limit {costs.show(limit)}: {verdict}, peak {costs.show(peak)} per rank")
-    least = max(bound_ms, plan.lane_ms)
-    why = "the collectives of this plan" if plan.lane_ms > bound_ms else "the passes on this placement"
-    lines.append(f"lower bound {least:.3f} ms makespan ({why})")
+    least, why = _least_ms(plan, costs)
+    lines.append(f"lower bound {least:.3f} ms makespan, for units of any size ({why})")
     return "".join(f"{line}\n" for line in lines)
+
+
+def _least_ms(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
+    schedule = plan.timeline.schedule
+    passes = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices)
+    return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
 
 
 def _whole_stages(text: str) -> int | str:

@@ -128,6 +128,23 @@ def lane_ms(plan: Plan, times: PassCosts) -> float:
     return max(sum(_lane_ms(op, times) for op in row) for row in plan.ops)
 
 
+def least_ms(times: PassCosts, placement: Placement, passes_ms: float) -> tuple[float, str]:
+    """A lower bound on an iteration with any units and any number of whole stages, and its reason.
+
+    Every stage is gathered and reduced at least once. No pass starts before the first stage is whole, and the stage of
+    the last pass is reduced after it.
+
+    Args:
+        passes_ms: a lower bound on the makespan of the passes.
+    """
+    around = times.gather(0) + passes_ms + min(map(times.reduce, range(placement.num_stages)))
+    stages = map(placement.stages_of, range(placement.num_ranks))
+    once = max(sum(times.gather(stage) + times.reduce(stage) for stage in own) for own in stages)
+    if once > around:
+        return once, "one gather and one reduction of every stage"
+    return around, "the passes on this placement, the first gather and the last reduction"
+
+
 def traffic(row: Sequence[Op], sizes: StageBytes, replicas: int) -> float:
     """Bytes that a rank sends per iteration: each collective leaves out the own part, (d-1)/d of the whole size."""
     return sum(moved(row, sizes.weights, sizes.gradients)) * (replicas - 1) / replicas
