@@ -118,3 +118,10 @@ def test_stages_per_rank_and_whole_stages_are_chosen(capsys: Capture) -> None:
     found = json.loads(run(capsys, f"{words} --num-chunks auto --format json"))
     assert len(found["stage_to_rank"]) // 4 == 4 and found["whole_stages"] == 2
     assert "--num-chunks auto applies only to" in refusal(capsys, f"plan --schedule zero-pp {SIZES} --num-chunks auto")
+
+
+@pytest.mark.parametrize("flag", ["--whole-stages", "--num-chunks"])
+def test_counts_are_numbers_or_auto(capsys: Capture, flag: str) -> None:
+    with pytest.raises(SystemExit):
+        main(f"plan {SIZES} --schedule zero-pp {flag} two".split())
+    assert f"{flag}: it is a number, or auto; got 'two'" in capsys.readouterr().err

@@ -19,7 +19,16 @@ from megatron.zero_bubble.cli.offload import (
     with_copies,
 )
 from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
-from megatron.zero_bubble.cli.shards import add_shards, shard_content, shard_summary, sharded, shards, with_shards
+from megatron.zero_bubble.cli.shards import (
+    AUTO_COUNT,
+    add_shards,
+    number_or_auto,
+    shard_content,
+    shard_summary,
+    sharded,
+    shards,
+    with_shards,
+)
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
@@ -53,7 +62,6 @@ from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
 
 MOST_CHUNKS = 4
 """Most stages per rank to choose from, where nothing is given."""
-_AUTO_CHUNKS = "auto"
 
 
 def add_plan(verb: argparse.ArgumentParser) -> None:
@@ -78,7 +86,7 @@ def add_plan(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--num-chunks",
-        type=_num_chunks,
+        type=number_or_auto,
         metavar="N|auto",
         help="stages per rank for interleaved schedules, called chunks of the model in Megatron; with --shard-weights, "
         f"auto is the best of 2 to {MOST_CHUNKS}, or fewer if --config has fewer layers per rank (default: 2)",
@@ -161,7 +169,7 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
         raise UserError(f"--placement applies only to {AUTO}; other schedules have a fixed placement; leave it out")
     if options.num_chunks is not None and options.schedule in (AUTO, None):
         raise UserError("--num-chunks applies only to interleaved schedules selected by name; leave it out")
-    if options.num_chunks == _AUTO_CHUNKS and not options.shard_weights:
+    if options.num_chunks == AUTO_COUNT and not options.shard_weights:
         raise UserError(
             "--num-chunks auto applies only to --shard-weights, whose stages per rank are chosen together with units; "
             "give a number, or use zero-bubble compare, which lists several"
@@ -209,11 +217,6 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     if limit is not None and not sharding:
         certificate = _certify(options, best.costs, limit, timeline.schedule, seconds)
     return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved, units)
-
-
-def _num_chunks(text: str) -> int | str:
-    """Parse a number, which the schedule checks, or ``auto``."""
-    return text if text == _AUTO_CHUNKS else int(text)
 
 
 def searches(options: argparse.Namespace) -> bool:
@@ -317,7 +320,7 @@ def _sharded(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fil
         return file or _build(own, costs, slices, "auto", limit, unit)
 
     counts: Sequence[int | None] = [options.num_chunks]
-    if options.num_chunks == _AUTO_CHUNKS:
+    if options.num_chunks == AUTO_COUNT:
         most = recipe(options.schedule).num_chunks(min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
         counts = range(2, max(2, most) + 1)
     return sharded(options, costs, [partial(make, chunks) for chunks in counts], has_units)

@@ -23,7 +23,8 @@ from megatron.zero_bubble.schedules import recipe
 _BYTES_PER_MS = 1e6
 """Bytes per ms in one GB/s."""
 _GIB = 2**30
-_AUTO = "auto"
+AUTO_COUNT = "auto"
+"""A number that is left to the planner."""
 _FLAGS = ("whole_stages", "gather_ms", "reduce_ms", "replicas", "replica_bandwidth", "tensor_bandwidth")
 
 
@@ -44,7 +45,7 @@ def add_shards(verb: argparse.ArgumentParser) -> None:
     )
     verb.add_argument(
         "--whole-stages",
-        type=_whole_stages,
+        type=number_or_auto,
         metavar="K|auto",
         help="the most stages of a rank whose weights are whole at a time; auto is the fewest of the shortest schedule "
         "within the memory limit, chosen together with the units (default: auto where --memory-limit includes weights, "
@@ -129,7 +130,7 @@ def shards(options: argparse.Namespace) -> bool:
         if (value := getattr(options, name, None)) not in (None, "none", "off", "even"):
             raise UserError(f"--shard-weights works without --{name} in this version; got {value}; leave one out")
     for name in ("whole_stages", "replicas"):
-        if (count := getattr(options, name)) not in (None, _AUTO) and count < 1:
+        if (count := getattr(options, name)) not in (None, AUTO_COUNT) and count < 1:
             raise UserError(f"{_flag(name)} must be 1 or more; got {count}")
     return True
 
@@ -142,8 +143,8 @@ def replicas_of(options: argparse.Namespace, costs: Figures) -> Replicas:
         limit = math.inf  # a limit in microbatches is one of activations
     whole = options.whole_stages
     if whole is None:
-        whole = _AUTO if costs.stage_bytes is not None and limit < math.inf else DEFAULT_WHOLE_CHUNKS
-    whole = None if whole == _AUTO else int(whole)
+        whole = AUTO_COUNT if costs.stage_bytes is not None and limit < math.inf else DEFAULT_WHOLE_CHUNKS
+    whole = None if whole == AUTO_COUNT else int(whole)
     return Replicas(replicas(options), options.unit_microbatches or None, whole, limit, activations)
 
 
@@ -234,9 +235,15 @@ def _least_ms(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
     return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
 
 
-def _whole_stages(text: str) -> int | str:
-    """Parse a number, whose size ``shards`` checks, or ``auto``."""
-    return text if text == _AUTO else int(text)
+def number_or_auto(text: str) -> int | str:
+    """Parse a number, whose size is checked later, or ``auto``.
+
+    Raises:
+        argparse.ArgumentTypeError: any other text.
+    """
+    if text != AUTO_COUNT and not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"it is a number, or auto; got {text!r}")
+    return text if text == AUTO_COUNT else int(text)
 
 
 def _gib(amounts: Iterable[float]) -> str:
