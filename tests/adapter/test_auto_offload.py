@@ -94,7 +94,8 @@ def test_costs_have_the_median_time_of_copies() -> None:
     schedule = build("1f1b", num_ranks=3, num_microbatches=6)
     costs = PassCosts((2.0,) * 3, (2.0,) * 3, (2.0,) * 3, host_ms=(0.5, 0.75, 0.75))
     memory = PassMemory((2e6, 3e6, 1e6), (0.0,) * 3)
-    timeline = plan_offload(simulate(schedule, costs, memory), costs, memory).timeline
+    plan = offload(Plan.bare(schedule), select_longest(schedule, 1.0, out=0, back=0))
+    timeline = simulate(plan, costs, memory)
     measured = median_costs([timeline])
     assert measured.host_ms == pytest.approx((0.5, 0.75, 0.0))
     assert costs_of_copies(measured, memory).host_ms == pytest.approx((0.5, 0.75, 0.25))

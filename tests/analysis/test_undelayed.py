@@ -17,7 +17,7 @@ from megatron.zero_bubble.ir import Compute, Op, Plan
 from megatron.zero_bubble.plan.communicate import communicate
 from megatron.zero_bubble.plan.offload import Move, lifespans, offload
 from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.select import select_hidden
+from megatron.zero_bubble.plan.select import Selection
 
 NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "gis", "pipe-offload")
 
@@ -44,7 +44,7 @@ def assert_alike(fast: Timeline, slow: Timeline) -> None:
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 10), st.floats(0.1, 2.0))
 def test_hidden_copies_have_the_times_of_a_simulation(name: str, d: int, m: int, k: float) -> None:
     before, costs, memory = simulated(name, d, m, k)
-    plan = offload(Plan.bare(before.schedule), select_hidden(before, costs, memory))
+    plan = offload(Plan.bare(before.schedule), Selection(before, costs, memory).moves())
     found = undelayed(before, plan, costs, memory)
     assert found is not None, "what is selected delays nothing"
     assert_alike(found, simulate(plan, costs, memory))
@@ -92,7 +92,7 @@ def _edit(row: list[Op], draw: Random) -> None:
 
 def test_messages_and_delays_are_left_to_the_simulation() -> None:
     before, costs, memory = simulated("zb-h2", 4, 8, 0.5)
-    moves = select_hidden(before, costs, memory)
+    moves = Selection(before, costs, memory).moves()
     slow = replace(costs, host_ms=tuple(3 * ms for ms in costs.host_ms))
     plan = offload(Plan.bare(before.schedule), moves)
     assert undelayed(before, plan, costs, memory) is not None

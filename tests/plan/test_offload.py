@@ -50,6 +50,14 @@ def test_more_offload_never_raises_the_peak(name: str) -> None:
             assert min(kept.amount for kept in curve) >= -1e-9
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_larger_share_only_adds_moves(name: str) -> None:
+    """So no rank needs more memory at any time, whatever a forward saves."""
+    schedule = build(name, num_ranks=4, num_microbatches=9)
+    moves = [set(select_longest(schedule, percent / 100)) for percent in range(101)]
+    assert all(fewer <= more for fewer, more in pairwise(moves)) and len(set(map(len, moves))) > 8
+
+
 def test_memory_depends_only_on_the_order() -> None:
     """However long copies take, the same ops hold the same memory at the same places in the row."""
     plan = offloaded("zb-h2")

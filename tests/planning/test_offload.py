@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -91,14 +92,34 @@ def test_auto_delays_nothing_and_saves_memory(case: tuple[Timeline, PassCosts, P
     assert host_peaks(lowered, memory) == pytest.approx(plan.host_peak)
 
 
-@settings(deadline=None, max_examples=25)
-@given(cases())
-def test_the_peak_never_grows_with_more_offloading(case: tuple[Timeline, PassCosts, PassMemory]) -> None:
-    """On every rank, for the parts that the selection chooses from. Between them, 39% may need more than 28%."""
-    before, costs, memory = case
-    plans = [plan_offload(before, costs, memory, choice) for choice in ("none", "25%", "50%", "75%", "all")]
+@settings(deadline=None, max_examples=30)
+@given(cases(), st.sets(st.integers(0, 100), min_size=2, max_size=12), st.sampled_from([0, 1, 2]))
+def test_the_peak_never_grows_with_more_offloading(
+    case: tuple[Timeline, PassCosts, PassMemory], shares: set[int], node: int
+) -> None:
+    """Of no rank, for any shares; with limits of host memory too (``node``: ranks per node, 0 for no limit)."""
+    most = 0.5 * max(plan_offload(*case, "all").host_peak)
+    check_never_grows(case, shares, HostLimits(most, 1.5 * most, node) if node else None)
+
+
+@pytest.mark.parametrize(("name", "v", "k"), [("zb-h2", 1, 1.33), ("zb-v", 2, 1.7)])
+def test_the_peak_never_grows_from_any_share_to_the_next(name: str, v: int, k: float) -> None:
+    check_never_grows(in_unit_time(name, 4, v, k, 9), range(0, 101, 3))
+
+
+def check_never_grows(
+    case: tuple[Timeline, PassCosts, PassMemory], shares: Iterable[int], host: HostLimits | None = None
+) -> None:
+    plans = [plan_offload(*case, f"{share}%", host=host or HostLimits()) for share in sorted(shares)]
     for less, more in pairwise(plan.device_peak for plan in plans):
-        assert all(b <= a + 1e-9 for a, b in zip(less, more, strict=True))
+        assert all(b <= a * (1 + 1e-8) for a, b in zip(less, more, strict=True))
+
+
+def test_a_share_of_many_forwards_is_rounded_down_to_eighths() -> None:
+    """Up to 32 forwards of a rank, any number may move."""
+    many, few = (in_unit_time("1f1b", 8, 1, 0.5, m) for m in (40, 32))
+    eighths, each = ({plan_offload(*case, f"{n}%").moves for n in range(0, 101, 5)} for case in (many, few))
+    assert len(eighths) < 9 < len(each)
 
 
 @pytest.mark.parametrize("name", ["zb-h2", "zb-v", "gis", "pipe-offload"])

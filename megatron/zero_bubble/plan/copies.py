@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.memory import highest
 from megatron.zero_bubble.analysis.timeline import Span
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Slices, Value
+from megatron.zero_bubble.ir import Kind, Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
 
@@ -51,10 +51,13 @@ class Candidate(NamedTuple):
 def candidates(row: Sequence[Span], costs: PassCosts, memory: PassMemory, slices: Slices) -> list[Candidate]:
     """Return the forwards of a rank that have a backward, in their order."""
     found = []
+    known: dict[tuple[int, int], tuple[float, float]] = {}
     for span in lifespans([p for p, _, _ in row]):
-        saved = Value(span.forward, SAVED)
-        kept_ms = row[span.end].start_ms - row[span.begin].end_ms
-        found.append(Candidate(span, costs.copy(saved, slices), memory.size(saved, slices), kept_ms))
+        key = span.forward.stage, span.forward.slice
+        if key not in known:
+            saved = Value(span.forward, SAVED)
+            known[key] = costs.copy(saved, slices), memory.size(saved, slices)
+        found.append(Candidate(span, *known[key], row[span.end].start_ms - row[span.begin].end_ms))
     return found
 
 
@@ -74,17 +77,27 @@ class RowMemory:
 
     def __init__(self, row: Sequence[Span], of_rank: Sequence[Candidate], memory: PassMemory, slices: Slices) -> None:
         # Of every pass: what is freed before it, what is then allocated, and its own changes at its start and its end.
-        self._changes = [change for p, _, _ in row for change in (0.0, 0.0, *memory.changes(p, slices))]
+        known: dict[tuple[Kind, int, int], tuple[float, float]] = {}
+        self._changes: list[float] = []
+        for p, _, _ in row:
+            key = p.kind, p.stage, p.slice
+            if key not in known:
+                known[key] = memory.changes(p, slices)
+            self._changes += 0.0, 0.0, *known[key]
         self._candidates = {each.lifespan.forward: each for each in of_rank}
 
     def peak(self, moves: Collection[Move]) -> float:
         """Return the peak with these moves, all of this rank, in the unit of the memory figures."""
+        moved = [(move, self._candidates[move.forward]) for move in moves]
+        places = [(move.places(candidate.lifespan), candidate.size) for move, candidate in moved]
+        return self.peak_without((release, fetch, size) for (_, release, fetch), size in places)
+
+    def peak_without(self, away: Iterable[tuple[int, int, float]]) -> float:
+        """Return the peak without these sizes, each from a place in the row to a later one."""
         changes = self._changes.copy()
-        for move in moves:
-            moved = self._candidates[move.forward]
-            places, size = move.places(moved.lifespan), moved.size
-            changes[4 * places.release] -= size
-            changes[4 * places.fetch + 1] += size
+        for release, fetch, size in away:
+            changes[4 * release] -= size
+            changes[4 * fetch + 1] += size
         return highest(changes)
 
 
@@ -112,19 +125,20 @@ class _Lane:
         self._due: list[_Away] = []
         self._deadlines: list[float] = []
         self._latest: list[float] = []
-        self._fetched_at = -1
+        self._fetched_by = 0.0  # end of the pass before which the last copy back is issued
         self._moves: list[Move] = []
 
     def fit(self, movable: Sequence[Candidate]) -> list[Move]:
+        ends = [self._ends[each.lifespan.begin] for each in movable]
         waiting: list[tuple[float, int]] = []
         arrived = 0
         while arrived < len(movable) or waiting or self._due:
-            while arrived < len(movable) and self._end(movable[arrived]) <= self._now + self._rounding:
+            while arrived < len(movable) and ends[arrived] <= self._now + self._rounding:
                 heappush(waiting, (-self._deadline(movable[arrived]), arrived))
                 arrived += 1
             latest = self._latest[0] if self._due else math.inf
             if not waiting:
-                coming = self._end(movable[arrived]) if arrived < len(movable) else math.inf
+                coming = ends[arrived] if arrived < len(movable) else math.inf
                 self._now = max(self._now, min(coming, latest))
                 if coming <= latest:
                     continue
@@ -146,18 +160,13 @@ class _Lane:
     def _deadline(self, candidate: Candidate) -> float:
         return self._starts[candidate.lifespan.end]
 
-    def _end(self, candidate: Candidate) -> float:
-        return self._ends[candidate.lifespan.begin]
-
     def _place(self, ms: float) -> int:
         """The number of passes that have ended at ``ms``: an op at this place is issued at or before it."""
         return bisect_right(self._ends, ms + self._rounding)
 
     def _evict_start(self) -> float:
-        """When the next copy to the host can start. Between two passes, copies to the host come before copies back."""
-        if self._place(self._now) != self._fetched_at:
-            return self._now
-        return self._ends[self._fetched_at]
+        """When the next copy to the host can start: between two passes, copies to the host come before copies back."""
+        return self._fetched_by if self._fetched_by > self._now + self._rounding else self._now
 
     def _evict(self, chosen: Candidate, start: float) -> None:
         """Start a copy to the host at ``start``, unless moving only costs memory or a copy back would be late."""
@@ -167,7 +176,7 @@ class _Lane:
         position = bisect_left(self._deadlines, deadline)
         after = self._latest[position] if position < len(self._latest) else math.inf
         latest = min(deadline, after) - chosen.ms
-        if latest < end - self._rounding or self._place(latest) <= release:
+        if latest < end - self._rounding or self._ends[release] > latest + self._rounding:
             return
         earlier = self._pulled(position, latest)
         first = latest if position == 0 else earlier.get(0, self._latest[0])
@@ -196,7 +205,7 @@ class _Lane:
         away, fetch = self._due.pop(0), self._place(self._now)
         del self._deadlines[0], self._latest[0]
         span = away.candidate.lifespan
-        self._fetched_at = fetch
+        self._fetched_by = self._ends[fetch]
         self._now += away.candidate.ms
         self._room += away.candidate.size
         if away.release < fetch:  # else it would come back before it is gone

@@ -87,7 +87,8 @@ def select_longest(schedule: Schedule, share: float, out: int = 1, back: int = 1
 
     Stages are taken as a whole, in the order of their mean lifespan (arXiv 2503.01328, section 4), and the forwards of
     the last one at even distances: neighbours are on the device at the same time, so each should have some that move.
-    Forwards whose backward follows too closely stay.
+    Forwards whose backward follows too closely stay. A larger share adds moves and removes none, so no rank needs more
+    device memory at any time.
 
     Args:
         share: from 0 to 1; of all forwards of the rank, those that have to stay included.
@@ -101,9 +102,9 @@ def select_longest(schedule: Schedule, share: float, out: int = 1, back: int = 1
         left = round(share * sum(map(len, by_stage.values())))
         for spans in sorted(by_stage.values(), key=_mean_length, reverse=True):
             movable = [lifespan.forward for lifespan in spans if lifespan.can_move(out, back)]
-            number = min(left, len(movable))
-            moves += [Move(forward, out, back) for forward in evenly(movable, number)]
-            left -= number
+            chosen = set(spread(movable)[:left])
+            moves += [Move(forward, out, back) for forward in movable if forward in chosen]
+            left -= len(chosen)
     return tuple(moves)
 
 
@@ -111,10 +112,9 @@ def _mean_length(spans: Sequence[Lifespan]) -> float:
     return sum(span.length for span in spans) / len(spans)
 
 
-def evenly(items: Sequence[_Item], number: int) -> list[_Item]:
-    """Return ``number`` of the items, at even distances."""
-    total = len(items)
-    return [item for place, item in enumerate(items) if place * number // total < (place + 1) * number // total]
+def spread(items: Sequence[_Item]) -> list[_Item]:
+    """Order the items so that the first of them, however many, are at about even distances: every second one first."""
+    return [*spread(items[1::2]), *spread(items[::2])] if len(items) > 1 else list(items)
 
 
 def offload(plan: Plan, moves: Collection[Move]) -> Plan:

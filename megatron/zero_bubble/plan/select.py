@@ -1,143 +1,181 @@
 """Select what moves to host memory (PipeOffload, arXiv 2503.01328, section 4).
 
 The stages that are kept longest per time on the lane move first, and of a stage that moves in part, the microbatches
-that are kept longest. Each rank takes the number that gives it the least peak: moving more can need more memory,
-because both copies exist meanwhile.
+that are kept longest. More moves can need more memory, because both copies exist while a copy waits for the lane. So
+each rank takes the number that gives it the least peak, out of numbers that do not depend on the share: a larger share
+only adds numbers to choose from, and the peak of no rank grows with it.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from itertools import accumulate
 
-from megatron.zero_bubble.analysis.timeline import Span, Timeline
+from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir.passes import BW, B, W
 from megatron.zero_bubble.plan.copies import Candidate, RowMemory, candidates, fit_copies
-from megatron.zero_bubble.plan.offload import Move, evenly
+from megatron.zero_bubble.plan.offload import Move, spread
 
 _ROUNDING = 1e-9
-_PARTS = 4
-"""The least number of parts of the forwards of a rank from which the best number to move is chosen."""
+_FEW = 32
+"""Up to so many forwards on a rank, any number of them may move."""
+_PARTS = 8
+"""The least number of equal parts into which more forwards are divided; each chunk has a whole number of them."""
+_Factor = Callable[[float], float]
 
 
-def select_hidden(
-    timeline: Timeline,
-    costs: PassCosts,
-    memory: PassMemory,
-    share: float = 1.0,
-    limit: float | None = None,
-    room: Sequence[float] | None = None,
-    slower: float = 1.0,
-) -> tuple[Move, ...]:
-    """Select moves whose copies delay no pass of ``timeline``.
+class Selection:
+    """Selects moves for a timeline without offloading; ``costs`` and ``memory`` are those of its simulation."""
 
-    Args:
-        timeline: the schedule without offloading.
-        share: the most that may move, from 0 to 1 of the forwards of each rank.
-        limit: device memory per rank, in the unit of ``memory``. A rank that can meet it moves no more than it needs
-            to; without a limit, or if a rank cannot meet it, the rank takes the least peak.
-        room: host memory per rank, in the same unit; None for no limit.
-        slower: as if all passes took longer by this factor; above 1, the copies may delay passes.
-    """
-    moves: list[Move] = []
-    for rank, spans in enumerate(timeline.spans):
-        row = spans if slower == 1 else [Span(p, start * slower, end * slower) for p, start, end in spans]
-        space = math.inf if room is None else room[rank]
-        moves += _of_rank(row, timeline, costs, memory, share, limit, space)
-    return tuple(moves)
+    def __init__(self, timeline: Timeline, costs: PassCosts, memory: PassMemory) -> None:
+        self._ranks = [_Rank(timeline, rank, costs, memory) for rank in range(len(timeline.spans))]
 
+    def moves(
+        self,
+        share: float = 1.0,
+        limit: float | None = None,
+        room: Sequence[float] | None = None,
+        slower: float | None = 1.0,
+    ) -> tuple[Move, ...]:
+        """Select moves whose copies delay no pass.
 
-def _of_rank(
-    row: Sequence[Span],
-    timeline: Timeline,
-    costs: PassCosts,
-    memory: PassMemory,
-    share: float,
-    limit: float | None,
-    room: float,
-) -> list[Move]:
-    slices = timeline.schedule.slices
-    of_rank = candidates(row, costs, memory, slices)
-    held = RowMemory(row, of_rank, memory, slices)
-    chunks = len({each.lifespan.forward.stage for each in of_rank})
-    best: list[Move] = []
-    least = held.peak(best)
-    if limit is not None and least <= limit * (1 + _ROUNDING):
-        return best
-    for number in reversed(_numbers(len(of_rank), chunks, share)):
-        found = fit_copies(row, longest(of_rank, number), room)
-        peak = held.peak(found)
-        enough = limit is not None and peak <= limit * (1 + _ROUNDING)
-        if peak <= least * (1 + _ROUNDING) or enough:
-            best, least = found, min(peak, least)
-        elif best:
-            break
-    return best
+        Args:
+            share: the most that may move, from 0 to 1 of the forwards of each rank. Without ``limit``, a larger share
+                raises the peak of no rank.
+            limit: device memory per rank, in the unit of the memory figures. A rank that can meet it moves no more than
+                it needs to; without a limit, or if a rank cannot meet it, the rank takes the least peak.
+            room: host memory per rank, in the same unit; None for no limit.
+            slower: as if all passes took longer by this factor; above 1, the copies may delay passes. None for the
+                factor that each number of moves needs, so that its copies take no longer than the passes.
+        """
+        return tuple(move for _, moves in self._by_rank(share, limit, room, slower) for move in moves)
+
+    def meets(self, limit: float, room: Sequence[float] | None, slower: float) -> bool:
+        """Whether the moves for these arguments meet the limit on every rank."""
+        return all(peak <= limit * (1 + _ROUNDING) for peak, _ in self._by_rank(1.0, limit, room, slower))
+
+    def _by_rank(
+        self, share: float, limit: float | None, room: Sequence[float] | None, slower: float | None
+    ) -> Iterator[tuple[float, list[Move]]]:
+        most = -math.inf if limit is None else limit * (1 + _ROUNDING)
+        factor = cache(self._load) if slower is None else lambda _: slower
+        for rank, space in zip(self._ranks, room or (math.inf,) * len(self._ranks), strict=True):
+            yield rank.best(share, most, space, factor)
+
+    def _load(self, share: float) -> float:
+        """The largest ratio, over the ranks, of the time of the copies of this share to that of all passes; at least 1.
+        For the whole share, it is k of the paper (section 2).
+        """
+        return max(1.0, *(rank.load(share) for rank in self._ranks))
 
 
-def _numbers(total: int, chunks: int, share: float) -> list[int]:
-    """The numbers of forwards to choose from: equal parts of all, as far as ``share`` reaches, and the share itself."""
+class _Rank:
+    """What may move on one rank."""
+
+    def __init__(self, timeline: Timeline, rank: int, costs: PassCosts, memory: PassMemory) -> None:
+        self._row, slices = timeline.spans[rank], timeline.schedule.slices
+        self._candidates = candidates(self._row, costs, memory, slices)
+        self._memory = RowMemory(self._row, self._candidates, memory, slices)
+        order = list(_longest_first(self._candidates))
+        places = {each.lifespan.forward: place for place, each in enumerate(order)}
+        self._places = [places[each.lifespan.forward] for each in self._candidates]
+        self._copies_ms = list(accumulate((2 * each.ms for each in order), initial=0.0))
+        self._work_ms = sum(end - start for _, start, end in self._row)
+        self._numbers = _numbers(len(order), len(timeline.schedule.placement.stages_of(rank)))
+        self._longest_away = cache(self._unhindered)
+
+    def load(self, share: float) -> float:
+        """The ratio of the time of the copies of this share to that of all passes."""
+        return self._copies_ms[round(share * len(self._candidates))] / self._work_ms if self._work_ms else 0.0
+
+    def best(self, share: float, most: float, room: float, slower: _Factor) -> tuple[float, list[Move]]:
+        """Return the moves and the peak with them: the fewest whose peak is at most ``most``, or else the fewest of
+        those with the least peak.
+        """
+        nothing: tuple[float, list[Move]] = (self._memory.peak(()), [])
+        if nothing[0] <= most:
+            return nothing
+        total = len(self._candidates)
+        numbers = [number for number in self._numbers if number <= round(share * total)]
+        tried = cache(lambda number: self._tried(number, room, slower(number / total)))
+        at_least = cache(lambda number: self._at_least(number, slower(number / total)))
+        for number in numbers:
+            if at_least(number) <= most and tried(number)[0] <= most:
+                return tried(number)
+        best, least = nothing, nothing[0]
+        for number in reversed(numbers):
+            if at_least(number) > least:
+                break  # nor can fewer moves need less
+            peak, moves = tried(number)
+            if peak <= least * (1 + _ROUNDING):
+                best, least = (peak, moves), min(peak, least)
+        return best if least < nothing[0] * (1 - _ROUNDING) else nothing
+
+    def _tried(self, number: int, room: float, slower: float) -> tuple[float, list[Move]]:
+        pairs = zip(self._candidates, self._places, strict=True)
+        chosen = [each for each, place in pairs if place < number]
+        if slower != 1:
+            chosen = [each._replace(ms=each.ms / slower) for each in chosen]
+        moves = fit_copies(self._row, chosen, room)
+        return self._memory.peak(moves), moves
+
+    def _at_least(self, number: int, slower: float) -> float:
+        """A lower bound of the peak: that of copies which never wait for the lane. It does not grow with the number."""
+        pairs = zip(self._longest_away(slower), self._places, strict=True)
+        return self._memory.peak_without(away for away, place in pairs if place < number)
+
+    def _unhindered(self, slower: float) -> list[tuple[int, int, float]]:
+        """Between which places in the row each candidate can be away at most, and its size."""
+        starts, ends = [span.start_ms for span in self._row], [span.end_ms for span in self._row]
+        slack = 100 * _ROUNDING * max(ends, default=0.0)
+        found = []
+        for (_, begin, end), ms, size, _ in self._candidates:
+            release = bisect_left(starts, ends[begin] + ms / slower - slack)
+            fetch = bisect_right(ends, starts[end] - ms / slower + slack)
+            found.append((release, fetch, size) if release < fetch else (0, 0, 0.0))
+        return found
+
+
+def _numbers(total: int, chunks: int) -> list[int]:
+    """The numbers of forwards to choose from, of ``total`` on a rank: all, or those of equal parts."""
+    if total <= _FEW:
+        return list(range(1, total + 1))
     parts = chunks * -(-_PARTS // max(1, chunks))
-    numbers = {round(total * part / parts) for part in range(1, parts + 1)}
-    most = round(total * share)
-    return sorted(number for number in {*numbers, most} if 0 < number <= most)
+    return sorted({round(total * part / parts) for part in range(1, parts + 1)})
 
 
-def longest(of_rank: Sequence[Candidate], number: int) -> list[Candidate]:
-    """Return the ``number`` forwards that are kept longest per time on the lane, in the order of ``of_rank``: stages as
-    a whole by their mean, and of the last one its longest.
+def _longest_first(of_rank: Sequence[Candidate]) -> Iterator[Candidate]:
+    """Yield the forwards that are kept longest per time on the lane first: stages as a whole by their mean; in a stage,
+    those with equal lifespans at even distances, because neighbours are kept together.
     """
     by_stage: defaultdict[int, list[Candidate]] = defaultdict(list)
     for each in of_rank:
         by_stage[each.lifespan.forward.stage].append(each)
-    chosen: set[Candidate] = set()
     for stage in sorted(by_stage.values(), key=_mean_gain, reverse=True):
-        chosen.update(_longest_of_stage(stage, min(number - len(chosen), len(stage))))
-    return [each for each in of_rank if each in chosen]
+        alike: list[list[Candidate]] = []
+        for each in sorted(stage, key=_gain, reverse=True):
+            if not alike or each.gain < alike[-1][0].gain * (1 - _ROUNDING):
+                alike.append([])
+            alike[-1].append(each)
+        for group in alike:
+            yield from spread(sorted(group, key=_begin))
+
+
+def _gain(candidate: Candidate) -> float:
+    return candidate.gain
+
+
+def _begin(candidate: Candidate) -> int:
+    return candidate.lifespan.begin
 
 
 def _mean_gain(stage: Sequence[Candidate]) -> float:
     return sum(each.gain for each in stage) / len(stage)
-
-
-def _longest_of_stage(stage: Sequence[Candidate], number: int) -> Iterable[Candidate]:
-    """Return the longest ``number``; at equal lifespans, at even distances, because neighbours are kept together."""
-    if number in (0, len(stage)):
-        return stage[:number]
-    shortest = sorted((each.gain for each in stage), reverse=True)[number - 1]
-    above, below = shortest * (1 + _ROUNDING), shortest * (1 - _ROUNDING)
-    longer = [each for each in stage if each.gain > above]
-    alike = [each for each in stage if below <= each.gain <= above]
-    return [*longer, *evenly(alike, number - len(longer))]
-
-
-def lane_load(timeline: Timeline, costs: PassCosts, share: float = 1.0) -> float:
-    """Return the largest ratio, over the ranks, of the time of all copies to that of all passes, if ``share`` of the
-    forwards of each rank moves: k of the paper (section 2) for the whole share.
-    """
-    memory = PassMemory.uniform(timeline.schedule.placement)
-    loads = [0.0]
-    for row in timeline.spans:
-        of_rank = candidates(row, costs, memory, timeline.schedule.slices)
-        movable = longest(of_rank, round(share * len(of_rank))) if share else []
-        work = sum(span.end_ms - span.start_ms for span in row)
-        copies = 2 * sum(each.ms for each in movable)
-        loads.append(copies / work if work else 0.0)
-    return max(loads)
-
-
-def peaks_with(timeline: Timeline, moves: Collection[Move], costs: PassCosts, memory: PassMemory) -> tuple[float, ...]:
-    """Return the peak memory of every rank with these moves, in the unit of ``memory``."""
-    on, slices = timeline.schedule.placement, timeline.schedule.slices
-    by_rank: defaultdict[int, list[Move]] = defaultdict(list)
-    for move in moves:
-        by_rank[on.stage_to_rank[move.forward.stage]].append(move)
-    return tuple(
-        RowMemory(row, candidates(row, costs, memory, slices), memory, slices).peak(by_rank[rank])
-        for rank, row in enumerate(timeline.spans)
-    )
 
 
 def pending_wgrads(timeline: Timeline, memory: PassMemory) -> tuple[float, ...]:

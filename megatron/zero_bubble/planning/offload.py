@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 from megatron.zero_bubble.analysis.memory import host_peaks, most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -18,7 +17,7 @@ from megatron.zero_bubble.ir.passes import F
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.offload import Move, offload, parse_share
 from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.select import lane_load, peaks_with, pending_wgrads, select_hidden
+from megatron.zero_bubble.plan.select import Selection, pending_wgrads
 
 AUTO = "auto"
 _TRIES = 6
@@ -88,8 +87,8 @@ def plan_offload(
     Args:
         before: the schedule without offloading.
         choice: ``auto`` for the least peak that delays nothing, or with ``limit``, for the shortest plan within it;
-            ``all`` and ``N%`` move this share of the forwards, also if that delays passes, except where it would only
-            cost memory; ``none``.
+            ``all`` and ``N%`` for the least peak with at most this share of the forwards, also if that delays passes; a
+            larger share raises the peak of no rank; ``none``.
         limit: device memory per rank. Ranks move no more than they need to.
 
     Raises:
@@ -114,23 +113,18 @@ def _moves(
     limit: float | None,
     host: HostLimits,
 ) -> tuple[Move, ...]:
-    room = None if host.per_rank is None else (host.per_rank,) * len(before.spans)
-
-    @cache
-    def select(slower: float, room: tuple[float, ...] | None) -> tuple[Move, ...]:
-        return select_hidden(before, costs, memory, share, limit if choice == AUTO else None, room, slower)
-
     if not share:
         return ()
-    slower = 1.0
-    if choice != AUTO:
-        slower = max(slower, lane_load(before, costs, share))
-    elif limit is not None:
-        most = limit * (1 + _ROUNDING)
-        slower = _least_slowdown(lambda slower: max(peaks_with(before, select(slower, room), costs, memory)) <= most)
-    moves = select(slower, room)
+    room = None if host.per_rank is None else (host.per_rank,) * len(before.spans)
+    selection, most = Selection(before, costs, memory), limit if choice == AUTO else None
+    slower = 1.0 if choice == AUTO else None
+    if most is not None:
+        slower = _least_slowdown(lambda slower: selection.meets(most, room, slower))
+    moves = selection.moves(share, most, room, slower)
     if host.per_node is not None:
-        moves = select(slower, _shared(host_peaks(_bare(before.schedule, moves), memory), host, room))
+        wanted = moves if share == 1 else selection.moves(1.0, most, room, slower)
+        room = _shared(host_peaks(_bare(before.schedule, wanted), memory), host, room)
+        moves = selection.moves(share, most, room, slower)
     return moves
 
 
@@ -153,7 +147,9 @@ def _least_slowdown(fits: Callable[[float], bool]) -> float:
 
 
 def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | None) -> tuple[float, ...]:
-    """Divide the memory of every node among its ranks in the ratio of what they would use without the limit."""
+    """Divide the memory of every node among its ranks in the ratio of ``wanted``, which they would use without the
+    limit.
+    """
     assert host.per_node is not None
     shares: list[float] = []
     for first in range(0, len(wanted), host.ranks_per_node):
