@@ -56,7 +56,7 @@ def add_offload(verb: argparse.ArgumentParser) -> None:
         "--ranks-per-link",
         type=int,
         metavar="N",
-        help="pipeline ranks that take turns on one link to the host: a copy takes N times as long (default: 1)",
+        help="pipeline ranks that share one link to the host: a copy is planned to take N times as long (default: 1)",
     )
 
 

@@ -33,8 +33,8 @@ class HostLimits:
         per_rank: host memory of a rank; None for no limit.
         per_node: host memory of the consecutive ranks of a node; None for no limit.
         ranks_per_node: pipeline ranks on a node.
-        ranks_per_link: consecutive ranks that share a link to the host. They take turns, so a copy takes as many times
-            as long as on a link of its own, also where the others do not copy.
+        ranks_per_link: consecutive ranks that share a link to the host. Copies that are under way at a time divide its
+            bandwidth, so each is planned to take as many times as long as alone: none ends later than that.
     """
 
     per_rank: float | None = None
