@@ -17,7 +17,8 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TextIO
@@ -147,16 +148,18 @@ def _digest_weights_after_training() -> None:
     """
     from megatron.training import training
 
-    train = training.train
+    train, whole = training.train, _read_whole_weights()
 
     @functools.wraps(train)
     def train_and_digest(forward_step_func: Any, model: Any, optimizer: Any, *rest: Any, **more: Any) -> Any:
         try:
             result = train(forward_step_func, model, optimizer, *rest, **more)
         except SystemExit:
-            _print_digests(model, optimizer)
+            with whole(model):
+                _print_digests(model, optimizer)
             raise
-        _print_digests(model, optimizer)
+        with whole(model):
+            _print_digests(model, optimizer)
         return result
 
     training.train = train_and_digest
@@ -189,6 +192,34 @@ def _spoil_gradients() -> None:
         return result
 
     training.finalize_model_grads = finalize_and_spoil
+
+
+def _read_whole_weights() -> Callable[[Sequence[Any]], AbstractContextManager[None]]:
+    """Return a context in which weights are whole; it prints how many bytes were, if they are shards."""
+    from megatron.zero_bubble.adapter.shards import ShardedUnits
+
+    step_shards, found = ShardedUnits.step_shards, []
+
+    def remember(units: Any, optimizer: Any) -> None:
+        found.append(units)
+        step_shards(units, optimizer)
+
+    ShardedUnits.step_shards = remember  # type: ignore[method-assign]
+
+    @contextmanager
+    def whole(chunks: Sequence[Any]) -> Iterator[None]:
+        if not found or not found[0].are_shards:
+            yield
+            return
+        buffers = [(chunk.buffers[0].param_data, chunk.buffers[0].grad_data) for chunk in chunks]
+        kept = sum(tensor.untyped_storage().nbytes() for pair in buffers for tensor in pair)
+        sizes = [(weights.nbytes, gradients.nbytes) for weights, gradients in buffers]
+        whole = {"sizes": sizes, "whole": found[0].sharder.most_whole, "kept": kept}
+        print(f"sharded units: {json.dumps(whole)}", flush=True)
+        with found[0].whole_weights():
+            yield
+
+    return whole
 
 
 def _print_digests(chunks: Sequence[Any], optimizer: Any) -> None:

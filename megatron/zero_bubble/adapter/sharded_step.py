@@ -20,6 +20,9 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.runtime.shards import Shards
 
+_GATHER_SINCE_0_18 = "start_param_sync_for_bucket_group_subset"
+"""Gathers weights after a step; before, the optimizer calls ``start_param_sync`` of its chunks."""
+
 
 class Place(NamedTuple):
     """The shards of a chunk, and the number of a bucket among them."""
@@ -70,6 +73,8 @@ def step_shards(
         restored.callback(step.return_weights)
         replaced(part, "_copy_model_grads_to_main_grads", step.find_gradients)
         replaced(part, "_copy_main_params_to_model_params", step.write_weights)
+        if hasattr(part, _GATHER_SINCE_0_18):
+            replaced(part, _GATHER_SINCE_0_18, _nothing)
 
 
 class _Step:

@@ -145,6 +145,11 @@ class ShardedUnits:
         """Whether chunks stay shards between iterations."""
         return self._optimizer is not None
 
+    @property
+    def are_shards(self) -> bool:
+        """Whether chunks are shards now, between iterations."""
+        return self.sharder is not None and self.sharder.keeps
+
     def of(self, forward_only: bool) -> ShardedUnits | None:
         """These units if chunks are shards in such an iteration, else None: an evaluation may find whole chunks."""
         return self if self.steps_shards or not forward_only else None
@@ -243,7 +248,7 @@ class ShardedUnits:
 
         A collective call of the data-parallel replicas. Without effect while the chunks are whole anyway.
         """
-        if self.sharder is None or not self.sharder.keeps:
+        if self.sharder is None or not self.are_shards:
             yield
             return
         with self.sharder.whole_weights(self._stages if chunk is None else self._stages[chunk : chunk + 1]):
@@ -257,7 +262,7 @@ class ShardedUnits:
             for chunk in chunks:
                 chunk.finish_grad_sync = _reduced_already  # type: ignore[assignment]
                 restored.callback(delattr, chunk, "finish_grad_sync")
-            if self.sharder is None or not self.sharder.keeps:
+            if self.sharder is None or not self.are_shards:
                 run(chunks, num_tokens)
                 return
             # Both ends of a tied embedding come first on their ranks, which add up its gradients, as all ranks wait for

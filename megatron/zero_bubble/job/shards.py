@@ -28,10 +28,10 @@ _NEEDS = (
         "drop --overlap-param-gather",
     ),
     Need(
-        "fp16",
-        False,
-        "steps that the loss scaler skips are not supported in this version",
-        "give --bf16",
+        "save_wgrads_interval",
+        None,
+        "every replica has only its shard of the gradients",
+        "drop --save-wgrads-interval",
     ),
     *(
         Need(

@@ -26,6 +26,7 @@ from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
 from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.megatron_lm.meeting import Meeting
 from megatron.zero_bubble.megatron_lm.post_validation import JobSteps, barriers
+from megatron.zero_bubble.megatron_lm.shards import JobShards, reads_weights
 from megatron.zero_bubble.megatron_lm.trace import JobTrace
 from megatron.zero_bubble.patching import used
 from megatron.zero_bubble.patching.apply import apply as apply_schedule
@@ -66,6 +67,9 @@ def install(
         if options.zero_bubble_post_validation:
             used.look_up(used.LATE_LINES)
             for seam in seams.loop.all:
+                seam.resolve()
+        if options.zero_bubble_shard_weights:
+            for seam in seams.readers.all:
                 seam.resolve()
         replacements.append(
             (seams.validated_flags, lambda validate: _validated(validate, options, seams, say, meeting))
@@ -150,6 +154,9 @@ def _put_in_force(
     models = [(seam, builder.building) for seam in seams.models]
     if config.post_validation:
         _placed.replace(JobSteps(pipeline, args, say).replacements(seams.loop))
+    readers = reads_weights(args) if pipeline.units is not None else []
+    if pipeline.units is not None and not readers:
+        _placed.replace(JobShards(pipeline.units, args).replacements(seams.readers))
     if is_megatrons_own(placement):
         _placed.replace(models if divides_vocabulary else [])
     else:
@@ -164,6 +171,8 @@ def _put_in_force(
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
     if layout := getattr(args, "pipeline_model_parallel_layout", None):
         say(f"layers by stage: {layout}")
+    if readers:
+        say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")
     if config.post_validation:
         say(forecast(source, in_training(args)[-1]))
         if waits := barriers(args, placement.stage_to_rank[0] == placement.stage_to_rank[-1]):

@@ -42,6 +42,28 @@ class LoopSeams:
 
 
 @dataclass(frozen=True)
+class ReaderSeams:
+    """The functions of Megatron-LM that are replaced if chunks stay shards between iterations.
+
+    Attributes:
+        built: builds the optimizer, and loads a checkpoint.
+        evaluates: may call a function of the script that reads weights.
+        saves: collects what a checkpoint has.
+        reads: read weights.
+    """
+
+    built: Seam
+    evaluates: Seam
+    saves: Seam
+    reads: tuple[Seam, ...]
+
+    @property
+    def all(self) -> tuple[Seam, ...]:
+        """All of them."""
+        return (self.built, self.evaluates, self.saves, *self.reads)
+
+
+@dataclass(frozen=True)
 class Seams:
     """The seams of one minor version.
 
@@ -59,6 +81,7 @@ class Seams:
             groups passed to them.
         used: names that are looked up but not replaced.
         loop: replaced in Megatron-LM jobs with post-validation.
+        readers: replaced in Megatron-LM jobs with sharded units.
         loads_both_ends: whether a checkpoint can be loaded if one rank holds both ends of a tied embedding.
     """
 
@@ -76,6 +99,7 @@ class Seams:
     models: tuple[Seam, ...]
     used: tuple[Used, ...]
     loop: LoopSeams
+    readers: ReaderSeams
     pipeline_group: Seam | None = None
     loads_both_ends: bool = True
 
@@ -137,6 +161,22 @@ _LOOP = LoopSeams(
         }.items()
     ),
 )  # fmt: skip
+
+_WHOLE = "gathers weights, which are shards between iterations"
+_READERS = ReaderSeams(
+    built=Seam(_TRAINING, "setup_model_and_optimizer", (), "lets the optimizer step shards"),
+    evaluates=Seam(
+        _TRAINING,
+        "evaluate_and_print_results",
+        ("prefix", "forward_step_func", "data_iterator", "model", "non_loss_data_func"),
+        _WHOLE,
+    ),
+    saves=Seam("megatron.training.checkpointing", "generate_state_dict", ("args", "model", "optimizer"), _WHOLE),
+    reads=(
+        Seam(_TRAINING, "calc_params_l2_norm", ("model",), _WHOLE),
+        Seam(_TRAINING, "check_param_hashes_across_dp_replicas", ("model",), _WHOLE),
+    ),
+)
 
 _SEAMS = Seams(
     schedule=Seam(
@@ -226,6 +266,7 @@ _SEAMS = Seams(
     ),
     used=(*used.USED, *used.GROUPS),
     loop=_LOOP,
+    readers=_READERS,
 )
 
 # Since 0.18, models can also be built from a configuration, and the module that parses flags validates them.

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron.zero_bubble.adapter.placement import as_pipeline_rank, megatron_rank
 from megatron.zero_bubble.adapter.shards import ShardedUnits
+from megatron.zero_bubble.adapter.whole_weights import copy_weights
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
 from megatron.zero_bubble.job.layers import job_layers, layout_text, stages_text
@@ -45,7 +46,6 @@ from megatron.zero_bubble.training.checkpoint_folder import (
     publish,
 )
 from megatron.zero_bubble.training.distributed import agree
-from megatron.zero_bubble.training.whole_weights import copy_weights
 
 # Sizes of the parallel layout, which determine the rank that a random state belongs to.
 _LAYOUT = (

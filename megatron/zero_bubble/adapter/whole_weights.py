@@ -12,20 +12,21 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 
 
-def copy_weights(units: ShardedUnits, of_chunks: Sequence[dict[str, Any]]) -> None:
+def copy_weights(units: ShardedUnits, of_chunks: Sequence[dict[str, Any]], on_every_replica: bool = False) -> None:
     """Copy weights to host memory, one chunk after the other; a collective call of the replicas.
-
-    Ranks that save none of them need only their shapes.
 
     Args:
         of_chunks: megatron-core's sharded state dicts of the chunks; they are changed in place.
+        on_every_replica: whether any replica may save a weight. Otherwise, ranks that save none of them get only their
+            shapes.
     """
 
     def copy(part: Any) -> Any:
         if not isinstance(part, ShardedTensor | ShardedTensorFactory):
             return part
         whole = part.data.detach()
-        return replace(part, data=whole.cpu().clone() if is_main_replica(part.replica_id) else whole.to("meta"))
+        is_saved = on_every_replica or is_main_replica(part.replica_id)
+        return replace(part, data=whole.cpu().clone() if is_saved else whole.to("meta"))
 
     for index, contents in enumerate(of_chunks):
         with units.whole_weights(index):
