@@ -20,6 +20,7 @@ from tests.helpers.ranks import RankFailure, RankPool
 
 BASE = "--use-distributed-optimizer --clip-grad 1.0"
 CHUNKS = "--num-virtual-stages-per-pipeline-rank"
+FP16 = "--fp16 --initial-loss-scale 1048576 --hysteresis 1"  # the first steps overflow, and are skipped
 WHOLE = "--zero-bubble-whole-stages"
 SHARDED = "--zero-bubble-shard-weights --zero-bubble-unit-microbatches"
 
@@ -81,6 +82,7 @@ TWO, FOUR = Layout(2, data=2, num_layers=4), Layout(4, data=2, num_layers=8)
 ROWS = {
     "fp32": ("zero-pp", TWO, 4, f"{CHUNKS} 2"),
     "bf16, untied": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --bf16 --untie-embeddings-and-output-weights"),
+    "fp16, overflows": ("zero-pp", TWO, 4, f"{CHUNKS} 2 {FP16}"),
     "four chunks": ("zero-pp", Layout(2, data=2, num_layers=8), 4, f"{CHUNKS} 4"),
     "per-token loss": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --calculate-per-token-loss"),
     "recompute": ("zero-pp", TWO, 4, f"{CHUNKS} 2 --recompute-granularity selective"),
@@ -121,6 +123,7 @@ def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: s
     assert_same_bits([[trained.outcome for trained in of_rank] for of_rank in results], runs)
     for of_rank in results:
         assert of_rank[1].reductions == (4 if row == "four chunks" else 2)
+        assert ("skipped" in of_rank[1].outcome.grad_norms) == row.startswith("fp16")
 
 
 NO_EVALUATION = "--eval-iters 0 --train-iters 3"
@@ -167,7 +170,6 @@ def by_stage(sizes: Sequence[tuple[int, int]], rank: int) -> tuple[list[float], 
     [
         ("", "sharded units need use_distributed_optimizer=True"),
         (f"{BASE} --overlap-grad-reduce", "sharded units need overlap_grad_reduce=False"),
-        (f"{BASE} --fp16", "sharded units need fp16=False"),
         (f"{BASE} --zero-bubble-schedule zb-h1", "sharded units need 2 or more stages per rank"),
         (f"{BASE} --zero-bubble-post-validation", "sharded units work without post-validation"),
         (f"{BASE} --zero-bubble-offload all", "got shard_weights with offload=all; leave one of them out"),

@@ -19,7 +19,7 @@ from megatron.zero_bubble.job.shards import check_chunks, check_shards
         ("use_distributed_optimizer", False, "=True, because each replica steps its own shard; got False; give --use-"),
         ("overlap_grad_reduce", True, "=False, because .*; got True; drop --overlap-grad-reduce"),
         ("overlap_param_gather", True, "=False, because .*; got True; drop --overlap-param-gather"),
-        ("fp16", True, "=False, because .* the loss scaler skips .*; got True; give --bf16"),
+        ("save_wgrads_interval", 5, "=None, because every replica has only its shard of the gradients; got 5; drop"),
         ("fp8", "e4m3", "=None, because .*; got 'e4m3'; drop --fp8-format"),
         ("num_moe_experts", 4, "=None, because .*; got 4; drop --num-experts"),
         ("num_experts", 4, "=None, because .*; got 4; drop --num-experts"),

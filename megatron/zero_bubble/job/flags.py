@@ -152,10 +152,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--zero-bubble-shard-weights",
         "keep of each stage only a shard per data-parallel replica: gather its weights when its passes need them, once "
         "per unit of microbatches, so that at most --zero-bubble-whole-stages of a rank are whole, and reduce its "
-        "gradients once per unit; the optimizer steps shards, except in jobs of Megatron-LM, where everything is whole "
-        "in its step; needs --use-distributed-optimizer and 2 or more stages per rank, for "
-        "example --zero-bubble-schedule zero-pp; without effect on the results but for the order in which the "
-        "gradients of units are added",
+        "gradients once per unit; the optimizer steps shards; needs --use-distributed-optimizer and 2 or more stages "
+        "per rank, for example --zero-bubble-schedule zero-pp; without effect on the results but for the order in "
+        "which the gradients of units are added",
     )
     add(
         "--zero-bubble-shard-transport",

@@ -88,7 +88,9 @@ _RULES = (
     _Rule(
         ("balance-microbatches",),
         lambda job: not job.under_launcher,
-        "works only with scripts/pretrain_gpt.py in this version, got Megatron-LM's own training loop; drop the flag",
+        "needs samples of their own lengths and a number of microbatches per replica, but Megatron-LM pads or packs "
+        "every sample to --seq-length and counts one number of microbatches for all replicas; drop the flag, or train "
+        "with scripts/pretrain_gpt.py",
     ),
     _Rule(
         ("shard-transport",),
