@@ -120,7 +120,7 @@ def _parse() -> argparse.Namespace:
     return options
 
 
-class _Job:
+class Job:
     """A GPT on all ranks, with one sequence per microbatch; ``flags`` select the placement of its stages."""
 
     def __init__(self, options: argparse.Namespace, num_microbatches: int, flags: str = "") -> None:
@@ -196,7 +196,7 @@ class _Job:
             forward_step_func=self._forward_step,
             data_iterator=[None] * len(self.chunks),
             model=self.chunks,
-            num_microbatches=self.args.global_batch_size,
+            num_microbatches=self.args.global_batch_size // self.args.data_parallel_size,
             seq_length=self.args.seq_length,
             micro_batch_size=1,
         )
@@ -250,7 +250,7 @@ def _is_recorded(name: str) -> bool:
 class _Variant:
     """One way to run the iteration, with the passes it recorded."""
 
-    def __init__(self, job: _Job, schedule: Schedule, folder: Path) -> None:
+    def __init__(self, job: Job, schedule: Schedule, folder: Path) -> None:
         from megatron.core import parallel_state
 
         from megatron.zero_bubble.measure.recorder import Recorder
@@ -344,7 +344,7 @@ class _Variant:
 def _measure(options: argparse.Namespace, num_microbatches: int) -> dict[str, Any]:
     names = [name for name in (*_STOCK, *OURS, *SLICED, *DIVIDED, *OFFLOADED) if name == STOCK or name in options.only]
     models = {_model(name) for name in names}
-    jobs = {name: _Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
+    jobs = {name: Job(options, num_microbatches, flags) for name, flags in _FLAGS.items() if name in models}
     with TemporaryDirectory() as folder:
         if jobs[STOCK].launch.rank == 0:
             print(f"M={num_microbatches}, hidden {options.hidden_size}")
