@@ -99,7 +99,7 @@ class _Paced(Job):
         return output, loss
 
 
-def _variant(job: _Paced, options: argparse.Namespace, work: str, transport: str) -> Callable[[], float]:
+def _variant(job: _Paced, options: argparse.Namespace, work: str, transport: Any) -> Callable[[], float]:
     from megatron.core import parallel_state
 
     from megatron.zero_bubble.patching import apply, revert

@@ -204,7 +204,7 @@ def _read_whole_weights() -> Callable[[Sequence[Any]], AbstractContextManager[No
         found.append(units)
         step_shards(units, optimizer)
 
-    ShardedUnits.step_shards = remember  # type: ignore[method-assign]
+    ShardedUnits.step_shards = remember  # type: ignore[assignment,method-assign]
 
     @contextmanager
     def whole(chunks: Sequence[Any]) -> Iterator[None]:

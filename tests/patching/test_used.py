@@ -242,7 +242,7 @@ cpu.install()
 import megatron.core
 assert megatron.core.__file__.startswith(sys.path[1]), megatron.core.__file__
 from megatron.zero_bubble.patching import used
-used.look_up((*used.POST_VALIDATION, *used.BUBBLE))
+used.look_up((*used.POST_VALIDATION, *used.SHARDED_UNITS, *used.ON_DEMAND, *used.BUBBLE))
 """
 
 

@@ -135,6 +135,7 @@ POST_VALIDATION: tuple[Used, ...] = (
 )
 """Used by schedules with post-validation of optimizer steps."""
 
+_MAPPING = "megatron.core.dist_checkpointing.mapping"
 _BUFFERS = f"{_DISTRIBUTED}.param_and_grad_buffer"
 SHARDED_UNITS: tuple[Used, ...] = (
     *_of(
@@ -164,6 +165,9 @@ SHARDED_UNITS: tuple[Used, ...] = (
             ("_copy_main_params_to_model_params", ""),
         )
     ),
+    *_of("megatron.core.dist_checkpointing.dict_utils", "dict_list_map_inplace"),
+    *_of(_MAPPING, "ShardedTensorFactory is_main_replica"),
+    *_of(_MAPPING, "data replica_id", "ShardedTensor"),
 )
 """Used by sharded units."""
 
