@@ -214,7 +214,7 @@ def _read_whole_weights() -> Callable[[Sequence[Any]], AbstractContextManager[No
         buffers = [(chunk.buffers[0].param_data, chunk.buffers[0].grad_data) for chunk in chunks]
         kept = sum(tensor.untyped_storage().nbytes() for pair in buffers for tensor in pair)
         sizes = [(weights.nbytes, gradients.nbytes) for weights, gradients in buffers]
-        whole = {"sizes": sizes, "whole": found[0].sharder.most_whole, "kept": kept}
+        whole = {"rank": int(os.environ["RANK"]), "sizes": sizes, "whole": found[0].sharder.most_whole, "kept": kept}
         print(f"sharded units: {json.dumps(whole)}", flush=True)
         with found[0].whole_weights():
             yield

@@ -45,7 +45,7 @@ _RAMPUP = "--rampup-batch-size 2 2 12 --train-samples 60 --lr-decay-samples 50"
 _MOE = f"{_UNTIED} --num-experts 4 --swiglu --disable-bias-linear"
 _BF16, _FP16 = 2e-2, 5e-3
 # Per number of stages: enough microbatches for every phase of a schedule.
-_NUM_MICROBATCHES = {2: 6, 4: 8}
+NUM_MICROBATCHES = {2: 6, 4: 8}
 _LAYOUTS = {2: "Et|t*3L", 4: "Et|t*2|t*3|t*2L"}
 PLAIN = Row(_UNTIED)
 # Every variant that stock Megatron-LM can train on CPU ranks.
@@ -159,7 +159,7 @@ _Job = tuple[Checkout, int, str]
 def job_of(checkout: Checkout, pipeline: int, row: Row, more: str = "") -> _Job:
     """Return the arguments of the helpers for one row on ``pipeline`` stages."""
     stages = f"--pipeline-model-parallel-size {pipeline} --num-layers {2 * pipeline}"
-    stages += f" --global-batch-size {_NUM_MICROBATCHES[pipeline] * row.samples}"
+    stages += f" --global-batch-size {NUM_MICROBATCHES[pipeline] * row.samples}"
     flags = row.flags.format(layout=_LAYOUTS[pipeline])
     return checkout, pipeline * row.ranks_per_stage, f"{stages} {flags} {more}"
 

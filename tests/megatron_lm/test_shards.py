@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble import build
+from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan.shard import Sharding, most_whole
 from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, pretrain_gpt, stock
-from tests.megatron_lm.test_parity import CASES, CHECKOUTS, Row, job_of, same
+from tests.megatron_lm.test_parity import CASES, CHECKOUTS, NUM_MICROBATCHES, Row, job_of, same
 
 pytestmark = [
     pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
@@ -20,16 +23,20 @@ FOUR = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 4"
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
-def check_bytes(own: Log, num_chunks: int) -> None:
-    """At most two chunks with weights and two with gradients at a time, and nothing whole between iterations."""
+def check_bytes(own: Log, num_chunks: int, pipeline: int = 2) -> None:
+    """Whole at a time is what the plan says, at most two chunks with weights and two with gradients; then nothing."""
     lines = own.of("sharded units: {")
-    assert len(lines) == len(own.exit_codes)
+    assert len(lines) == len(own.exit_codes) == 2 * pipeline
+    size = {"num_ranks": pipeline, "num_microbatches": NUM_MICROBATCHES[pipeline], "num_chunks": num_chunks}
+    plan = lower_training(build("zero-pp", **size, unit_microbatches=64), sharding=Sharding(64))
     for line in lines:
         found = json.loads(line.partition(": ")[2])
-        weights, gradients = (sorted(sizes) for sizes in zip(*found["sizes"], strict=True))
-        assert len(weights) == num_chunks
+        rank = found["rank"] // 2
+        weights, gradients = [0.0] * pipeline * num_chunks, [0.0] * pipeline * num_chunks
+        weights[rank::pipeline], gradients[rank::pipeline] = zip(*found["sizes"], strict=True)
         assert found["kept"] == 0
-        assert 0 < found["whole"] <= sum(weights[-2:]) + sum(gradients[-2:])
+        assert found["whole"] == most_whole(plan.ops[rank], weights, gradients)
+        assert 0 < found["whole"] <= sum(sorted(weights)[-2:]) + sum(sorted(gradients)[-2:])
 
 
 @pytest.mark.full
@@ -48,15 +55,14 @@ def test_logs_equal_stock(checkout: Checkout, pipeline: int, options: str) -> No
     job = job_of(checkout, pipeline, row, MORE)
     own = pretrain_gpt(*job, "zero-pp", UNITS)
     same(own, stock(*job))
-    check_bytes(own, 2)
+    check_bytes(own, 2, pipeline)
     assert ("--fp16" in options) == any("number of skipped iterations:   1" in line for line in own.figures)
 
 
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
 def test_only_some_chunks_are_whole(checkout: Checkout) -> None:
-    """Two chunks of four per rank, optimizer steps and evaluations included; no chunk is much larger than others."""
-    options = f"--use-distributed-optimizer --bf16 --eval-interval 4 --vocab-size 100 {UNTIED}"
-    row = Row(options, ranks_per_stage=2, samples=2)
+    """Two chunks of four per rank, optimizer steps and evaluations included."""
+    row = Row(f"--use-distributed-optimizer --bf16 --eval-interval 4 {UNTIED}", ranks_per_stage=2, samples=2)
     job = job_of(checkout, 2, row, FOUR)
     own = pretrain_gpt(*job, "zero-pp", UNITS)
     same(own, stock(*job))
@@ -65,8 +71,10 @@ def test_only_some_chunks_are_whole(checkout: Checkout) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
-@pytest.mark.parametrize("form", ["torch_dist", "torch"])
-@pytest.mark.parametrize("options", ["", "--bf16 --swiglu"])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [("torch_dist", ""), ("torch_dist", "--bf16 --swiglu"), ("torch_dist", "--bf16 --async-save"), ("torch", "--bf16")],
+)
 def test_checkpoints_continue_both_ways(checkout: Checkout, form: str, options: str, tmp_path: Path) -> None:
     """Jobs with sharded units continue stock's checkpoint as stock does, and stock continues theirs.
 
