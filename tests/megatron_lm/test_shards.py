@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.zero_bubble import build
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.shard import Sharding, most_whole
-from tests.helpers.megatron_lm import VARIABLE, Checkout, Log, pretrain_gpt, stock
+from tests.helpers.megatron_lm import Checkout, Log, pretrain_gpt, stock
+from tests.helpers.ranks import RankPool
 from tests.megatron_lm.test_parity import CASES, CHECKOUTS, NUM_MICROBATCHES, Row, job_of, same
 
-pytestmark = [
-    pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM"),
-    pytest.mark.timeout(1200),
-]
+pytestmark = pytest.mark.timeout(1200)
 MORE = "--num-virtual-stages-per-pipeline-rank 2"
 UNITS = ("--zero-bubble-shard-weights", "--zero-bubble-unit-microbatches", "64")
 FOUR = "--num-layers 8 --num-virtual-stages-per-pipeline-rank 4"
@@ -104,3 +106,49 @@ def test_overlap_is_refused(checkout: Checkout, pipeline: int) -> None:
     own = pretrain_gpt(*job_of(checkout, pipeline, row, MORE), "zero-pp", ("--zero-bubble-shard-weights",))
     assert 0 not in own.exit_codes
     assert "sharded units need overlap_grad_reduce=False" in own.text
+
+
+class Units:
+    """Units that tell whether weights are whole."""
+
+    are_whole = are_shards = False
+
+    @contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        self.are_whole = True
+        yield
+        self.are_whole = False
+
+
+def read(rank: int) -> tuple[bool, bool]:
+    """Whether weights are whole in a function of a script, and in the evaluation that calls it."""
+    from megatron.zero_bubble.megatron_lm.shards import JobShards
+    from megatron.zero_bubble.patching.seams import installed_seams
+
+    units: Any = Units()
+    seams = installed_seams().readers
+    make = dict(JobShards(units, SimpleNamespace()).replacements(seams))[seams.evaluates]
+
+    def evaluate(prefix: str, model: object, non_loss_data_func: Any = None) -> tuple[bool, bool]:
+        assert (prefix, model) == ("test", None)
+        return (False if non_loss_data_func is None else non_loss_data_func(model)), units.are_whole
+
+    assert make(evaluate)("test", None) == (False, False)
+    return make(evaluate)("test", None, non_loss_data_func=lambda _: units.are_whole)
+
+
+def test_functions_of_a_script_find_whole_weights(ranks: RankPool) -> None:
+    assert ranks.run(1, read) == [(True, False)]
+
+
+def reasons(rank: int) -> list[list[str]]:
+    from megatron.zero_bubble.megatron_lm.shards import reads_weights
+
+    job = {"ckpt_format": "torch_dist", "save": "somewhere"}
+    others = ({}, {"ckpt_format": "torch"}, {"ckpt_format": "torch", "save": None}, {"save_params_interval": 2})
+    return [reads_weights(SimpleNamespace(**{**job, **more})) for more in (*others, {"qk_clip": True})]
+
+
+def test_other_readers_keep_weights_whole(ranks: RankPool) -> None:
+    expected = [[], ["--ckpt-format torch"], [], ["--save-params-interval"], ["--qk-clip"]]
+    assert ranks.run(1, reasons) == [expected]
