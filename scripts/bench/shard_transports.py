@@ -6,8 +6,8 @@ Both replicas have equally many microbatches and equal work per iteration; with 
 replica take longer than those of the other, for which collectives wait in every unit. Every round runs one iteration of
 each variant, and a ratio is the median over rounds of ratios within a round.
 
-    bash scripts/bench.sh shard_transports [--rounds 15] [--num-microbatches 16] [--unit 2] [--pass-ms 20]
-        [--hidden-size 128] [--sigma 0.8]
+    bash scripts/bench.sh shard_transports [--rounds 15] [--num-microbatches 16] [--unit 2] [--pass-ms 15]
+        [--hidden-size 64] [--sigma 0.8]
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from bench.emulated_compute import timed
 from bench.real_compute import Job
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 
-REPLICAS, STAGES, CHUNKS = 2, 2, 2
+REPLICAS, STAGES, CHUNKS = 2, 2, 4  # with fewer chunks, all weights would be whole all the time
 _FLAGS = (
     f"--pipeline-model-parallel-size {STAGES} --num-virtual-stages-per-pipeline-rank {CHUNKS} "
     "--use-distributed-optimizer"
@@ -56,9 +56,9 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--num-microbatches", type=int, default=16, help="per replica")
     parser.add_argument("--unit", type=int, default=2, help="microbatches per unit")
-    parser.add_argument("--pass-ms", type=float, default=20.0, help="mean sleep of an F, and of a B")
+    parser.add_argument("--pass-ms", type=float, default=15.0, help="mean sleep of an F, and of a B")
     parser.add_argument("--sigma", type=float, default=0.8, help="deviation of the logarithm of uneven lengths")
-    parser.add_argument("--hidden-size", type=int, default=128)
+    parser.add_argument("--hidden-size", type=int, default=64)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/shard_transports.json"))
     options = parser.parse_args()
     model = {"seq_length": 64, "vocab_size": 256, "dtype": "float32", "num_layers": 8, "flags": _FLAGS}
