@@ -38,6 +38,7 @@ def trained(ranks: RankPool, layout: Layout, options: str, units: int) -> list[l
             TWO, "--calculate-per-token-loss --untie-embeddings-and-output-weights", 1, marks=pytest.mark.full
         ),
         pytest.param(Layout(2, data=4, num_layers=4), "", 2, marks=pytest.mark.full),
+        pytest.param(TWO, "--fp16 --initial-loss-scale 262144", 2, marks=pytest.mark.full),
     ],
 )
 def test_runs_repeat_bit_for_bit_and_equal_collectives(
