@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.zero_bubble.__main__ import parser as command_line
-from megatron.zero_bubble.job import rules
+from megatron.zero_bubble.job import options, rules
 from megatron.zero_bubble.job.flags import add_flags
 from megatron.zero_bubble.megatron_lm import fork_flags
 from megatron.zero_bubble.training.arguments import build_parser
@@ -100,7 +100,7 @@ def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
         said = rule.otherwise.replace("{schedule}", "…").rpartition("; ")
         assert all(part in page for part in said), rule.flags
         assert all(f"`--zero-bubble-{flag}`" in page for flag in rule.flags)
-    for option in rules._OPTIONS:
+    for option in options._OPTIONS:
         assert f"`{option.name}`" in page and option.why in page and option.remedy in page
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 
-from megatron.zero_bubble.job import rules
+from megatron.zero_bubble.job import options, rules
 from megatron.zero_bubble.job.flags import parse_ours
 from site_parts.markdown import code, table
 
@@ -72,7 +72,7 @@ def _first_refusal(flag: str, job: rules.Job) -> int | None:
 def of_options() -> str:
     """The Megatron options that a schedule cannot honour."""
     rows = []
-    for option in rules._OPTIONS:
+    for option in options._OPTIONS:
         where = "" if option.anywhere else "with stages on a V"
         where = "with post-validation" if option.post_validation else where
         remedy = option.remedy or f"drop --{option.name.replace('_', '-')}"

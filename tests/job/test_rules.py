@@ -14,7 +14,8 @@ from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, parse_ours
-from megatron.zero_bubble.job.rules import Job, check_flags, check_options
+from megatron.zero_bubble.job.options import check_options
+from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.stages import place_stages
 from tests.job.test_source import divided_plan

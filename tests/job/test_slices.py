@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Slices
-from megatron.zero_bubble.job.rules import check_options
+from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.slices import check_slices
 from megatron.zero_bubble.schedules import build

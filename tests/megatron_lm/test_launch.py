@@ -114,8 +114,8 @@ def test_our_flags_are_in_the_jobs_help() -> None:
         (
             "--zero-bubble-schedule zb-h1 --zero-bubble-memory-limit 0.25p",
             (
-                "--zero-bubble-memory-limit 0.25p works only with --zero-bubble-schedule zb-auto, got zb-h1; drop the "
-                "flag or choose zb-auto"
+                "--zero-bubble-memory-limit 0.25p works only with --zero-bubble-schedule zb-auto, and with zero-pp, "
+                "whose units it limits, got zb-h1; drop the flag or choose one of the two"
             ),
         ),
         (

@@ -145,7 +145,12 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         (
             "--zero-bubble-memory-limit 1p",
             1,
-            "works only with --zero-bubble-schedule zb-auto, got none; drop the flag or choose zb-auto",
+            "zb-auto, and with zero-pp, whose units it limits, got none; drop the flag or choose one of the two",
+        ),
+        (
+            "--zero-bubble-schedule zb-auto --zero-bubble-costs costs.json",
+            2,
+            "zero-pp, whose units are chosen by these costs, got zb-auto; drop the flag or choose zero-pp",
         ),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-memory-limit 0.25p",

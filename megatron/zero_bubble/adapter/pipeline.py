@@ -37,7 +37,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
-from megatron.zero_bubble.job.rules import check_options
+from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter

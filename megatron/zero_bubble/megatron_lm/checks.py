@@ -15,7 +15,8 @@ from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
-from megatron.zero_bubble.job.rules import Job, check_flags, check_options, check_schedule
+from megatron.zero_bubble.job.options import check_options
+from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
 from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.job.stages import place_stages
