@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import groupby
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from megatron.zero_bubble import (
     simulate,
     validate,
 )
+from megatron.zero_bubble.analysis.memory import peaks_in_order
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
@@ -149,7 +151,7 @@ def test_units_within_a_memory_limit() -> None:
         UserError, match="must fit into the memory limit of 0.1p; got 2 microbatches per rank with units of 1"
     ):
         limited("0.1p")
-    with pytest.raises(UserError, match="60GiB needs activation memory in bytes"):
+    with pytest.raises(UserError, match="give the costs file of an earlier run with --zero-bubble-costs, or"):
         limited("60GiB")
 
 
@@ -160,3 +162,15 @@ def test_units_for_measured_costs() -> None:
     assert min(limited(None, slow)) > 4
     assert limited(None, slow, whole=None) == [4] * 4
     assert max(limited("4GiB", slow)) < 4
+
+
+def test_limit_of_units_counts_each_stage_as_measured() -> None:
+    """Four stages per rank, of which the last keeps most: figures per stage are not spread over the rank."""
+    kept = [2.0**30] * 7 + [5 * 2.0**30]
+    content = {name: [4.0] * 8 for name in ("forward_ms", "backward_ms", "wgrad_ms")}
+    costs = CostsFile.parse(json.dumps({**content, "activation": kept, "wgrad": kept}))
+    for limit in (12, 15, 30):
+        choice = UnitChoice(f"{limit}GiB", costs, 2)
+        schedule = ScheduleSource.by_name("zero-pp", 2, num_chunks=4, choice=choice).make(16)
+        memory = costs.on(schedule.placement)[1]
+        assert memory is not None and max(peaks_in_order(schedule, memory)) <= limit * 2**30

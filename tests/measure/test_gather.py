@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
@@ -87,15 +88,28 @@ def test_time_of_the_loss_function_is_part_of_its_collective() -> None:
 
 
 def test_costs_have_the_times_of_gathers_and_reductions() -> None:
-    """Nothing is recorded before the first pass: a stage that is gathered only then counts like the others."""
+    """What begins before the first pass does not count: a stage that is gathered only then is taken to be like the
+    others.
+    """
     schedule = build("zero-pp", num_ranks=2, num_microbatches=8, num_chunks=3)
     costs = PassCosts.uniform(schedule.placement, 5.0, 6.0, 4.0)
     costs = replace(costs, gather_ms=(3.0, 1.0, 1.0, 2.0, 2.0, 2.5), reduce_ms=(0.5, 0.75, 1.0, 1.25, 1.5, 1.75))
     timeline = simulate(lower_training(schedule, sharding=Sharding(1, 1)), costs)
     assert median_costs([timeline]).gather_ms == pytest.approx(costs.gather_ms)
     assert median_costs([timeline]).reduce_ms == pytest.approx(costs.reduce_ms)
-    late = tuple(
-        tuple(span._replace(end_ms=span.start_ms) if span.op == Gather(0, 0) else span for span in row)
-        for row in timeline.lanes
-    )
-    assert median_costs([replace(timeline, lanes=late)]).gather_ms[0] == pytest.approx(2.0)
+
+    def gather_ms(stages: Collection[int]) -> tuple[float, ...]:
+        """What is found if all gathers of these stages begin before the first pass, and end soon after."""
+        early = tuple(
+            tuple(
+                span._replace(start_ms=0.0, end_ms=0.25)
+                if isinstance(span.op, Gather) and span.op.stage in stages
+                else span
+                for span in row
+            )
+            for row in timeline.lanes
+        )
+        return median_costs([replace(timeline, lanes=early)]).gather_ms
+
+    assert gather_ms([0]) == pytest.approx((2.0, *costs.gather_ms[1:]))
+    assert not any(gather_ms(range(6)))

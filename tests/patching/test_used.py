@@ -129,7 +129,8 @@ def rejects_each_missing_name(rank: int) -> int:
     from megatron.zero_bubble.patching import apply, report, used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    names = (*installed_seams().used, *used.POST_VALIDATION, *used.SHARDED_UNITS, *used.ON_DEMAND)
+    of_shards = installed_seams().sharded_units
+    names = (*installed_seams().used, *used.POST_VALIDATION, *of_shards, *used.ON_DEMAND)
     for name in names:
         holder, _, attribute = name.name.rpartition(".")
         with pytest.MonkeyPatch.context() as patch:
@@ -144,7 +145,7 @@ def rejects_each_missing_name(rank: int) -> int:
                 rest = {other: getattr(of_class, other, None) for other in others if other != attribute}
                 patch.setattr(module, holder, type(holder, (), rest))
             config = ZeroBubbleConfig(schedule="zb-h2", post_validation=True)
-            if name in used.SHARDED_UNITS:
+            if name in of_shards:
                 config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True)
             if name in used.ON_DEMAND:
                 config = ZeroBubbleConfig(schedule="zero-pp", shard_weights=True, shard_transport="on-demand")
@@ -242,7 +243,8 @@ cpu.install()
 import megatron.core
 assert megatron.core.__file__.startswith(sys.path[1]), megatron.core.__file__
 from megatron.zero_bubble.patching import used
-used.look_up((*used.POST_VALIDATION, *used.SHARDED_UNITS, *used.ON_DEMAND, *used.BUBBLE))
+from megatron.zero_bubble.patching.seams import installed_seams
+used.look_up((*used.POST_VALIDATION, *installed_seams().sharded_units, *used.ON_DEMAND, *used.BUBBLE))
 """
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble import build
-from megatron.zero_bubble.errors import PeerError
+from megatron.zero_bubble.errors import PeerError, UserError
 from megatron.zero_bubble.ir import Compute, Kind, Plan
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.shard import Sharding
@@ -127,6 +127,12 @@ def test_kept_as_shards_between_iterations(sharder: Sharder) -> None:
     with sharder.whole_weights([0]):
         assert chunks[0].weights[0].tolist() == [11, 12, 13, 14, 15, 16]
         assert bytes_whole(chunks) == 4 * SIZE
+        with sharder.whole_weights([0, 1]):
+            assert bytes_whole(chunks) == 8 * SIZE
+        assert bytes_whole(chunks) == 4 * SIZE, "what was whole before stays whole"
+        with pytest.raises(UserError, match=r"got an iteration while stages \[0\] are kept whole"):
+            run(sharder, chunks, 2)
+        assert chunks[0].weights[0].tolist() == [11, 12, 13, 14, 15, 16]
     assert bytes_whole(chunks) == 0
 
 

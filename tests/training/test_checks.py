@@ -17,6 +17,7 @@ BASE = (
     "--lr 1e-3 --mock-data"
 )
 
+RAMP_UP = "--global-batch-size 8 --rampup-batch-size 2 2 9"
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
 
@@ -146,6 +147,16 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
             "--zero-bubble-memory-limit 1p",
             1,
             "zb-auto, and with zero-pp, whose units it limits, got none; drop the flag or choose one of the two",
+        ),
+        (
+            f"{INTERLEAVED} --zero-bubble-schedule zero-pp {RAMP_UP} --zero-bubble-memory-limit 0.6p",
+            2,
+            "activations of some size of units must fit into the memory limit of 0.6p",
+        ),
+        (
+            f"{INTERLEAVED} --zero-bubble-schedule zero-pp --zero-bubble-record-costs x --zero-bubble-costs ./x",
+            2,
+            "--zero-bubble-record-costs and --zero-bubble-costs must name different files",
         ),
         (
             "--zero-bubble-schedule zb-auto --zero-bubble-costs costs.json",

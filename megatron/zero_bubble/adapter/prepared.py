@@ -80,7 +80,7 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
     if len(set(digests)) > 1:
         raise UserError(
             f"all {who} must run the same plan; their fingerprints are {digests}; start every rank with the same "
-            "schedule, batch sizes and version"
+            "schedule, batch sizes, files of schedules and costs, and version"
         )
 
 

@@ -26,7 +26,7 @@ def copy_weights(units: ShardedUnits, of_chunks: Sequence[dict[str, Any]], on_ev
             return part
         whole = part.data.detach()
         is_saved = on_every_replica or is_main_replica(part.replica_id)
-        return replace(part, data=whole.cpu().clone() if is_saved else whole.to("meta"))
+        return replace(part, data=whole.to("cpu", copy=True) if is_saved else whole.to("meta"))
 
     for index, contents in enumerate(of_chunks):
         with units.whole_weights(index):

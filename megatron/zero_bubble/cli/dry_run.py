@@ -26,7 +26,7 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import job_layers
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
-from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_single_queue
+from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
@@ -97,16 +97,18 @@ def dry_run(options: argparse.Namespace) -> str:
     if _shards(args):
         costs, plan = _sharded(args, costs, schedule)
     figures = costs.on(args.placement)
+    receives: PostReceives = args.zero_bubble.post_receives if _has_schedule(args) else "early"
     timeline = timeline_of(schedule, *figures) if plan is None else simulate(plan, *figures)
     host = None if _selection(args) is None or plan is None else host_peaks(plan, costs.on(args.placement)[1])
+    memory = _memory(timeline, costs, receives)
     if options.gpu_memory is not None:
-        _check_memory(options.gpu_memory, timeline, costs)
+        _check_memory(options.gpu_memory, memory, costs)
     if host is not None and args.zero_bubble_host_memory is not None:
         _check_host_memory(args.zero_bubble_host_memory, host, costs)
     notes = (*costs.notes, *(() if host is None else (_COPIES,)))
     sections = [
         groups.text() + groups.warning(),
-        _ranks_text(groups, layers, timeline, costs, host),
+        _ranks_text(groups, layers, timeline, costs, memory, host),
         "" if host is None else _nodes_text(groups, timeline, costs, host),
         "".join(f"{line}\n" for line in (headline(timeline), proved, *notes)),
         _commands(options),
@@ -183,7 +185,7 @@ def _selection(args: argparse.Namespace) -> MoveSelection | None:
 
 def _prove(args: argparse.Namespace, costs: Figures) -> str:
     """Prove the plans as the run does, for every batch size of the job, and return a sentence with what was proved."""
-    if not (args.zero_bubble_schedule or args.zero_bubble_schedule_file):
+    if not _has_schedule(args):
         return "The job uses Megatron's built-in schedule, which is not proved."
     config: ZeroBubbleConfig = args.zero_bubble
     select = _selection(args)
@@ -207,6 +209,10 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
     return f"Proved free of deadlock for {listed} microbatches{queue}."
 
 
+def _has_schedule(args: argparse.Namespace) -> bool:
+    return bool(args.zero_bubble_schedule or args.zero_bubble_schedule_file)
+
+
 def _uses_nccl(args: argparse.Namespace) -> bool:
     """Whether the run uses NCCL, assuming that device ``auto`` finds GPUs."""
     if args.distributed_backend is not None:
@@ -214,16 +220,20 @@ def _uses_nccl(args: argparse.Namespace) -> bool:
     return bool(args.zero_bubble_device != "cpu")
 
 
-def _memory(timeline: Timeline, costs: Figures) -> list[tuple[float, float, float]]:
-    """Return three numbers per pipeline rank: activations, messages, and weights with gradients and optimizer state."""
+_Memory = Sequence[tuple[float, float, float]]
+"""Three numbers per pipeline rank: activations, messages, and weights with gradients and optimizer state."""
+
+
+def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> _Memory:
     schedule = timeline.schedule
-    nothing = (0.0,) * costs.num_ranks
-    messages = message_memory(schedule, costs.message_bytes) if costs.in_bytes and costs.message_bytes else nothing
+    messages = nothing = (0.0,) * costs.num_ranks
+    if costs.in_bytes and costs.message_bytes:
+        messages = message_memory(schedule, costs.message_bytes, post_receives)
     weights = costs.weight_bytes(schedule.placement) if costs.weight_bytes else nothing
     return list(zip(rank_memory(timeline, costs), messages, weights, strict=True))
 
 
-def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
+def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
     amount, unit = parse_memory_limit(text)
     if unit == "p" or not costs.in_bytes:
         raise UserError(
@@ -235,10 +245,10 @@ def _check_memory(text: str, timeline: Timeline, costs: Figures) -> None:
             "--gpu-memory needs the size of the weights, which is not estimated for experts; leave --gpu-memory out"
         )
     limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
-    needs = [sum(parts) for parts in _memory(timeline, costs)]
+    needs = [sum(parts) for parts in memory]
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] > limit:
-        kept, messages, weights = _memory(timeline, costs)[fullest]
+        kept, messages, weights = memory[fullest]
         raise UserError(
             f"every rank must fit --gpu-memory {text}; got {needs[fullest] / _GIB:.3g} GiB on pipeline rank {fullest} "
             f"({kept / _GIB:.3g} of activations, {messages / _GIB:.3g} of messages, {weights / _GIB:.3g} of weights "
@@ -258,7 +268,12 @@ def _check_host_memory(text: str, host: Sequence[float], costs: Figures) -> None
 
 
 def _ranks_text(
-    groups: RankGroups, layers: tuple[int, ...], timeline: Timeline, costs: Figures, host: Sequence[float] | None
+    groups: RankGroups,
+    layers: tuple[int, ...],
+    timeline: Timeline,
+    costs: Figures,
+    memory: _Memory,
+    host: Sequence[float] | None,
 ) -> str:
     """Format one line per pipeline rank: its global ranks, nodes, stages and memory.
 
@@ -266,7 +281,6 @@ def _ranks_text(
         host: host memory per rank, in the unit of memory; None without offloading.
     """
     placement = timeline.schedule.placement
-    memory = _memory(timeline, costs)
     unit = "GiB" if costs.in_bytes else "microbatches"
     head = f"{'pipeline rank':14}{'ranks':11}{'nodes':8}{'stage: layers':34}{unit + ' of activations':>20}"
     head += f"{'messages':>10}" if costs.in_bytes else ""

@@ -321,8 +321,8 @@ def _sharded(options: argparse.Namespace, costs: Figures, cuts: Cuts | None, fil
 
     counts: Sequence[int | None] = [options.num_chunks]
     if options.num_chunks == AUTO_COUNT:
-        most = recipe(options.schedule).num_chunks(min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
-        counts = range(2, max(2, most) + 1)
+        most = max(2, min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS))
+        counts = range(2, most + 1) if recipe(options.schedule).shape == "interleaved" else (None,)
     return sharded(options, costs, [partial(make, chunks) for chunks in counts], has_units)
 
 

@@ -41,7 +41,7 @@ def add_shards(verb: argparse.ArgumentParser) -> None:
         type=unit_microbatches,
         metavar="U|auto",
         help="microbatches of a unit of zero-pp, and after which --shard-weights reduces gradients (default: auto, for "
-        "zero-pp the smallest units of the shortest schedule within the memory limit, else one microbatch per rank)",
+        "zero-pp those of the shortest schedule within the memory limit, else one microbatch per rank)",
     )
     verb.add_argument(
         "--whole-stages",

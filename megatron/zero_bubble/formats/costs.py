@@ -102,6 +102,11 @@ class CostsFile:
     layers_per_stage: tuple[int, ...] = ()
     vocabulary: VocabularyFigures | None = None
 
+    @property
+    def num_stages(self) -> int | None:
+        """The number of stages for which the times are given one by one; None if they are those of whole ranks."""
+        return next((len(figure) for figure in self.times.values() if isinstance(figure, tuple)), None)
+
     @classmethod
     def parse(cls, text: str) -> CostsFile:
         """Read the text of a costs file.

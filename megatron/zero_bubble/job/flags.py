@@ -168,8 +168,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         type=unit_microbatches,
         help="microbatches of a unit of zero-pp, and after which --zero-bubble-shard-weights reduces gradients: larger "
         "units communicate less and keep more activations; default: auto, for zero-pp the smallest units that take no "
-        "longer than one unit of all microbatches, for the costs of --zero-bubble-costs within "
-        "--zero-bubble-memory-limit, and else one microbatch per pipeline rank",
+        "longer than one unit of all microbatches, or with --zero-bubble-costs or --zero-bubble-memory-limit those of "
+        "the shortest schedule, and else one microbatch per pipeline rank",
     )
     add(
         "--zero-bubble-costs",

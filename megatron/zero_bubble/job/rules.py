@@ -206,8 +206,13 @@ def _spelled(flag: str, value: object) -> str:
 
 
 def check_costs_file(options: argparse.Namespace) -> None:
-    """Raise UserError if ``--zero-bubble-record-costs`` names a folder."""
+    """Raise UserError if ``--zero-bubble-record-costs`` names a folder, or the file from which units are chosen."""
     file = options.zero_bubble_record_costs
+    if file and options.zero_bubble_costs and Path(file).resolve() == Path(options.zero_bubble_costs).resolve():
+        raise UserError(
+            "--zero-bubble-record-costs and --zero-bubble-costs must name different files, because a resumed run would "
+            f"choose other units, and add gradients in another order; got {file} twice; name another file to record"
+        )
     if file and Path(file).is_dir():
         raise UserError(f"--zero-bubble-record-costs needs a file, got the folder {file}; name a file")
 
@@ -229,6 +234,9 @@ def check_schedule(
         _check_file(source.make(counts[0]), num_ranks, counts)
     if options.zero_bubble_balance_microbatches:
         check_balance(options, source, job)
+    if options.zero_bubble_memory_limit or options.zero_bubble_costs:  # the units of any batch size may be too large
+        for count in counts:
+            source.make(count)
     schedule = source.make(counts[0])
     check_slices(schedule.slices, options.zero_bubble_slice_ends, job)
     if options.zero_bubble_shard_weights:

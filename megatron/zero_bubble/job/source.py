@@ -11,6 +11,7 @@ from typing import Literal
 
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
@@ -158,6 +159,12 @@ def _planned_units(
         own = Figures(num_ranks, num_microbatches, lambda on: (even_costs(on), PassMemory.uniform(on)))
     else:
         own = measured(choice.costs, num_ranks, num_microbatches)
+    if choice.memory_limit is not None and parse_memory_limit(choice.memory_limit)[1] != "p" and not own.in_bytes:
+        raise UserError(
+            f"--zero-bubble-memory-limit {choice.memory_limit} for the units of zero-pp needs the activation memory of "
+            "a microbatch in bytes; give the costs file of an earlier run with --zero-bubble-costs, or a limit in "
+            "microbatches, such as 1p"
+        )
     limit = math.inf if choice.memory_limit is None else own.limit(choice.memory_limit)
     if choice.whole_stages is None:
         own = with_collectives(own, 1, 0.0, 0.0, None)

@@ -101,11 +101,12 @@ def _copies_ms(timelines: list[Timeline]) -> tuple[float, ...]:
 def _of_stages_ms(timelines: list[Timeline], kind: type[Gather | Reduce]) -> tuple[float, ...]:
     """Per stage, the median time of its collectives of one kind; 0 if nothing is sharded.
 
-    Before the first pass, nothing is recorded: a stage whose weights are gathered only then has the others' median.
+    A collective that begins before the first pass also waits for replicas that have not started yet, so it does not
+    count. A stage whose weights are gathered only then has the others' median; 0 if this is so for all stages.
     """
     durations: defaultdict[int, list[float]] = defaultdict(list)
     for span in (span for timeline in timelines for row in timeline.lanes for span in row):
-        if isinstance(span.op, kind) and span.end_ms > span.start_ms:
+        if isinstance(span.op, kind) and span.start_ms > 0:
             durations[span.op.stage].append(span.end_ms - span.start_ms)
     usual = median(map(median, durations.values())) if durations else 0.0
     return tuple(median(durations.get(stage, [usual])) for stage in range(timelines[0].schedule.num_stages))

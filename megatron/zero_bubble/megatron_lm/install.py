@@ -154,8 +154,9 @@ def _put_in_force(
     models = [(seam, builder.building) for seam in seams.models]
     if config.post_validation:
         _placed.replace(JobSteps(pipeline, args, say).replacements(seams.loop))
-    readers = reads_weights(args) if pipeline.units is not None else []
-    if pipeline.units is not None and not readers:
+    exchanges = config.shard_transport == "on-demand"  # whose chunks are whole between iterations
+    readers = reads_weights(args) if pipeline.units is not None and not exchanges else []
+    if pipeline.units is not None and not (readers or exchanges):
         _placed.replace(JobShards(pipeline.units, args).replacements(seams.readers))
     if is_megatrons_own(placement):
         _placed.replace(models if divides_vocabulary else [])

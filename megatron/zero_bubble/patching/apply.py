@@ -69,7 +69,7 @@ def apply(
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     of_options = (
         (used.POST_VALIDATION, config.post_validation),
-        (used.SHARDED_UNITS, config.shard_weights),
+        (seams.sharded_units, config.shard_weights),
         (used.ON_DEMAND, config.shard_transport == "on-demand"),
     )
     used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))

@@ -12,6 +12,7 @@ import megatron.core
 from megatron.zero_bubble.errors import SeamError
 from megatron.zero_bubble.patching import used
 from megatron.zero_bubble.patching.seam import Seam, Used
+from megatron.zero_bubble.patching.used import SHARDED_UNITS, SHARDED_UNITS_SINCE_0_18
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Seams:
         used: names that are looked up but not replaced.
         loop: replaced in Megatron-LM jobs with post-validation.
         readers: replaced in Megatron-LM jobs with sharded units.
+        sharded_units: looked up, but not replaced here, with sharded units.
         loads_both_ends: whether a checkpoint can be loaded if one rank holds both ends of a tied embedding.
     """
 
@@ -100,6 +102,7 @@ class Seams:
     used: tuple[Used, ...]
     loop: LoopSeams
     readers: ReaderSeams
+    sharded_units: tuple[Used, ...] = SHARDED_UNITS
     pipeline_group: Seam | None = None
     loads_both_ends: bool = True
 
@@ -289,6 +292,7 @@ _SINCE_0_18 = replace(
     _SEAMS,
     validated_flags=replace(_SEAMS.validated_flags, module="megatron.training.arguments"),
     models=(*_SEAMS.models, _BUILDER),
+    sharded_units=SHARDED_UNITS_SINCE_0_18,
 )
 
 # Until 0.14, a checkpoint cannot be loaded if parts of a weight overlap on one rank.

@@ -170,6 +170,10 @@ SHARDED_UNITS: tuple[Used, ...] = (
     *_of(_MAPPING, "data replica_id", "ShardedTensor"),
 )
 """Used by sharded units."""
+SHARDED_UNITS_SINCE_0_18: tuple[Used, ...] = (
+    *SHARDED_UNITS,
+    _function(f"{_OPTIMIZER}.distrib_optimizer", "DistributedOptimizer.start_param_sync_for_bucket_group_subset", ""),
+)
 
 ON_DEMAND: tuple[Used, ...] = (
     *_of(

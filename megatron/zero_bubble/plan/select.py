@@ -104,7 +104,7 @@ class _Rank:
         numbers = [number for number in self._numbers if number <= round(share * total)]
         tried = cache(lambda number: self._tried(number, room, slower(number / total)))
         at_least = cache(lambda number: self._at_least(number, slower(number / total)))
-        for number in numbers:
+        for number in numbers if most > -math.inf else ():
             if at_least(number) <= most and tried(number)[0] <= most:
                 return tried(number)
         best, least = nothing, nothing[0]

@@ -167,7 +167,7 @@ def measured(
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         # Figures for half ranks cannot be divided into thirds; figures for whole ranks can be divided into any number.
-        fits = placement.num_stages <= 2 * num_ranks or file.layers is not None
+        fits = placement.num_stages in (num_ranks, 2 * num_ranks, file.num_stages) or file.layers is not None
         read_as = placement if fits else Placement.linear(num_ranks)
         costs, kept = file.on(read_as)
         if memory is not None:

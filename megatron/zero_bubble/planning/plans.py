@@ -12,7 +12,7 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.plan import PostReceives, lower_training
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, Search
@@ -163,8 +163,10 @@ def rank_memory(timeline: Timeline, costs: Figures) -> tuple[float, ...]:
     return most_kept(timeline, costs.on(timeline.schedule.placement)[1])
 
 
-def message_memory(schedule: Schedule, message_bytes: float) -> tuple[float, ...]:
+def message_memory(
+    schedule: Schedule, message_bytes: float, post_receives: PostReceives = "early"
+) -> tuple[float, ...]:
     """Return the most bytes of each rank for messages that it sends and receives. What moves to host memory and what is
     gathered does not add any, because it does not post receives earlier.
     """
-    return tuple(peak * message_bytes for peak in message_peaks(lower_training(schedule)))
+    return tuple(peak * message_bytes for peak in message_peaks(lower_training(schedule, post_receives)))

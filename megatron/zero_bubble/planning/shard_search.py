@@ -166,8 +166,9 @@ def _best(choices: Sequence[_Units]) -> tuple[_Units, int]:
         if each.ms(most, enough_ms) > enough_ms or each.peak(each.counts[0]) > lowest[0] * _ROUNDING:
             continue
         whole = each.fewest(most, enough_ms)
-        rated = each.peak(whole), each.gathers(whole)
-        if found is None or rated < lowest:
-            found, lowest = (each, whole), rated
+        peak, gathers = each.peak(whole), each.gathers(whole)
+        is_as_low = peak <= lowest[0] * _ROUNDING
+        if found is None or peak * _ROUNDING < lowest[0] or (is_as_low and gathers < lowest[1]):
+            found, lowest = (each, whole), (peak, gathers)
     assert found is not None, "the shortest is among them"
     return found

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megatron.zero_bubble.errors import PeerError
+from megatron.zero_bubble.errors import PeerError, UserError
 from megatron.zero_bubble.ir import Op
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
 from megatron.zero_bubble.platforms.streams import Lane, Result
@@ -61,6 +61,7 @@ class Sharder:
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
         self._chunks: dict[int, _Sharded] = {}
+        self._whole: set[int] = set()  # stages that are whole between iterations, for whoever reads their weights
         self.num_gathers = self.num_reductions = self.most_whole = 0
         self.gathered_bytes = self.reduced_bytes = 0
         self.keeps = False
@@ -78,16 +79,18 @@ class Sharder:
     def whole_weights(self, stages: Iterable[int]) -> Iterator[None]:
         """Context in which the weights of ``stages``, kept as shards, are whole. A collective call of the replicas.
 
-        What is written to them is lost.
+        What is written to them is lost. Within such a context, stages that are whole already stay as they are.
         """
-        used = tuple(stages)
+        used = [stage for stage in stages if stage not in self._whole]
         try:
             for stage in used:
                 self._gather_whole(stage)
+                self._whole.add(stage)
                 self._count()
             yield
         finally:
             for stage in used:
+                self._whole.discard(stage)
                 self._chunks[stage].free_weights()
 
     def _gather_whole(self, stage: int) -> None:
@@ -120,7 +123,16 @@ class Sharder:
         Afterwards, unless they are kept as shards, weights are whole, the same as before, because a job may save them
         without a step of its optimizer. Of the gradients, the own parts are the sums over all units and replicas, and
         the others are zero. After an error, only the own parts of both are valid.
+
+        Raises:
+            UserError: within ``whole_weights``, because the passes would free what is read there.
         """
+        if self._whole:
+            raise UserError(
+                f"passes free the weights of sharded units; got an iteration while stages {sorted(self._whole)} are "
+                "kept whole to be read (whole_weights, or non_loss_data_func of a Megatron-LM script); run it before "
+                "or after, or drop --zero-bubble-shard-weights"
+            )
         if self.keeps:
             for sharded in self._chunks.values():
                 sharded.shards.gradients = None
