@@ -150,6 +150,8 @@ def test_memory_is_compared_with_the_gpus(capsys: Capture) -> None:
     # A message is 2 bytes x 3 x 1024 tokens x 4096, and a rank in the middle has a few at a time.
     messages = [float(row[5]) for row in rows(run(capsys, own, job))]
     assert all(2 <= size * 2**30 / (2 * 3 * 1024 * 4096) <= 9 for size in messages)
+    late = rows(run(capsys, own, [*job, "--zero-bubble-post-receives", "late"]))
+    assert sum(float(row[5]) for row in late) < sum(messages)
     distributed = rows(run(capsys, ["--nodes", "2", *own], [*job, "--use-distributed-optimizer"]))
     # 2 + 4 bytes per parameter and 12 divided by two replicas, instead of 18.
     assert [float(row[6]) for row in distributed] == pytest.approx(

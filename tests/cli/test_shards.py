@@ -117,6 +117,8 @@ def test_stages_per_rank_and_whole_stages_are_chosen(capsys: Capture) -> None:
     words = f"plan --schedule zero-pp {SIZES} --shard-weights --gather-ms 2 --reduce-ms 4 --whole-stages auto"
     found = json.loads(run(capsys, f"{words} --num-chunks auto --format json"))
     assert len(found["stage_to_rank"]) // 4 == 4 and found["whole_stages"] == 2
+    vee = json.loads(run(capsys, f"plan --schedule zb-v {SIZES} --shard-weights --num-chunks auto --format json"))
+    assert vee["num_stages"] == 2 * vee["num_ranks"], "a V has no number of stages to choose"
     assert "--num-chunks auto applies only to" in refusal(capsys, f"plan --schedule zero-pp {SIZES} --num-chunks auto")
 
 
