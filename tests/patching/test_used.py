@@ -130,6 +130,7 @@ def rejects_each_missing_name(rank: int) -> int:
     from megatron.zero_bubble.patching.seams import installed_seams
 
     of_shards = installed_seams().sharded_units
+    assert set(used.SHARDED_UNITS) <= set(of_shards), "every version uses these"
     names = (*installed_seams().used, *used.POST_VALIDATION, *of_shards, *used.ON_DEMAND)
     for name in names:
         holder, _, attribute = name.name.rpartition(".")

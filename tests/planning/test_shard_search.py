@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -42,6 +43,14 @@ def maker(name: str, p: int, m: int, chunks: int) -> Callable[[int | None], Sche
 
 def rated(plan: ShardPlan) -> tuple[float, float, int]:
     return plan.timeline.makespan_ms, max(plan.peaks), max(plan.gathers)
+
+
+def test_fewest_gathers_of_equal_plans() -> None:
+    """One rank has no bubble, and keeps all microbatches, however many stages it has."""
+    costs = replace(figures(1, 4, 0.3, 0.0, 0.0), stage_bytes=None)
+    makers = [maker("zero-pp", 1, 4, chunks) for chunks in (4, 2, 3)]
+    found = plan_shards(costs, makers, True, Replicas(REPLICAS, 4, 2))
+    assert found.timeline.schedule.num_stages == 2 and max(found.gathers) == 2
 
 
 @settings(max_examples=12)
