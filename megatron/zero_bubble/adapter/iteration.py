@@ -129,7 +129,7 @@ class Iteration:
             stages = self.maker.make(parts)
             by_op = handlers(stages, self.transport, self.boundary.new_buffer, self.observer, validate)
             by_op.update(self.maker.handlers(self.plan, parts, self.observer))
-            row = self.plan.ops[self.transport.rank]
+            row = self.plan.executable(self.transport.rank).ops
             self.store.saved.begin(self.chunks, (op.forward for op in row if isinstance(op, Evict)))
             by_op[Compute] = self.store.saved.around(by_op[Compute])
             if self.offloader is not None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
@@ -16,6 +17,14 @@ from megatron.zero_bubble.ir.shards import SHARD_OPS
 from megatron.zero_bubble.ir.unrolled import Unrolled
 
 Channel = tuple[int, int]
+
+
+class Executable(NamedTuple):
+    """The ops of one rank, those of its drain, and the registers of both."""
+
+    ops: tuple[Op, ...]
+    drain: tuple[Op, ...]
+    registers: Allocation
 
 
 @dataclass(frozen=True)
@@ -72,13 +81,26 @@ class Plan:
         flow = self.schedule.flow
         return tuple(tuple([op.effects(flow) for op in row]) for row in self.ops)
 
+    def executable(self, rank: int) -> Executable:
+        """What ``rank`` executes in every iteration; made once."""
+        if rank not in self._executables:
+            self._executables[rank] = self._make_executable(rank)
+        return self._executables[rank]
+
+    @cached_property
+    def _executables(self) -> dict[int, Executable]:
+        return {}
+
     @without_collection()
-    def allocation(self, rank: int) -> Allocation:
-        """The registers that hold the values of ``rank`` while it runs."""
+    def _make_executable(self, rank: int) -> Executable:
         flow, ops = self.schedule.flow, self.ops[rank]
         drain = self.drain[rank] if self.drain else ()
         row = (*ops, *drain)
-        return allocate(row, [op.effects(flow) for op in row], len(ops))
+        return Executable(ops, drain, allocate(row, [op.effects(flow) for op in row], len(ops)))
+
+    def allocation(self, rank: int) -> Allocation:
+        """The registers that hold the values of ``rank`` while it runs."""
+        return self.executable(rank).registers
 
     def to_text(self) -> tuple[tuple[str, ...], ...]:
         """``ops`` as strings."""

@@ -48,9 +48,7 @@ class Executor:
     def __init__(
         self, plan: Plan, rank: int, handlers: Mapping[type[Op], Handler], observer: IterationObserver | None = None
     ) -> None:
-        self._ops = plan.ops[rank]
-        self._drain = plan.drain[rank] if plan.drain else ()
-        self._registers = plan.allocation(rank)
+        self._ops, self._drain, self._registers = plan.executable(rank)
         self._handlers = handlers
         self._observer = observer
         self._table: list[Any] = [None] * self._registers.size
