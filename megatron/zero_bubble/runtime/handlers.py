@@ -11,6 +11,10 @@ from megatron.zero_bubble.ir import Compute, Message, Op, Pass, Recv, Send, Sett
 from megatron.zero_bubble.runtime.executor import FORGOTTEN, STOP, Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
 
+# A torch function mode, such as that of the CPU platform, runs Python code in every call of torch. Messages do not need
+# it: their tensors are on the device already.
+without_function_modes = torch._C.DisableTorchFunction
+
 
 class Stage(Protocol):
     """One stage of the model on this rank."""
@@ -86,11 +90,13 @@ class _Messages:
         message, (tensor,) = op.message, inputs
         assert tensor is not None, f"{message.producer} has a consumer on rank {message.target} but no output"
         # When the ranks stop, the receiver still expects a message, so send an uninitialized buffer.
-        self._channels.send(message, self._new_buffer(message) if tensor is FORGOTTEN else tensor)
+        with without_function_modes():
+            self._channels.send(message, self._new_buffer(message) if tensor is FORGOTTEN else tensor)
 
     def post(self, op: Recv, _inputs: Sequence[Any]) -> tuple[Awaited]:
         message = op.message
-        return (self._channels.post(message, self._new_buffer(message)),)
+        with without_function_modes():
+            return (self._channels.post(message, self._new_buffer(message)),)
 
     def settle(self, op: Settle, _inputs: Sequence[Any]) -> None:
         self._channels.settle(op.message)
@@ -111,9 +117,12 @@ class _Observed(_Messages):
 
     def post(self, op: Recv, _inputs: Sequence[Any]) -> tuple[Awaited]:
         message = op.message
-        buffer = self._new_buffer(message)
+        with without_function_modes():
+            buffer = self._new_buffer(message)
         self._observer.posted(message)
-        return (_ObservedReceive(self._channels.post(message, buffer), message, self._observer),)
+        with without_function_modes():
+            receive = self._channels.post(message, buffer)
+        return (_ObservedReceive(receive, message, self._observer),)
 
     def settle(self, op: Settle, _inputs: Sequence[Any]) -> None:
         self._observer.waiting()

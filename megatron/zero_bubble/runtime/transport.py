@@ -82,6 +82,7 @@ class Transport:
     ) -> None:
         self._directions, self._watchdog = directions, watchdog
         self.rank, self._peers = directions.rank, directions.peers
+        self._is_gloo = directions.backend == "gloo"
         self._in_flight: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
         self._opened: set[tuple[int, int]] = set()
         self.open(channels)
@@ -148,7 +149,7 @@ class Transport:
 
     def _stages(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is staged in host memory: gloo, used when ranks share a GPU, sends only host memory."""
-        return self._directions.backend == "gloo" and tensor.device.type != "cpu"
+        return self._is_gloo and not tensor.is_cpu
 
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
