@@ -216,3 +216,79 @@ def test_list_imports_no_other_command_and_no_torch() -> None:
     code = "import sys; from megatron.zero_bubble.__main__ import main; main(['list']); print(*sys.modules, sep='\\n')"
     modules = set(subprocess.check_output([sys.executable, "-c", code], text=True).splitlines())
     assert modules & {"torch", "numpy", "http.server", "megatron.zero_bubble.cli.plan"} == set()
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    try:
+        code: object = main(arguments)
+    except SystemExit as exit_:
+        code = exit_.code
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "")
+    assert err.count("\n") == 1
+    return err
+
+
+SIZES_AND_TIMES = "--num-ranks 4 --num-microbatches 8 --forward-ms 10 --backward-ms 10 --wgrad-ms 10".split()
+
+
+@pytest.mark.parametrize("name", ["zb-vv", "ZB-V", "zb_v", "zbv"])
+def test_an_unknown_schedule_is_answered_with_the_nearest_and_all_names(capsys: Capture, name: str) -> None:
+    err = refused(capsys, "plan", "--schedule", name, *SIZES_AND_TIMES)
+    assert err.startswith(f"zero-bubble plan: unknown schedule {name!r}; choose one of 1f1b, ")
+    assert err.endswith("zero-pp, or zb-auto; did you mean zb-v?\n")
+
+
+def test_nothing_is_suggested_for_a_name_like_no_other(capsys: Capture) -> None:
+    assert refused(capsys, "plan", "--schedule", "quux", *SIZES_AND_TIMES).endswith("zero-pp, or zb-auto\n")
+
+
+def test_flags_of_a_job_without_dashes_before_them_are_refused_with_the_remedy(
+    capsys: Capture,
+) -> None:
+    err = refused(capsys, "dry-run", "--num-layers", "8", "--hidden-size", "64")
+    assert "unrecognized arguments: --num-layers" in err
+    assert err.endswith("; the flags of the training script come last, after a separate --\n")
+    assert "separate --" not in refused(capsys, "plan", "--schedule", "zb-h1", "--num-layers", "8", *SIZES_AND_TIMES)
+
+
+def test_list_has_columns(capsys: Capture) -> None:
+    assert main(["list"]) == 0
+    _, *rows, _ = capsys.readouterr().out.splitlines()
+    columns = {
+        (row.index("bubble "), row.index("memory "), row.index(recipe.summary))
+        for row, recipe in zip(rows, SCHEDULES.values(), strict=True)
+    }
+    assert len(columns) == 1
+
+
+@pytest.mark.parametrize(
+    ("verb", "words", "expected"),
+    [
+        (
+            "plan",
+            "--schedule zb-h1 --forward-ms 0 --backward-ms 0 --wgrad-ms 0",
+            "F, B or W must take some time; got 0",
+        ),
+        ("compare", "--max-chunks 0", "--max-chunks must be from 1 (no interleaved schedules) to 64; got 0"),
+        ("compare", "--max-chunks -1", "--max-chunks must be from 1 (no interleaved schedules) to 64; got -1"),
+        ("compare", "--offload all", "offloading needs the time of a copy to host memory; got none with offload all"),
+    ],
+)
+def test_flags_without_a_meaning_are_refused(capsys: Capture, verb: str, words: str, expected: str) -> None:
+    given = dict(zip(SIZES_AND_TIMES[::2], SIZES_AND_TIMES[1::2], strict=True))
+    asked = words.split()
+    given |= dict(zip(asked[::2], asked[1::2], strict=True))
+    assert expected in refused(capsys, verb, *(f"{flag}={value}" for flag, value in given.items()))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "zb-h1"])
+def test_plan_says_when_1f1b_is_faster(capsys: Capture, schedule: str) -> None:
+    """With slow links a V loses to 1F1B, which has half of its messages; ZB-H1 does not."""
+    words = "--num-ranks 4 --num-microbatches 2 --forward-ms 1 --backward-ms 1 --wgrad-ms 0.1 --comm-ms 1".split()
+    assert main(["plan", "--schedule", schedule, *words]) == 0
+    out = capsys.readouterr().out
+    assert main(["plan", "--schedule", "1f1b", *words, "--format", "json"]) == 0
+    baseline = json.loads(capsys.readouterr().out)["span_ms"]
+    sentence = f"SLOWER than 1f1b, which takes {baseline:,.1f} ms span instead of "
+    assert (sentence in out) == (schedule == "zb-v")

@@ -51,7 +51,11 @@ class _Parser(argparse.ArgumentParser):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    options = parser(only=arguments[0] if arguments else "").parse_args(arguments)
+    root = parser(only=arguments[0] if arguments else "")
+    options, others = root.parse_known_args(arguments)
+    if others:
+        after = "; the flags of the training script come last, after a separate --" if options.name == "dry-run" else ""
+        root.error(f"unrecognized arguments: {' '.join(others)}{after}")
     try:
         output: str = options.command(options)
     except (UserError, OverflowError) as error:
@@ -90,8 +94,9 @@ def parser(only: str | None = None) -> argparse.ArgumentParser:
 def list_schedules(_: argparse.Namespace) -> str:
     """List the schedules, one line per schedule."""
     lines = [_LETTERS]
+    bubble, memory = (max(len(getattr(one, name)) + 2 for one in SCHEDULES.values()) for name in ("bubble", "memory"))
     for recipe in SCHEDULES.values():
-        lines.append(f"{recipe.name:21}bubble {recipe.bubble:19}memory {recipe.memory:18}{recipe.summary}")
+        lines.append(f"{recipe.name:21}bubble {recipe.bubble:{bubble}}memory {recipe.memory:{memory}}{recipe.summary}")
     lines.append(f"{AUTO:21}the shortest schedule found for the given costs within --memory-limit")
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,8 @@
-"""Exceptions that more than one layer of this package uses."""
+"""Exceptions that more than one layer of this package uses, and a help for their messages."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -31,3 +33,11 @@ class SeamError(RuntimeError):
 
 class PatchError(RuntimeError):
     """The upstream names are already replaced."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """Return the one of the ``known`` words that was probably meant by ``word``; None if none is similar."""
+    from difflib import get_close_matches  # takes a while to import, and only errors need it
+
+    found = get_close_matches(word.lower().replace("_", "-"), {one.replace("_", "-"): one for one in known}, n=1)
+    return next((one for one in known if found and one.replace("_", "-") == found[0]), None)

@@ -199,6 +199,28 @@ def test_compare_shows_progress_on_a_terminal_only(
         assert shown == [""]
 
 
+@pytest.mark.parametrize("verb", ["plan", "compare", "dry-run"])
+def test_a_long_command_shows_lines_of_progress_elsewhere(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    monkeypatch.setattr("megatron.zero_bubble.cli.progress._QUIET_S", 0.01)
+    words = {
+        "plan": ["--schedule", "zb-auto", *SIZES, *TIMES],
+        "compare": [*SIZES, *TIMES, "--max-chunks", "2", "--equal-passes"],
+        "dry-run": ["--gpus-per-node", "2", "--", "--config", str(CONFIGS / "gpt_tiny.yaml"), "--mock-data"],
+    }
+    assert main([verb, *words[verb]]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    what = {
+        "plan": "planning",
+        "compare": "planning .* of 15\\)|computing lower bounds",
+        "dry-run": "checking the job .*",
+    }
+    assert lines
+    assert all(re.fullmatch(f"({what[verb]}), \\d+ s so far", line) for line in lines)
+    assert len(lines) < 12  # each wait is twice the one before it
+
+
 def test_estimated_plan_states_its_assumptions(capsys: Capture) -> None:
     out = run(capsys, "plan", "--schedule", "zb-h1", "--config", str(CONFIGS / "gpt_6.2b.yaml"), "--gpu", "h100")
     assert out.startswith("Estimated from the shapes in ")

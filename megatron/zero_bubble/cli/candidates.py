@@ -9,7 +9,10 @@ from itertools import chain
 from typing import NamedTuple, TypeVar
 
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.cli.plan import MOST_CHUNKS
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.cuts import shortest
@@ -33,6 +36,27 @@ _TENSOR = ("1f1b", "zb-h1", "zb-v")
 """Schedules that are also listed with tensor parallelism: Megatron's, and the best for one or two stages per rank."""
 LAID_OUT = "layout by cost"
 """Suffix for the name of a schedule whose layers per stage were chosen together with it."""
+
+
+_MOST_TRIED = 64
+"""Most stages per rank to try: every number up to it has a row per interleaved schedule."""
+
+
+def most_chunks(asked: int | None, costs: Figures) -> int:
+    """Return the most stages per rank of interleaved schedules; ``asked`` is the user's choice, if any.
+
+    Raises:
+        UserError: for a number below 1, or so large that the table would take hours.
+    """
+    if asked is None:
+        return min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS)
+    if not 1 <= asked <= _MOST_TRIED:
+        raise UserError(
+            f"--max-chunks must be from 1 (no interleaved schedules) to {_MOST_TRIED}; got {asked}; "
+            "`zero-bubble plan --num-chunks` plans one schedule of any number"
+        )
+    check_size(costs.num_ranks, costs.num_microbatches, asked)
+    return asked
 
 
 class Made(NamedTuple):

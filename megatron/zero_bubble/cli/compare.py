@@ -12,13 +12,13 @@ from itertools import chain, groupby, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
-from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, with_offload
+from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
-from megatron.zero_bubble.cli.plan import MOST_CHUNKS, add_search
+from megatron.zero_bubble.cli.plan import add_search
 from megatron.zero_bubble.cli.plan_text import SLOW, picture
-from megatron.zero_bubble.cli.progress import progress
+from megatron.zero_bubble.cli.progress import progress, working
 from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
@@ -26,6 +26,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.offload import check_copies
 from megatron.zero_bubble.planning.offload_search import search_limits
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
 from megatron.zero_bubble.planning.shards import Replicas
@@ -142,6 +143,8 @@ def compare(options: argparse.Namespace) -> str:
     """Make the table as ``--format`` requests: schedules within the limit first, shortest first."""
     offload = offloads(options)
     costs = with_copies(options, figures(options)) if offload else figures(options)
+    if offload:
+        check_copies(costs.on(Placement.linear(costs.num_ranks))[0], options.offload)
     costs, replicas, rate = listed_shards(options, costs)
     by_cost = options.layout == BY_COST
     costs = costs.evenly() if by_cost else costs
@@ -149,7 +152,7 @@ def compare(options: argparse.Namespace) -> str:
     placements: Sequence[PlacementChoice] = [options.placement]
     if options.placement in (None, "auto"):
         placements = tuple(PLACEMENTS)
-    chunks = options.max_chunks or min(costs.most_layers or MOST_CHUNKS, MOST_CHUNKS)
+    chunks = most_chunks(options.max_chunks, costs)
     comparison = Comparison(chunks, limit, placements, options.objective, not options.equal_passes)
     cuts = cuts_of(options)
     slices = () if cuts is None else cuts.candidates(costs)
@@ -176,13 +179,16 @@ def compare(options: argparse.Namespace) -> str:
         listed = list(candidates(comparison))
     rows, absent, best = _simulated(listed, limit, options.objective, replicas)
     bounds_of = partial(_bounds, options.objective, placements, limit, offload)
+    with working("computing lower bounds"):
+        bounds = _least(bounds_of(variant) for variant in variants)
+        sliced_bounds = bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {}
     table = Table(
         objective=options.objective,
         num_ranks=costs.num_ranks,
         num_microbatches=costs.num_microbatches,
         memory_limit=limit,
-        lower_bound_ms=_least(bounds_of(variant) for variant in variants),
-        sliced_lower_bound_ms=bounds_of(variants[0], *slices) if len(slices) == 1 and len(slices[0]) > 1 else {},
+        lower_bound_ms=bounds,
+        sliced_lower_bound_ms=sliced_bounds,
         rows=_with_speedups(rows, options.objective),
         absent=tuple(absent),
         gain_of_vocabulary=None,

@@ -17,11 +17,13 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import job_layers
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -30,7 +32,7 @@ from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_tr
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import auto, message_memory, rank_memory
+from megatron.zero_bubble.planning.plans import auto, message_memory, rank_memory, slower_than_1f1b
 from megatron.zero_bubble.planning.shards import of_schedule
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
@@ -39,6 +41,8 @@ from megatron.zero_bubble.schedules import build
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."
 _COLLECTIVES = "Gathers and reductions are not in the times, unless the costs file has gather_ms and reduce_ms."
 _NODE = "@node@"
+_MOST_PROCESSES = 1_000_000
+"""More processes than any cluster has."""
 _GIB = 2**30
 
 
@@ -78,6 +82,7 @@ def add_dry_run(verb: argparse.ArgumentParser) -> None:
     verb.set_defaults(command=dry_run)
 
 
+@working("checking the job and its plan")
 def dry_run(options: argparse.Namespace) -> str:
     """Make the whole report.
 
@@ -87,6 +92,11 @@ def dry_run(options: argparse.Namespace) -> str:
     for flag, count in (("--nodes", options.nodes), ("--gpus-per-node", options.gpus_per_node)):
         if count < 1:
             raise UserError(f"{flag} must be 1 or more; got {count}")
+    if options.nodes * options.gpus_per_node > _MOST_PROCESSES:
+        raise UserError(
+            f"--nodes x --gpus-per-node must be at most {_MOST_PROCESSES:,}; got {options.nodes:,} x "
+            f"{options.gpus_per_node:,}; give smaller numbers"
+        )
     args, unread = _checked_job(options)
     layers = job_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
@@ -105,7 +115,8 @@ def dry_run(options: argparse.Namespace) -> str:
         _check_memory(options.gpu_memory, memory, costs)
     if host is not None and args.zero_bubble_host_memory is not None:
         _check_host_memory(args.zero_bubble_host_memory, host, costs)
-    notes = (*costs.notes, *(() if host is None else (_COPIES,)))
+    slower = _slower(args, timeline, costs)
+    notes = (*((slower,) if slower else ()), *costs.notes, *(() if host is None else (_COPIES,)))
     sections = [
         groups.text() + groups.warning(),
         _ranks_text(groups, layers, timeline, costs, memory, host),
@@ -116,6 +127,13 @@ def dry_run(options: argparse.Namespace) -> str:
     if unread:
         sections.insert(-1, f"Not checked here, only by Megatron-LM: {' '.join(unread)}\n")
     return "\n".join(section for section in sections if section)
+
+
+def _slower(args: argparse.Namespace, timeline: Timeline, costs: Figures) -> str | None:
+    """Return a sentence if the job's schedule would be slower than 1F1B; None if not, or if they cannot be compared."""
+    if not _has_schedule(args) or _shards(args) or algorithm_of(timeline.schedule) is not None:
+        return None
+    return slower_than_1f1b(timeline, costs, "span" if args.zero_bubble_post_validation else "makespan")
 
 
 def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]]:

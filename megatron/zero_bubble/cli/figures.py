@@ -13,10 +13,11 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.tensor import TensorParallel
-from megatron.zero_bubble.costs.units import checked_share
+from megatron.zero_bubble.costs.units import checked_share, refuse_no_time
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.planning.figures import Divided, Figures, measured
 
 _TIMES = ("forward_ms", "backward_ms", "wgrad_ms", "comm_ms")
@@ -89,6 +90,7 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if count is not None and count < 1:
             raise UserError(f"{name} must be 1 or more; got {count}")
+    check_size(num_ranks or 1, num_microbatches or 1)
     if options.config is not None:
         return _of_model(options, num_ranks, num_microbatches)
     for flag, given in (("--gpu", options.gpu is not None), ("--no-flash-attention", options.no_flash_attention)):
@@ -110,6 +112,7 @@ def _of_flags(options: argparse.Namespace, num_ranks: int, num_microbatches: int
         if value is None:
             raise UserError(f"--{name.replace('_', '-')} is required without --costs or --config; it is missing")
 
+    refuse_no_time(times["forward_ms"], times["backward_ms"], times["wgrad_ms"])
     share = checked_share("--attention-share", options.attention_share or 0.0)
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
@@ -133,7 +136,9 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
     by_cost = getattr(options, "layout", None) == BY_COST
-    model, microbatches, assumed = read_model(options.config, num_ranks, not options.no_flash_attention, by_cost)
+    model, microbatches, assumed = read_model(
+        options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
+    )
     attention = "uses flash kernels" if model.flash else "stores its scores"
     layers = ", ".join(map(str, model.layers))
 

@@ -56,6 +56,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
 def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: tuple[int, ...]) -> Figures:
     """Return the costs in a file; those per layer are for the layout of the job."""
     read = read_costs_file(file)
+    read.check_links(placement.num_ranks)
     costs, memory = read.on(placement) if read.layers is None else read.layers.on(layers)
     kept = PassMemory.uniform(placement) if memory is None else memory
     return Figures(

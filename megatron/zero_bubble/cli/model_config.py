@@ -7,17 +7,18 @@ import argparse
 from megatron.zero_bubble.costs.estimate import Model
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.search.cut import even
 
 
 def read_model(
-    file: str, num_ranks: int | None, flash: bool, any_layers: bool = False
+    file: str, num_ranks: int | None, flash: bool, any_layers: bool = False, num_microbatches: int | None = None
 ) -> tuple[Model, int, tuple[str, ...]]:
     """Read a model: its shapes, the number of microbatches per iteration, and the assumptions made, as sentences.
 
-    ``num_ranks`` overrides the pipeline size of ``file``. With ``any_layers``, the layers per rank that ``file`` gives
-    are ignored, and the layers need not divide evenly.
+    ``num_ranks`` and ``num_microbatches`` override the sizes of ``file``. With ``any_layers``, the layers per rank that
+    ``file`` gives are ignored, and the layers need not divide evenly.
 
     Raises:
         UserError: when the file cannot be read, lacks a shape, or describes a model that the estimate does not cover.
@@ -29,20 +30,28 @@ def read_model(
     for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size"):
         if getattr(args, name) is None:
             raise UserError(f"an estimate needs --{name.replace('_', '-')}; {file} does not set it; add it to the file")
+        if getattr(args, name) < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(args, name)} in {file}")
+    if args.num_layers > MOST_LAYERS:
+        raise UserError(f"--num-layers must be at most {MOST_LAYERS:,}; got {args.num_layers:,} in {file}")
     if args.num_moe_experts is not None:
         raise UserError(
             f"an estimate covers only dense models; {file} has experts; record the costs of a run and use --costs"
         )
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
+    if p < 1:
+        raise UserError(f"--pipeline-model-parallel-size must be 1 or more; got {p} in {file}")
+    batch = args.global_batch_size or args.micro_batch_size
+    count = max(1, batch // args.micro_batch_size)
+    check_size(p, count if num_microbatches is None else num_microbatches)
     layers = even(Placement.linear(p), args.num_layers) if any_layers else _layers(args, p, file)
     model = model_of(args, layers, flash)
-    batch = args.global_batch_size or args.micro_batch_size
     assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."
         )
-    return model, max(1, batch // args.micro_batch_size), tuple(assumed)
+    return model, count, tuple(assumed)
 
 
 def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from megatron.zero_bubble.cli.offload import (
     with_copies,
 )
 from megatron.zero_bubble.cli.plan_text import limit_text, period_text, plan_text
+from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.shards import (
     AUTO_COUNT,
     add_shards,
@@ -51,6 +52,7 @@ from megatron.zero_bubble.planning.plans import (
     fitted,
     fitting_search,
     message_memory,
+    slower_than_1f1b,
     with_units,
 )
 from megatron.zero_bubble.planning.shards import ShardPlan
@@ -136,6 +138,7 @@ def add_search(verb: argparse.ArgumentParser, limit: str, placement: str) -> Non
 
 
 @without_collection()
+@working("planning")
 def plan(options: argparse.Namespace) -> str:
     """Make the plan and format it as ``--format`` requests."""
     made = make_plan(options)
@@ -151,6 +154,9 @@ def plan(options: argparse.Namespace) -> str:
         sent = {} if known is None else {"message_peak": message_memory(timeline.schedule, known)}
         return plan_to_json(timeline, certificate, {**sent, **content, **moves, **more})
     text = plan_text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
+    if layouts is None and made.shards is None and algorithm_of(timeline.schedule) is None:
+        slower = slower_than_1f1b(timeline, costs, options.objective)
+        text += "" if slower is None else f"{slower}\n"
     text += "" if moved is None else offload_summary(moved, options.offload, costs)
     text += "" if made.shards is None else shard_summary(options, made.shards, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""

@@ -1,29 +1,72 @@
-"""Progress of a long command, in one line on the terminal that is erased at the end."""
+"""Progress of a long command on stderr: on a terminal one line that is erased at the end, elsewhere a line now and
+then.
+"""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import Event, Thread
 from typing import TypeVar
 
 T = TypeVar("T")
 _ERASE = "\r\x1b[K"
+_QUIET_S, _MOST_QUIET_S = 4.0, 60.0
+"""Time to the first line where stderr is not a terminal, and the most between two lines; each wait is twice the one
+before it.
+"""
+
+
+class _Step:
+    """What the command does at present."""
+
+    def __init__(self, what: str = "working") -> None:
+        self._shown = sys.stderr.isatty()
+        self.begin(what)
+
+    def begin(self, what: str) -> None:
+        self.what = what
+        if self._shown:
+            print(f"{_ERASE}{what}", end="", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def reported(self) -> Iterator[None]:
+        """Context in which the steps are shown."""
+        ended = Event()
+        if not self._shown:
+            Thread(target=self._report, args=(ended,), daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            if self._shown:
+                print(_ERASE, end="", file=sys.stderr, flush=True)
+
+    def _report(self, ended: Event) -> None:
+        started, wait = time.monotonic(), _QUIET_S
+        while not ended.wait(wait):
+            print(f"{self.what}, {time.monotonic() - started:.0f} s so far", file=sys.stderr, flush=True)
+            wait = min(2 * wait, _MOST_QUIET_S)
 
 
 @contextmanager
 def progress(verb: str, steps: Sequence[tuple[str, T]]) -> Iterator[Iterator[T]]:
-    """Iterate over named steps; on a terminal, stderr shows ``verb``, the number and the name of the current one."""
-    shown = sys.stderr.isatty()
+    """Iterate over named steps, and show ``verb``, the name and the number of the current one."""
+    shown = _Step(verb)
 
     def each() -> Iterator[T]:
         for number, (name, step) in enumerate(steps, 1):
-            if shown:
-                print(f"{_ERASE}{verb} {name} ({number} of {len(steps)})", end="", file=sys.stderr, flush=True)
+            shown.begin(f"{verb} {name} ({number} of {len(steps)})")
             yield step
 
-    try:
+    with shown.reported():
         yield each()
-    finally:
-        if shown:
-            print(_ERASE, end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def working(what: str) -> Iterator[None]:
+    """Context, or decorator of a function, that shows ``what`` as its only step."""
+    with _Step(what).reported():
+        yield

@@ -64,7 +64,8 @@ class RankGroups:
     def pipeline_rank(self, rank: int) -> tuple[int, ...]:
         """Return the global ranks at pipeline rank ``rank``: replicas and tensor-parallel parts of the same layers."""
         stride, span = self._strides("pipeline")
-        return tuple(one for one in range(self.num_ranks) if one % span // stride == rank)
+        firsts = range(rank * stride, self.num_ranks, span)
+        return tuple(one for first in firsts for one in range(first, first + stride))
 
     def _strides(self, kind: str) -> tuple[int, int]:
         """Return the distance between adjacent ranks of a group, and the distance from its first to past its last."""

@@ -20,6 +20,8 @@ from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, least_ms, with_collectives
 from megatron.zero_bubble.schedules import recipe
 
+_MOST = 1_000_000
+"""Most replicas, and most whole stages."""
 _BYTES_PER_MS = 1e6
 """Bytes per ms in one GB/s."""
 _GIB = 2**30
@@ -130,8 +132,8 @@ def shards(options: argparse.Namespace) -> bool:
         if (value := getattr(options, name, None)) not in (None, "none", "off", "even"):
             raise UserError(f"--shard-weights works without --{name} in this version; got {value}; leave one out")
     for name in ("whole_stages", "replicas"):
-        if (count := getattr(options, name)) not in (None, AUTO_COUNT) and count < 1:
-            raise UserError(f"{_flag(name)} must be 1 or more; got {count}")
+        if (count := getattr(options, name)) not in (None, AUTO_COUNT) and not 1 <= count <= _MOST:
+            raise UserError(f"{_flag(name)} must be from 1 to {_MOST:,}; got {count}")
     return True
 
 
@@ -241,9 +243,10 @@ def number_or_auto(text: str) -> int | str:
     Raises:
         argparse.ArgumentTypeError: any other text.
     """
-    if text != AUTO_COUNT and not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"it is a number, or auto; got {text!r}")
-    return text if text == AUTO_COUNT else int(text)
+    try:
+        return text if text == AUTO_COUNT else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it is a number, or auto; got {text[:40]!r}") from None
 
 
 def _gib(amounts: Iterable[float]) -> str:

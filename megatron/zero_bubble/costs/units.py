@@ -20,6 +20,12 @@ def refuse_huge(**figures: object) -> None:
             raise UserError(f"{name} must be at most {MAX_FIGURE:g}; got {value!r}; give a smaller one")
 
 
+def refuse_no_time(*figures: float | Sequence[float]) -> None:
+    """Raise ``UserError`` if no pass takes any time, because all schedules are then equal."""
+    if not any(any(figure) if isinstance(figure, Sequence) else figure for figure in figures):
+        raise UserError("F, B or W must take some time; got 0 ms for all of them; give the times of a rank's passes")
+
+
 def checked_figure(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise UserError(f"{name} must be a finite number, 0 or above; got {value!r}")

@@ -34,9 +34,10 @@ from megatron.zero_bubble.costs.units import (
     checked_share,
     recut,
     refuse_huge,
+    refuse_no_time,
     spread,
 )
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
 from megatron.zero_bubble.formats.layers import LAYERS, PARTS, layers_from
 from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
@@ -116,6 +117,10 @@ class CostsFile:
         """
         content = json_object(text)
         if unknown := sorted(content.keys() - _KEYS):
+            if (meant := nearest(unknown[0], sorted(_KEYS))) is not None:
+                raise UserError(
+                    f"keys must be those of costs files; got {unknown[0]!r}; did you mean {meant}? rename or remove it"
+                )
             raise UserError(f"allowed keys are {', '.join(sorted(_KEYS))}; got {unknown[0]!r}; remove or rename it")
         if content.keys() & {LAYERS, PARTS}:
             return cls._per_layer(content)
@@ -123,7 +128,9 @@ class CostsFile:
             values = content[name] if isinstance(content[name], list) else [content[name]]
             for value in values:
                 refuse_huge(**{name: value})
-        times = {name: _figure(content, name) for name in TIMES} | _given(content, (HOST, *SHARDS))
+        passes = {name: _figure(content, name) for name in TIMES}
+        refuse_no_time(*passes.values())
+        times = passes | _given(content, (HOST, *SHARDS))
         comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
         links = _links(content.get("links", []))
         memory = None
@@ -157,6 +164,19 @@ class CostsFile:
         layers = layers_from(content, comm_ms, links)
         return cls({}, None, comm_ms, links, tokens=_tokens(content), layers=layers)
 
+    def check_links(self, num_ranks: int) -> None:
+        """Check that the links are those of a pipeline with this number of ranks.
+
+        Raises:
+            UserError: for another rank.
+        """
+        for link, ms in self.links.items():
+            if max(link) >= num_ranks:
+                raise UserError(
+                    f"links must be between ranks 0 to {num_ranks - 1} of the pipeline; got {[*link, ms]}; remove it, "
+                    "or use the costs with as many ranks"
+                )
+
     def layer_costs(self) -> LayerCosts | None:
         """Return the costs per layer, given or derived from the figures of stages; None if the file has neither.
 
@@ -176,6 +196,7 @@ class CostsFile:
                 layers than stages.
         """
         with nullcontext() if self.path is None else naming(_WHAT, self.path):
+            self.check_links(placement.num_ranks)
             if self.layers is not None:
                 return self.layers.on(even(placement, self.layers.num_layers))
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
@@ -276,5 +297,9 @@ def _links(rows: object) -> dict[tuple[int, int], float]:
         if not (isinstance(row, list) and len(row) == 3 and type(row[0]) is int and type(row[1]) is int):
             raise UserError(f"links must be a list of [source rank, destination rank, ms]; got {row!r}")
         refuse_huge(links=row[2])
-        links[row[0], row[1]] = row[2]
+        if (link := (row[0], row[1])) in links or row[0] == row[1] or min(link) < 0:
+            raise UserError(
+                f"links must have every pair of two ranks, 0 or above, at most once; got {row!r}; remove or correct it"
+            )
+        links[link] = row[2]
     return links

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from megatron.zero_bubble.errors import UserError
 
 T = TypeVar("T")
+_MOST_DIGITS = 600
 
 
 def make_writable(folder: str | Path) -> None:
@@ -56,7 +57,7 @@ def naming(what: str, path: str | Path) -> Iterator[None]:
 def json_object(text: str) -> dict[str, Any]:
     """Parse the JSON object in ``text``; a ``UserError`` gives the position of a syntax error."""
     try:
-        content = json.loads(text)
+        content = json.loads(text, parse_int=_integer, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         raise UserError(
             f"it must be JSON; line {error.lineno}, column {error.colno}: {error.msg}; fix it there"
@@ -66,6 +67,25 @@ def json_object(text: str) -> dict[str, Any]:
     if isinstance(content, dict):
         return content
     raise UserError(f"it must be a JSON object; got {text.strip()[:40]!r}")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise UserError(
+            f"a number has at most {_MOST_DIGITS} digits; got {digits[:20]}... of {len(digits)}; shorten it"
+        )
+    return int(digits)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise UserError(
+            f"every key occurs once in its object; got {twice!r} {keys.count(twice)} times; remove all but one"
+        )
+    return content
 
 
 def read_key(content: dict[str, Any], key: str, form: str, fits: Callable[[Any], bool]) -> Any:

@@ -14,12 +14,13 @@ from typing import Any
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.costs.memory import MEMORY
 from megatron.zero_bubble.costs.passes import HOST, TIMES, backward_share
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.costs.units import refuse_no_time
+from megatron.zero_bubble.errors import UserError, nearest
+from megatron.zero_bubble.ir.sizes import MOST_LAYERS
 
 LAYERS, PARTS = "layers", "parts"
 _ENDS = ("embedding", "loss")
 _FIGURES = (*TIMES, HOST, *MEMORY, "history", "attention", "backward_attention")
-_MOST_LAYERS = 10_000
 
 
 def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple[int, int], float]) -> LayerCosts:
@@ -41,6 +42,7 @@ def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple
     with_memory = any(part.keys() & {*MEMORY} for part in parts.values())
     read = {kind: _part(kind, part, with_memory) for kind, part in parts.items()}
     embedding, loss = (read.get(end, Part()) for end in _ENDS)
+    refuse_no_time(*(getattr(part, name) for part in read.values() for name in TIMES))
     return LayerCosts(tuple(read[kind] for kind in kinds), embedding, loss, comm_ms, links)
 
 
@@ -56,8 +58,8 @@ def _kinds(listed: object) -> list[str]:
                 f"{row if isinstance(listed, list) else listed!r}"
             )
         kinds += [match[1]] * int(match[2] or 1)
-    if not 0 < len(kinds) <= _MOST_LAYERS:
-        raise UserError(f"{LAYERS} must have 1 to {_MOST_LAYERS} layers; got {len(kinds)}")
+    if not 0 < len(kinds) <= MOST_LAYERS:
+        raise UserError(f"{LAYERS} must have 1 to {MOST_LAYERS} layers; got {len(kinds)}")
     return kinds
 
 
@@ -65,6 +67,11 @@ def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:
     """Read the figures of one kind; those of a layer must have all times, and memory if any part has."""
     is_layer = kind not in _ENDS
     if unknown := sorted(figures.keys() - set(_FIGURES)):
+        if (meant := nearest(unknown[0], _FIGURES)) is not None:
+            raise UserError(
+                f"keys of {PARTS}.{kind} must be figures of layers; got {unknown[0]!r}; did you mean {meant}? "
+                "rename or remove it"
+            )
         raise UserError(
             f"allowed keys of {PARTS}.{kind} are {', '.join(_FIGURES)}; got {unknown[0]!r}; remove or rename it"
         )

@@ -21,6 +21,7 @@ from megatron.zero_bubble.formats.moves import moves_from
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import Flow, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.schedule import chain_of
+from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
 
@@ -125,6 +126,8 @@ def _schedule_from(content: dict[str, Any]) -> Schedule:
     # Every slice has an F, so the order gives the number of slices; only uneven cuts need a key.
     num_slices = 1 + max((p.slice for p in flat.passes()), default=0)
     slices = slices_from(content) or Slices.even(num_slices)
+    chunks = -(-placement.num_stages // placement.num_ranks)
+    check_size(placement.num_ranks, num_microbatches, chunks, num_slices)
     schedule = replace(flat, slices=slices)
     schedule = replace(schedule, make_flow=flow_from(content))
     for key, value in (("num_ranks", schedule.num_ranks), ("num_stages", schedule.num_stages)):

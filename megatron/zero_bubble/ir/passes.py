@@ -43,7 +43,7 @@ FORWARDS = (F, I, S, L)
 VOCABULARY = (S, T, L, I, J)
 """The kinds of vocabulary parallelism. The stage of S, T, I and J is the first stage of their rank."""
 
-_PASS = re.compile(r"(\d+)(F|BW|B|W|S|T|L|I|J)(\d+)(?:\.(\d+))?")
+_PASS = re.compile(r"(\d{1,9})(F|BW|B|W|S|T|L|I|J)(\d{1,9})(?:\.(\d{1,9}))?")
 
 
 class Pass(NamedTuple):

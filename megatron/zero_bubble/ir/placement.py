@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir.sizes import check_size
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,19 @@ class Placement:
     @classmethod
     def linear(cls, num_ranks: int) -> Placement:
         """One stage per rank, in order: 1F1B, ZB-H1, ZB-H2."""
+        check_size(num_ranks)
         return cls(tuple(range(num_ranks)))
 
     @classmethod
     def interleaved(cls, num_ranks: int, num_chunks: int) -> Placement:
         """Stage s on rank s mod P: Megatron's virtual pipeline."""
+        check_size(num_ranks, num_chunks=num_chunks)
         return cls(tuple(range(num_ranks)) * num_chunks)
 
     @classmethod
     def vee(cls, num_ranks: int) -> Placement:
         """Two stages per rank, s and 2P-1-s: the V of ZB-V (arXiv 2401.10241, section 6)."""
+        check_size(num_ranks, num_chunks=2)
         return cls((*range(num_ranks), *reversed(range(num_ranks))))
 
     @cached_property

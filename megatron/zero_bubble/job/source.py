@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from megatron.zero_bubble import schedules
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.units import parse_memory_limit
@@ -28,7 +29,7 @@ from megatron.zero_bubble.schedules import build, recipe
 from megatron.zero_bubble.search.sliced import sliced_auto
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
-AUTO = "zb-auto"
+AUTO = schedules.AUTO
 DEFAULT_LIMIT = "1p"
 """Memory limit of ``zb-auto`` where none is given."""
 FIRST_SCHEDULE = {"linear": "zb-h1", "vee": "zb-v"}

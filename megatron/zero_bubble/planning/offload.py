@@ -95,13 +95,19 @@ def plan_offload(
         UserError: for another choice, or if ``costs`` lack the time of copies.
     """
     share = 1.0 if choice == AUTO else parse_share(choice)
-    if share and not any(costs.host_ms):
+    if share:
+        check_copies(costs, choice)
+    costs = replace(costs, host_ms=tuple(ms * host.ranks_per_link for ms in costs.host_ms))
+    return _finished(_moves(before, costs, memory, choice, share, limit, host), before, costs, memory)
+
+
+def check_copies(costs: PassCosts, choice: str) -> None:
+    """Raise ``UserError`` unless the costs have the time of copies, which ``choice`` needs."""
+    if not any(costs.host_ms):
         raise UserError(
             f"offloading needs the time of a copy to host memory; got none with offload {choice}; give --host-ms or "
             "--host-bandwidth, or host_ms in the costs file"
         )
-    costs = replace(costs, host_ms=tuple(ms * host.ranks_per_link for ms in costs.host_ms))
-    return _finished(_moves(before, costs, memory, choice, share, limit, host), before, costs, memory)
 
 
 def _moves(

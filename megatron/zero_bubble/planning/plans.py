@@ -11,6 +11,7 @@ from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
+from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan import PostReceives, lower_training
 from megatron.zero_bubble.plan.timelines import timeline_of
@@ -54,6 +55,7 @@ def auto(
 
     Schedules of several slices have a search of their own, without ``effort``.
     """
+    check_size(costs.num_ranks, costs.num_microbatches, 1 if placement == "linear" else 2, len(slices))
     finest = Placement.linear(costs.num_ranks) if placement == "linear" else Placement.vee(costs.num_ranks)
     if len(slices) > 1:
         return _sliced_auto(costs, limit, placement, objective, finest, slices)
@@ -151,6 +153,21 @@ def limit_verdict(timeline: Timeline, costs: Figures, certificate: Certificate) 
     verdict = "met" if kept else f"EXCEEDED by {timeline.schedule.name}"
     limit = costs.show(certificate.memory_limit)
     return kept, f"memory limit {limit}: {verdict}, peak {costs.show(peak)} per rank"
+
+
+def slower_than_1f1b(timeline: Timeline, costs: Figures, objective: Metric) -> str | None:
+    """Return a sentence if 1F1B would be shorter than this schedule of the whole model, else None."""
+    sizes = {"num_ranks": costs.num_ranks, "num_microbatches": costs.num_microbatches}
+    schedule = build("1f1b", **sizes)
+    plain = timeline_of(schedule, *costs.on(schedule.placement))
+    own, other = (of.makespan_ms if objective == "makespan" else of.span_ms for of in (timeline, plain))
+    if own <= other * (1 + 1e-9):
+        return None
+    kept, least = peak_memory(timeline, costs), peak_memory(plain, costs)
+    return (
+        f"SLOWER than 1f1b, which takes {other:,.1f} ms {objective} instead of {own:,.1f} ms with these costs, and "
+        f"keeps {costs.show(least)} per rank instead of {costs.show(kept)}"
+    )
 
 
 def peak_memory(timeline: Timeline, costs: Figures) -> float:

@@ -13,6 +13,8 @@ from megatron.zero_bubble.ir import Kind, Pass, Schedule
 
 _LONGEST = 12
 """Largest width of a pass in characters, even if short passes then lose their numbers."""
+_MOST_COLUMNS = 100_000
+"""Largest width of the picture, even if passes that are far shorter than waits then lose their labels."""
 CUT = " ~~ "
 """Mark for columns that are left out."""
 
@@ -72,7 +74,7 @@ def _scale(timeline: Timeline) -> float:
     label = max((len(_label(timeline, span.pass_)) for span in spans if span.pass_.kind is not Kind.BW), default=1)
     shortest = min(span.end_ms - span.start_ms for span in spans)
     longest = max(span.end_ms - span.start_ms for span in spans)
-    return max(shortest / (label + 1), longest / max(_LONGEST, label + 1))
+    return max(shortest / (label + 1), longest / max(_LONGEST, label + 1), timeline.makespan_ms / _MOST_COLUMNS)
 
 
 def _cells(timeline: Timeline, spans: tuple[Span, ...], ms_per_character: float) -> list[str]:

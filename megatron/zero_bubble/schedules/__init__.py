@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.ir import Schedule, Slices
+from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.schedules import (
     breadth_first,
     dualpipe_v,
@@ -43,6 +44,8 @@ _MODULES = (
     zero_pp,
 )
 SCHEDULES: dict[str, Recipe] = {module.RECIPE.name: module.RECIPE for module in _MODULES}
+AUTO = "zb-auto"
+"""The name that selects a search instead of one of these."""
 
 
 def sliced() -> tuple[str, ...]:
@@ -61,8 +64,15 @@ def recipe(name: str) -> Recipe:
     Raises:
         UserError: for an unknown name; the message lists the known ones.
     """
+    if name == AUTO:
+        raise UserError(
+            f"{AUTO} has no order of its own, because it is searched for given costs; got {name!r}; use "
+            f"`zero-bubble plan --schedule {AUTO}`, or one of {', '.join(SCHEDULES)}"
+        )
     if name not in SCHEDULES:
-        raise UserError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+        meant = nearest(name, (*SCHEDULES, AUTO))
+        hint = "" if meant is None else f"; did you mean {meant}?"
+        raise UserError(f"unknown schedule {name!r}; choose one of {', '.join(SCHEDULES)}, or {AUTO}{hint}")
     return SCHEDULES[name]
 
 
@@ -83,14 +93,15 @@ def build(
         unit_microbatches: the most microbatches per unit of a schedule of units (default: one per rank).
 
     Raises:
-        UserError: for an unknown name, counts below 1, or a number of chunks, slices or microbatches per unit that
-            the schedule does not support.
+        UserError: for an unknown name, counts below 1, a size that is too large, or a number of chunks, slices or
+            microbatches per unit that the schedule does not support.
     """
     known = recipe(name)
     for count, value in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):
         if value < 1:
             raise UserError(f"{count} must be 1 or more; got {value}")
     chunks, slices = known.num_chunks(num_chunks), known.slices(num_slices)
+    check_size(num_ranks, num_microbatches, chunks, len(slices))
     if known.sliced:
         known.units(unit_microbatches)
         return known.build(num_ranks, num_microbatches, chunks, slices)

@@ -51,7 +51,7 @@ _AMBITIONS = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 """Shares of its idle time by which a schedule has to become shorter when its W passes are refilled. Unless a refill is
 thorough, only some of the ambitions and eagernesses are tried.
 """
-_EPSILON = 1e-6
+_EPSILON, _ROUNDING = 1e-6, 1e-9
 _HEAT = 0.1
 """Initial heat of the local search, as a share of a microbatch's work."""
 
@@ -75,10 +75,15 @@ class Found(NamedTuple):
 
 
 class Workbench:
-    """Makes rows for one problem within a budget of placed passes."""
+    """Makes rows for one problem within a budget of placed passes.
 
-    def __init__(self, problem: Problem, budget: float) -> None:
+    Args:
+        ends: whether nothing is left of the budget once no rank waits in some rows, because none are better.
+    """
+
+    def __init__(self, problem: Problem, budget: float, ends: bool = False) -> None:
         self.problem, self.left = problem, budget
+        self._best = sum(problem.work) / problem.num_ranks * (1 + _ROUNDING) if ends else -INFEASIBLE
         self._loops = loops(problem)
         self._passes = 3 * problem.num_stages * problem.num_microbatches
         self._raw: dict[Seed, Packed] = {}
@@ -161,7 +166,10 @@ class Workbench:
 
     def _priced(self, rows: Packed, derivation: Derivation | None = None) -> Found:
         self.left -= self._passes
-        return Found(*self._loops.evaluate(rows), rows, derivation)
+        found = Found(*self._loops.evaluate(rows), rows, derivation)
+        if found.mean <= self._best:
+            self.left = min(self.left, 0.0)
+        return found
 
 
 class Draft:
@@ -198,11 +206,11 @@ def draft(problem: Problem, effort: float, known: Iterable[Rows] = ()) -> Draft:
     per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
     budget = effort * (_BUDGET[is_compiled] * part + per_pass * passes)
     small = _miniature(problem, _SCREENED * budget)
-    workbench = Workbench(small, budget)
+    workbench = Workbench(small, budget, ends=small is problem)
     pool = list(_varied(workbench, (1 - _VARIED) * budget, list(_screened(workbench, (1 - _SCREENED) * budget))))
     if small is not problem:
         derivations = _ranked(workbench, (1 - _RANKED) * budget, pool)
-        workbench = Workbench(problem, workbench.left)
+        workbench = Workbench(problem, workbench.left, ends=True)
         pool = list(_derived(workbench, (1 - _DERIVED) * budget, derivations, _surveyed(problem)))
     pool = distinct(pool, _MOST_REFILLED)
     # One microbatch at a time, compacted: equal to a greedy list schedule after its W passes fill the gaps.

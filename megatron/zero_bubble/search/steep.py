@@ -67,14 +67,15 @@ def steep_draft(problem: Problem, effort: float) -> Draft | None:
     passes = 3 * problem.num_stages * problem.num_microbatches
     per_pass = _BUDGET_PER_PASS[is_compiled] * min(1.0, _FULL_BUDGET_RANKS / problem.num_ranks)
     budget = effort * (_BUDGET[is_compiled] + per_pass * passes)
-    workbench = Workbench(problem.miniature(_MINIATURE_RANKS), budget)
+    small = problem.miniature(_MINIATURE_RANKS)
+    workbench = Workbench(small, budget, ends=small is problem)
     ways = dict.fromkeys(product(steep(problem), _HASTES), _EAGERNESSES[0])
     pool = list(_tried(workbench, ways, _TRIED * budget))
     if workbench.problem is not problem:
         pool += [tuned(workbench, filled, *_MANY) for filled in _distinct(pool, _CHOSEN)]
         worst_first = sorted(pool, key=lambda filled: filled.merit, reverse=True)
         ways = {(filled.seed, filled.haste): filled.way for filled in worst_first}
-        workbench = Workbench(problem, workbench.left)
+        workbench = Workbench(problem, workbench.left, ends=True)
         pool = list(_tried(workbench, dict(reversed(ways.items())), _TRIED * budget))
     for number in count():
         left = workbench.left

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
@@ -86,6 +87,8 @@ def _check_required(args: argparse.Namespace, required: tuple[str, ...]) -> None
         value = getattr(args, name)
         if value is not None and not value > 0:
             raise UserError(f"{_flag(name)} must be positive, got {value}")
+    if args.num_layers > MOST_LAYERS:
+        raise UserError(f"--num-layers must be at most {MOST_LAYERS:,}, got {args.num_layers:,}; lower it")
     for name in ("eval_iters", "lr_warmup_iters", "num_workers", "lr", "min_lr", "clip_grad"):
         if (value := getattr(args, name)) is not None and value < 0:
             raise UserError(f"{_flag(name)} must not be negative, got {value}")
@@ -181,6 +184,7 @@ def _check_batch_sizes(args: argparse.Namespace) -> None:
     if args.zero_bubble_balance_microbatches:
         _check_documents(args)
     chunks, ranks = args.virtual_pipeline_model_parallel_size, args.pipeline_model_parallel_size
+    check_size(ranks, args.global_batch_size // (args.micro_batch_size * args.data_parallel_size), chunks or 1)
     counts = [size // args.batch_sizes.granule for size in args.batch_sizes.steps]  # evaluations use the last size
     if has_schedule(args):
         check_schedule(args, args.source, ranks, counts, args)

@@ -57,19 +57,23 @@ def _read(path: Path) -> dict[Any, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        content, node = yaml.safe_load(text), yaml.compose(text, yaml.SafeLoader)
     except OSError as error:
         raise UserError(
             f"the configuration file cannot be read: {path} ({error.strerror}); give an existing file, such as "
             "configs/gpt_tiny.yaml"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # also UnicodeDecodeError, and a number of thousands of digits
         raise UserError(
             f"the configuration file must be YAML: {path} ({' '.join(str(error).split())}); fix it there"
         ) from None
-    if not isinstance(content, dict):
+    if not isinstance(content, dict) or not isinstance(node, yaml.MappingNode):
         raise UserError(
             f"the configuration file must map flags to values (num-layers: 4), got no mapping in {path}; write it like "
             "configs/gpt_tiny.yaml"
         )
+    keys = [key.value for key, _ in node.value]
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        raise UserError(f"every flag occurs once in the configuration file {path}; got {twice[0]} twice; remove one")
     return content

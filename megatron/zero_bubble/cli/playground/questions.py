@@ -45,6 +45,7 @@ _TIMES = [flag for flag in _FLAGS if flag.endswith("-ms")]
 MOST = {"num-ranks": 64, "num-microbatches": 256, "num-chunks": 4, **dict.fromkeys(_TIMES, 1e6)}
 """Largest values. At the largest size, a plan without a search takes about two seconds and a search about five."""
 MOST_SLICES = 16
+_MOST_DIGITS = 9
 _MOST_FORWARDS = 64 * 256 * 4
 """The most forwards of a plan, which slices multiply."""
 _MOST_SEARCHED = 4096
@@ -196,7 +197,8 @@ def _most_slices(options: argparse.Namespace) -> int:
     if options.num_slices == AUTOMATIC:
         return MOST_SLICES
     if options.num_slices is not None:
-        return int(options.num_slices) if options.num_slices.isascii() and options.num_slices.isdigit() else 1
+        digits = options.num_slices if options.num_slices.isascii() and options.num_slices.isdigit() else "1"
+        return int(digits[:_MOST_DIGITS])
     if options.slice_cuts is not None:
         return len(options.slice_cuts.split(","))
     return len(DEFAULT_SLICES) if options.schedule in sliced() else 1
