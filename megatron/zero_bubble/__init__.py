@@ -1,8 +1,8 @@
 """Zero-bubble pipeline parallelism for Megatron.
 
 The names below are the part of the package that does not import torch: schedules as values, their costs, and their
-validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``report`` and ``revert`` are imported
-from ``patching`` on first use:
+validation. Training lives in ``runtime`` and the packages above it. ``apply``, ``report``, ``revert``, ``ModelStages``
+and ``use_cpu_ranks`` are imported on first use:
 
     import megatron.zero_bubble
     megatron.zero_bubble.apply("zb-h1")  # every get_forward_backward_func() now runs ZB-H1
@@ -20,13 +20,16 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.schedules import SCHEDULES, build
 
 if TYPE_CHECKING:
+    from megatron.zero_bubble.adapter.model_stages import ModelStages
     from megatron.zero_bubble.patching import apply, report, revert
+    from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SCHEDULES",
     "Kind",
+    "ModelStages",
     "Pass",
     "PassCosts",
     "PassMemory",
@@ -41,16 +44,25 @@ __all__ = [
     "report",
     "revert",
     "simulate",
+    "use_cpu_ranks",
     "validate",
 ]
 
 
+_ON_FIRST_USE = {
+    **dict.fromkeys(("apply", "report", "revert"), "patching"),
+    "ModelStages": "adapter.model_stages",
+    "use_cpu_ranks": "platforms.cpu",
+}
+"""Names that need torch, and the modules that define them."""
+
+
 def __getattr__(name: str) -> Any:
-    if name not in ("apply", "report", "revert"):
+    if name not in _ON_FIRST_USE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     from megatron.zero_bubble.job.installed import check_installed
 
     check_installed("torch", "megatron.core")
-    from megatron.zero_bubble import patching
-
-    return getattr(patching, name)
+    return getattr(import_module(f"{__name__}.{_ON_FIRST_USE[name]}"), name)

@@ -73,6 +73,17 @@ class _GroupAs:
         return self
 
 
+def describe_state_as(chunk: Any, rank_of_chunk: int) -> None:
+    """Make a chunk describe its checkpoint state as if on the pipeline rank where Megatron would place the chunk."""
+    describe = chunk.sharded_state_dict
+
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        with as_pipeline_rank(rank_of_chunk):
+            return describe(*args, **kwargs)
+
+    chunk.sharded_state_dict = sharded_state_dict
+
+
 def embedding_ranks(placement: Placement) -> Any:
     """A function for ``initialize_model_parallel(get_embedding_ranks=...)``.
 

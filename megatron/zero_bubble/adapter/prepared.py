@@ -51,7 +51,9 @@ class Prepared:
         if len(chunks) != len(self.stages):
             raise UserError(
                 f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
-                f"have {len(self.stages)} chunks; got {len(chunks)}; check the virtual pipeline options"
+                f"have {len(self.stages)} chunks; got {len(chunks)}; build them with "
+                "megatron.zero_bubble.ModelStages(schedule, num_ranks).build, as examples/own_loop.py does; in a "
+                "Megatron-LM job, check the virtual pipeline options"
             )
         for facts, chunk in zip(self.stages, chunks, strict=True):
             model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)
@@ -59,7 +61,7 @@ class Prepared:
                 raise UserError(
                     f"stage {facts.stage} of schedule {self.plan.schedule.name!r} has the wrong model chunk: embedding "
                     f"{model.pre_process}, output layer {model.post_process}; build each chunk for its stage in the "
-                    "schedule's placement, as megatron.zero_bubble.training.model.build_model does"
+                    "schedule's placement, as megatron.zero_bubble.ModelStages(schedule, num_ranks).build does"
                 )
 
 

@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.zero_bubble.adapter.placement import (
     as_pipeline_rank,
     copy_tied_embedding,
+    describe_state_as,
     embedding_ranks,
     group_as,
     groups_as,
@@ -95,16 +96,5 @@ class Builder:
                 chunk = build_chunk(*(groups_as(rank_of_chunk, g) for g in groups), vp_stage=vp_stage, **kwargs)
             finally:
                 self._rank_of_chunk = None
-        _describe_state_where(chunk, rank_of_chunk)
+        describe_state_as(chunk, rank_of_chunk)
         return chunk
-
-
-def _describe_state_where(chunk: Any, rank_of_chunk: int) -> None:
-    """Make a chunk describe its checkpoint state as if on the pipeline rank where Megatron would place the chunk."""
-    describe = chunk.sharded_state_dict
-
-    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
-        with as_pipeline_rank(rank_of_chunk):
-            return describe(*args, **kwargs)
-
-    chunk.sharded_state_dict = sharded_state_dict
