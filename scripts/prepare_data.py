@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.training.quiet import quiet
+from megatron.zero_bubble.training.data.corpus import prepare_standard_library, read_documents, write_documents
 
 
 def main(argv: list[str]) -> int:
@@ -32,10 +32,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json-key", default="text", help="key of the text in a .jsonl line; default: text")
     parser.add_argument("--output-prefix", required=True, help="path of the data set, without .bin")
     args = parser.parse_args(argv)
-    # Imported after the flags are parsed, because it is slow.
-    with quiet():
-        from megatron.zero_bubble.training.data.corpus import prepare_standard_library, read_documents, write_documents
-
     try:
         if args.standard_library:
             for split, prefix in prepare_standard_library(args.output_prefix).items():

@@ -1,4 +1,4 @@
-"""Exceptions that more than one layer of this package uses, and a help for their messages."""
+"""Exceptions that more than one layer of this package uses."""
 
 from __future__ import annotations
 

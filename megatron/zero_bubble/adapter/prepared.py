@@ -52,8 +52,8 @@ class Prepared:
             raise UserError(
                 f"schedule {self.plan.schedule.name!r} has {len(self.stages)} stages on this rank, so the model must "
                 f"have {len(self.stages)} chunks; got {len(chunks)}; build them with "
-                "megatron.zero_bubble.ModelStages(schedule, num_ranks).build, as examples/own_loop.py does; in a "
-                "Megatron-LM job, check the virtual pipeline options"
+                "megatron.zero_bubble.ModelStages(schedule, num_ranks).build, as examples/own_loop.py does, or check "
+                "the virtual pipeline options of a Megatron-LM job"
             )
         for facts, chunk in zip(self.stages, chunks, strict=True):
             model = get_attr_wrapped_model(chunk, "pre_process", return_model_obj=True)

@@ -31,16 +31,18 @@ def read_model(
         if getattr(args, name) is None:
             raise UserError(f"an estimate needs --{name.replace('_', '-')}; {file} does not set it; add it to the file")
         if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be 1 or more; got {getattr(args, name)} in {file}")
+            raise UserError(
+                f"--{name.replace('_', '-')} must be 1 or more; got {getattr(args, name)} in {file}; raise it"
+            )
     if args.num_layers > MOST_LAYERS:
-        raise UserError(f"--num-layers must be at most {MOST_LAYERS:,}; got {args.num_layers:,} in {file}")
+        raise UserError(f"--num-layers must be at most {MOST_LAYERS:,}; got {args.num_layers:,} in {file}; lower it")
     if args.num_moe_experts is not None:
         raise UserError(
             f"an estimate covers only dense models; {file} has experts; record the costs of a run and use --costs"
         )
     p = args.pipeline_model_parallel_size if num_ranks is None else num_ranks
     if p < 1:
-        raise UserError(f"--pipeline-model-parallel-size must be 1 or more; got {p} in {file}")
+        raise UserError(f"--pipeline-model-parallel-size must be 1 or more; got {p} in {file}; raise it")
     batch = args.global_batch_size or args.micro_batch_size
     count = max(1, batch // args.micro_batch_size)
     check_size(p, count if num_microbatches is None else num_microbatches)

@@ -22,9 +22,8 @@ before it.
 class _Step:
     """What the command does at present."""
 
-    def __init__(self, what: str = "working") -> None:
-        self._shown = sys.stderr.isatty()
-        self.begin(what)
+    def __init__(self, what: str) -> None:
+        self.what, self._shown = what, sys.stderr.isatty()
 
     def begin(self, what: str) -> None:
         self.what = what
@@ -68,5 +67,7 @@ def progress(verb: str, steps: Sequence[tuple[str, T]]) -> Iterator[Iterator[T]]
 @contextmanager
 def working(what: str) -> Iterator[None]:
     """Context, or decorator of a function, that shows ``what`` as its only step."""
-    with _Step(what).reported():
+    step = _Step(what)
+    with step.reported():
+        step.begin(what)
         yield

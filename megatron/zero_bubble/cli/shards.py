@@ -133,7 +133,7 @@ def shards(options: argparse.Namespace) -> bool:
             raise UserError(f"--shard-weights works without --{name} in this version; got {value}; leave one out")
     for name in ("whole_stages", "replicas"):
         if (count := getattr(options, name)) not in (None, AUTO_COUNT) and not 1 <= count <= _MOST:
-            raise UserError(f"{_flag(name)} must be from 1 to {_MOST:,}; got {count}")
+            raise UserError(f"{_flag(name)} must be from 1 to {_MOST:,}; got {count}; give another number")
     return True
 
 

@@ -1,9 +1,13 @@
 import json
+import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 
+import numpy
 import pytest
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.data import corpus
@@ -163,3 +167,27 @@ class TestScript:
         (tmp_path / "file").write_text("")
         assert run_script("--input", str(tmp_path / "a.txt"), "--output-prefix", str(tmp_path / "file" / "x")) == 2
         assert "cannot be written" in capsys.readouterr().err
+
+
+def test_files_equal_those_of_megatrons_builder(tmp_path: Path) -> None:
+    documents = [b"one", b"", "zw\u00f6lf".encode(), b"x" * 300]
+    write_documents(str(tmp_path / "ours"), documents)
+    theirs = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=numpy.uint16)
+    for document in filter(None, documents):
+        ids = [*document, ByteLevelTokenizer.eod]
+        theirs.add_document(torch.tensor(ids, dtype=torch.int32), [len(ids)])
+    theirs.finalize(str(tmp_path / "theirs.idx"))
+    for part in (".bin", ".idx"):
+        assert (tmp_path / f"ours{part}").read_bytes() == (tmp_path / f"theirs{part}").read_bytes()
+
+
+def test_preparing_data_does_not_import_torch(tmp_path: Path) -> None:
+    """Importing torch and megatron-core takes seconds, a small data set milliseconds."""
+    text = tmp_path / "one.txt"
+    text.write_text("a few words")
+    code = "import runpy, sys; sys.argv = sys.argv[1:]; names = runpy.run_path(sys.argv[0]); "
+    code += "assert names['main'](sys.argv[1:]) == 0; assert not {'torch', 'megatron.core'} & {*sys.modules}"
+    script = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
+    words = [str(script), "--input", str(text), "--output-prefix", str(tmp_path / "data")]
+    subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=100)
+    check_indexed(str(tmp_path / "data"))

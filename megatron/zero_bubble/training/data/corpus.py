@@ -11,17 +11,18 @@ import hashlib
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.document_splits import HEADER, MAGIC
 from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 
+_VERSION, _TOKEN_CODE, _TOKEN = 1, 8, numpy.dtype("<u2")
+"""The version of the index, and the code and the type of a token, unsigned integers of 16 bits."""
 SPLITS = ("train", "valid", "test")
 # Folders to skip in the standard library: installed packages, and tests, which many installations lack.
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "__pycache__"})
@@ -107,25 +108,39 @@ def write_documents(prefix: str, documents: Iterable[bytes]) -> int:
     """
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     unfinished = f"{prefix}.writing-{os.getpid()}"
-    end = numpy.array([ByteLevelTokenizer.eod], dtype=numpy.uint16)
-    tokens = 0
+    end = numpy.array([ByteLevelTokenizer.eod], dtype=_TOKEN)
+    lengths: list[int] = []
     try:
-        builder = IndexedDatasetBuilder(f"{unfinished}.bin", dtype=numpy.uint16)
-        for document in documents:
-            if not document:
-                continue
-            ids = numpy.concatenate([numpy.frombuffer(document, dtype=numpy.uint8).astype(numpy.uint16), end])
-            builder.add_document(torch.from_numpy(ids), [len(ids)])
-            tokens += len(ids)
-        builder.finalize(f"{unfinished}.idx")
-        if not tokens:
+        with Path(f"{unfinished}.bin").open("wb") as file:
+            for document in filter(None, documents):
+                ids = numpy.concatenate([numpy.frombuffer(document, dtype=numpy.uint8).astype(_TOKEN), end])
+                file.write(ids.tobytes())
+                lengths.append(len(ids))
+        if not lengths:
             raise UserError(f"{prefix} would contain no text: every input document is empty; give files with text")
+        Path(f"{unfinished}.idx").write_bytes(_index(lengths))
         for part in ("bin", "idx"):
             Path(f"{unfinished}.{part}").replace(f"{prefix}.{part}")
     finally:
         for part in ("bin", "idx"):
             Path(f"{unfinished}.{part}").unlink(missing_ok=True)
-    return tokens
+    return sum(lengths)
+
+
+def _index(lengths: Sequence[int]) -> bytes:
+    """Return the index of documents of one sequence each, as megatron-core's ``IndexedDatasetBuilder`` writes it.
+
+    This writer needs neither torch nor megatron-core, whose imports take far longer than a small data set.
+    """
+    count = len(lengths)
+    ends = numpy.cumsum([0, *lengths], dtype=numpy.int64)
+    parts = (
+        numpy.array(lengths, dtype=numpy.int32),
+        ends[:-1] * _TOKEN.itemsize,
+        numpy.arange(count + 1, dtype=numpy.int64),
+    )
+    head = MAGIC + HEADER.pack(_VERSION, _TOKEN_CODE, count, count + 1)
+    return head + b"".join(part.astype(part.dtype.newbyteorder("<")).tobytes() for part in parts)
 
 
 def is_whole(prefix: str) -> bool:
