@@ -17,7 +17,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.schedules import build
 
-_LONGEST_S, _MORE_BYTES = 8, 3 * 2**30
+_LONGEST_S, _MORE_BYTES = 30, 3 * 2**30
 TIMES = {"--forward-ms": "10", "--backward-ms": "10", "--wgrad-ms": "10"}
 SIZES = {"--num-ranks": "2", "--num-microbatches": "3"}
 JOB = {
@@ -32,7 +32,7 @@ JOB = {
     "--lr": "1e-3",
     "--mock-data": "",
 }
-LIMIT = "ranks x stages per rank x microbatches x slices must be at most 1,000,000; got "
+LIMIT = "ranks x stages per rank x microbatches x slices must be at most 2,000,000; got "
 HUGE = ("10000000000", "100000000000000000000", "1" + 400 * "0")
 Capture = pytest.CaptureFixture[str]
 
@@ -108,14 +108,14 @@ def test_every_flag_refuses_or_accepts_any_number_at_once(capsys: Capture, verb:
 def test_sizes_are_checked_first_and_together(capsys: Capture) -> None:
     for verb, given, got in (
         ("plan", {"--num-ranks": "10000000000"}, "10,000,000,000 x 1 x 3 x 1"),
-        ("compare", {"--num-microbatches": "1000000"}, "2 x 1 x 1,000,000 x 1"),
+        ("compare", {"--num-microbatches": "1000001"}, "2 x 1 x 1,000,001 x 1"),
         ("plan", {"--schedule": "interleaved-1f1b", "--num-chunks": "1000000"}, "2 x 1,000,000 x 3 x 1"),
         (
             "plan",
             {"--schedule": "seq-1f1b", "--num-slices": "4000", "--num-microbatches": "400"},
             "2 x 1 x 400 x 4,000",
         ),
-        ("plan", {"--schedule": "zb-auto", "--num-microbatches": "400000"}, "2 x 2 x 400,000 x 1"),
+        ("plan", {"--schedule": "zb-auto", "--num-microbatches": "600000"}, "2 x 2 x 600,000 x 1"),
         ("compare", {"--num-microbatches": "20000", "--max-chunks": "60"}, "2 x 60 x 20,000 x 1"),
     ):
         code, err = answer(capsys, verb, *words_of({**needs(verb, ""), **given}))
@@ -176,7 +176,7 @@ def test_the_library_has_the_same_limits() -> None:
         lambda: Placement.vee(10**10),
         lambda: Placement.interleaved(8, 10**10),
     ):
-        with pytest.raises(UserError, match="must be at most 1,000,000; got .*; give smaller numbers"):
+        with pytest.raises(UserError, match="must be at most 2,000,000; got .*; give smaller numbers"):
             make()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron.zero_bubble.errors import UserError
 
-MOST_FORWARDS = 1_000_000
+MOST_FORWARDS = 2_000_000
 """More forwards than a pipeline has in practice; a plan of so many takes minutes and gigabytes."""
 MOST_LAYERS = 10_000
 """More layers than a model has in practice."""
