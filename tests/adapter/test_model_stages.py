@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import megatron.zero_bubble
 from megatron.zero_bubble.errors import UserError
@@ -68,7 +69,8 @@ def tied(rank: int) -> tuple[Any, ...]:
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     shape = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
-    config = TransformerConfig(**shape, pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2)
+    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": stages.virtual_size}
+    config = TransformerConfig(**shape, **sizes, pipeline_dtype=torch.float32)
     megatron.zero_bubble.apply("zb-v")
     try:
         chunks: list[Any] = stages.build(
