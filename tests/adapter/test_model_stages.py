@@ -7,10 +7,8 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 import megatron.zero_bubble
 from megatron.zero_bubble.errors import UserError
@@ -50,53 +48,6 @@ def test_the_example_runs_as_a_script_on_cpu_ranks() -> None:
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=True
     )
     assert [line.split(": ")[0] for line in ended.stdout.splitlines()] == [f"step {step}" for step in range(5)]
-
-
-def tied(rank: int) -> tuple[Any, ...]:
-    """Build the chunks of a V with a tied embedding on both ends; return what each chunk is."""
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.transformer import TransformerConfig
-
-    parallel_state.destroy_model_parallel()
-    stages = megatron.zero_bubble.ModelStages("zb-v", 2)
-    parallel_state.initialize_model_parallel(
-        pipeline_model_parallel_size=2,
-        virtual_pipeline_model_parallel_size=stages.virtual_size,
-        get_embedding_ranks=stages.embedding_ranks,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-    shape = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
-    sizes = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": stages.virtual_size}
-    config = TransformerConfig(**shape, **sizes, pipeline_dtype=torch.float32)
-    megatron.zero_bubble.apply("zb-v")
-    try:
-        chunks: list[Any] = stages.build(
-            lambda **stage: GPTModel(
-                config, get_gpt_layer_local_spec(), 32, 8, share_embeddings_and_output_weights=True, **stage
-            )
-        )
-        with pytest.raises(UserError, match="the stages are for 4 pipeline ranks; got 2; give ModelStages"):
-            megatron.zero_bubble.ModelStages("zb-v", 4).build(lambda **_: chunks[0])
-    finally:
-        megatron.zero_bubble.revert()
-        parallel_state.destroy_model_parallel()
-    if rank == 0:
-        first, last = chunks
-        assert first.embedding.word_embeddings.weight.equal(last.output_layer.weight)
-    return tuple(
-        (chunk.vp_stage, chunk.pre_process, chunk.post_process, chunk.decoder.layers[0].layer_number)
-        for chunk in chunks
-    )
-
-
-def test_the_chunks_of_a_v_are_where_its_stages_are(ranks: RankPool) -> None:
-    assert ranks.run(2, tied) == [
-        ((0, True, False, 1), (1, False, True, 4)),
-        ((0, False, False, 2), (1, False, False, 3)),
-    ]
 
 
 def test_cpu_ranks_are_chosen_before_megatron_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
