@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.helpers.own_loss import train_on_logits
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
 
@@ -78,6 +79,14 @@ def test_same_bits_with_gradient_clipping(ranks: RankPool, clip: float, active: 
     assert_same_bits(results, SCHEDULES)
     norms = [float.fromhex(norm) for norm in results[0][0].grad_norms]
     assert all((norm > clip) == active for norm in norms), norms
+
+
+@pytest.mark.parametrize("options", ["--micro-batch-size 1", UNTIED], ids=["b=1", "b=2, untied"])
+def test_same_bits_if_the_loss_is_outside_the_model(ranks: RankPool, options: str) -> None:
+    """The gradient of the logits is transposed, and must be multiplied by the weight as stock does."""
+    flags = f"--vocab-size 255 {options}"
+    results = ranks.run(2, train_on_logits, Layout(2).flags(3, flags), SCHEDULES, timeout=120)
+    assert_same_bits(results, SCHEDULES)
 
 
 def train_with_a_fused_kernel(rank: int, flags: str, schedules: Sequence[str | None]) -> list[Outcome]:

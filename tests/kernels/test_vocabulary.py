@@ -140,3 +140,18 @@ def test_blocks_are_short_and_cover_all_tokens(num_tokens: int, num_rows: int, m
     tokens = [token for block in found for token in range(num_tokens)[block]]
     assert tokens == list(range(num_tokens))
     assert max(len(range(num_tokens)[block]) for block in found) == most
+
+
+def test_operands_of_any_strides_take_one_product() -> None:
+    """torch.matmul would compute one product per token for these strides."""
+    case = CASES["even"]
+    hidden = case.hidden.transpose(0, 1).contiguous().transpose(0, 1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        softmax = vocabulary.local_softmax(hidden, case.shards[0], case.labels, case.rows[0])
+        strided = softmax.probabilities.transpose(0, 1).contiguous().transpose(0, 1)
+        product = vocabulary.product_in_float32(strided, case.shards[0])
+    names = [event.name for event in profile.events()]
+    assert (names.count("aten::mm"), names.count("aten::bmm")) == (2, 0)
+    own = vocabulary.local_softmax(case.hidden, case.shards[0], case.labels, case.rows[0])
+    assert torch.equal(softmax.probabilities, own.probabilities)
+    assert torch.equal(product, vocabulary.product_in_float32(own.probabilities, case.shards[0]))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import layers
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.zero_bubble.ir import Kind, Pass
@@ -35,7 +38,8 @@ class _Linear(torch.autograd.Function):
 
 
 def upstream(x: Any, weight: Any, bias: Any, *rest: Any, **named: Any) -> torch.Tensor:
-    assert bias is None and not weight.requires_grad, "bias and weight gradient must be handled outside"
+    assert bias is None and weight.is_leaf, "bias and weight gradient must be handled outside"
+    assert not isinstance(weight, torch.nn.Parameter), "autograd must have no edge to the parameter"
     return _Linear.apply(x, weight, rest[3])
 
 
@@ -70,6 +74,41 @@ def test_split_linear_gradients_equal_autograds(make: Any, is_frozen: bool) -> N
         torch.testing.assert_close(grad, leaf.grad)
     assert not is_frozen or bias.grad is None
     assert not len(store)
+
+
+def products(backward: Callable[[], object]) -> Counter[str]:
+    """The matrix products that ``backward`` computes, by name."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        backward()
+    names = (event.name.removeprefix("aten::") for event in profile.events())
+    return Counter(name for name in names if name in ("mm", "addmm", "bmm", "baddbmm", "mv", "dot"))
+
+
+@pytest.mark.parametrize("b", [1, 2])
+def test_gradients_of_any_strides_take_the_products_of_upstream(b: int) -> None:
+    """Logits leave the model as (b, s, v), so the output layer gets a transposed gradient: s products if folded badly."""
+    stock = layers.linear_with_grad_accumulation_and_async_allreduce
+    generator = torch.Generator().manual_seed(0)
+    s, v, h = 24, 64, 16
+    x, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((s, b, h), (v, h), (v,)))
+    grad = torch.randn(b, s, v, generator=generator).transpose(0, 1)
+    found = []
+    for accumulate in (None, GradAccumulator()):
+        leaves = x.clone().requires_grad_(), *map(torch.nn.Parameter, (weight.clone(), bias.clone()))
+        store = WgradStore(accumulate or GradAccumulator())
+        linear = stock if accumulate is None else split_linear(stock, store, accumulate)
+        with store.defer(F):
+            y = linear(*leaves, False, False, False, tp_group=None)
+
+        def backward(y: torch.Tensor = y, store: WgradStore = store) -> None:
+            with store.defer(B):
+                y.backward(grad)
+            store.run(W)
+
+        found.append((products(backward), [leaf.grad for leaf in leaves]))
+    (of_stock, wanted), (of_split, own) = found
+    assert of_split == of_stock == {"mm": 2}
+    assert all(map(torch.equal, own, wanted))
 
 
 class _Sums(TorchDispatchMode):

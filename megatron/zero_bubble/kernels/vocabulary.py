@@ -78,7 +78,7 @@ def local_softmax(hidden: Tensor, weight: Tensor, labels: Tensor, rows: Rows) ->
         weight: (v, h), of the same dtype.
         labels: (s, b), as numbers of the whole vocabulary.
     """
-    logits = torch.matmul(hidden, weight.t()).float()
+    logits = _product(hidden, weight.t()).float()
     if rows.num_used < rows.num_rows:
         # Not -inf: a shard of nothing but padding would have nan. The factor of its softmax is 0.
         logits[..., rows.num_used :] = torch.finfo(torch.float32).min
@@ -177,11 +177,20 @@ def product_in_float32(left: Tensor, weight: Tensor) -> Tensor:
     there every part is rounded.
     """
     if left.device.type == "cpu":
-        return torch.matmul(left.float(), weight.float())
+        return _product(left.float(), weight.float())
     if left.dtype == torch.float32 or not _HAS_OUTPUT_DTYPE:
-        return torch.matmul(left, weight).float()
+        return _product(left, weight).float()
     product = torch.mm(left.flatten(0, 1), weight, out_dtype=torch.float32)
     return product.view(*left.shape[:-1], -1)
+
+
+def _product(left: Tensor, matrix: Tensor) -> Tensor:
+    """One product of ``left``, (s, b, v), and ``matrix``, (v, h), for any strides: (s, b, h).
+
+    For strides that do not fold into (s * b, v), torch.matmul would compute s products unless the matrix requires a
+    gradient.
+    """
+    return torch.mm(left.flatten(0, 1), matrix).view(*left.shape[:-1], -1)
 
 
 def look_up(weight: Tensor, ids: Tensor, rows: Rows) -> Tensor:

@@ -5,7 +5,8 @@ If ``tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce`` 
 Every column, row and output layer looks that function up in its module at each call, so replacing one name splits them
 all, without a copy or change of any autograd function. Three measures keep the result exact:
 
-* The weight is passed detached, so autograd has no edge to it and no data-parallel gradient hook runs at B.
+* The weight is passed detached, so autograd has no edge to it and no data-parallel gradient hook runs at B. The detached
+  weight requires a gradient, although none is computed: that decides which product computes the input gradient.
 * The bias is added outside. Its gradient is summed as in the fused function (over the flattened tokens), at B or, if
   the accumulator supports it, together with the weight gradient.
 * W repeats the fused function's arithmetic: gather the input under sequence parallelism, flatten, one GEMM.
@@ -183,10 +184,11 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choic
         tp_group = layers.get_tensor_model_parallel_group_if_none(rest.get("tp_group")) if sequence_parallel else None
         waits = choice.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
         deferred = DeferredLinear(store, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group)
-        # With "fused accumulation" and a detached weight, upstream returns no weight gradient and needs no main_grad.
-        y = original(
-            input, weight.detach(), None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest
-        )  # fmt: skip
+        # Unless the matrix requires a gradient, torch.matmul multiplies (s, b, v), with strides that do not fold into
+        # (s * b, v), by (v, h) as s products. The gradient of logits that leave the model as (b, s, v) has such strides.
+        used = weight.detach().requires_grad_()
+        # With "fused accumulation" and a weight without main_grad, upstream returns no weight gradient.
+        y = original(input, used, None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest)
         if bias is None:
             return y
         return y.add_(bias.detach()) if waits else _AddBias.apply(y, bias)  # y has no other users
