@@ -47,13 +47,22 @@ class Row:
 LAST_OF_TWO = [Fault(10, 1, 0, SPIKE), Fault(21, 1, 2, SPIKE), Fault(22, 1, 1, SPIKE), Fault(40, 0, 1, SPIKE)]
 OVERFLOWS = [Fault(10, 1, 0, math.nan), Fault(20, 1, 1, math.inf), Fault(21, 1, 1, math.inf), Fault(31, 0, 2, math.nan)]
 
+SCALED = f"{LOOSE} {FP16} --loss-scale-window 7"
+SCALE_CHANGES = {"ahead", "repeated", "skipped"}
+
 ROWS = {
+    "vocabulary parallelism, zb-h2, fp16, NaN and Inf": Row(
+        Layout(2), 3, "zb-h2 --zero-bubble-vocabulary-parallel 2", f"{SCALED} {UNTIED}", OVERFLOWS, SCALE_CHANGES
+    ),
+    "vocabulary parallelism, algorithm 1, zb-v, fp16, NaN and Inf, tied": Row(
+        Layout(2, num_layers=4), 3, "zb-v --zero-bubble-vocabulary-parallel 1", SCALED, OVERFLOWS, SCALE_CHANGES
+    ),
     "zb-h2, fp32, spikes": Row(Layout(2), 3, "zb-h2", f"{LOOSE} {UNTIED}", LAST_OF_TWO),
     "zb-v, bf16, late betas, spikes, dropout": Row(
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --bf16 {LATE_BETAS} {DROPOUT}", LAST_OF_TWO
     ),
     "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(
-        Layout(2), 3, "zb-h2", f"{LOOSE} {FP16} --loss-scale-window 7", OVERFLOWS, {"ahead", "repeated", "skipped"}
+        Layout(2), 3, "zb-h2", SCALED, OVERFLOWS, SCALE_CHANGES
     ),
     "late receives, zb-v, fp32, spikes": Row(
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --zero-bubble-post-receives late", LAST_OF_TWO
@@ -84,6 +93,25 @@ ROWS = {
 }
 
 MORE = {
+    "vocabulary parallelism, algorithm 1, zb-h2, p=3, fp16, Inf, tied": Row(
+        Layout(3), 5, "zb-h2 --zero-bubble-vocabulary-parallel 1", SCALED, OVERFLOWS, SCALE_CHANGES
+    ),
+    "vocabulary parallelism, zb-v, fp16, growing loss scale, experts": Row(
+        Layout(2, num_layers=4),
+        5,
+        "zb-v --zero-bubble-vocabulary-parallel 2",
+        f"{LOOSE} {FP16} {EXPERTS} {UNTIED} --loss-scale-window 3",
+        OVERFLOWS,
+        SCALE_CHANGES,
+    ),
+    "vocabulary parallelism, tp=2 and sequence parallel, zb-h1, fp16": Row(
+        Layout(2, tensor=2),
+        3,
+        "zb-h1 --zero-bubble-vocabulary-parallel 1",
+        f"{SCALED} --sequence-parallel {UNTIED}",
+        OVERFLOWS,
+        SCALE_CHANGES,
+    ),
     "p=4, zb-h2, bf16, faults in first, middle and last stages": Row(
         Layout(4),
         7,

@@ -7,11 +7,14 @@ from dataclasses import replace
 import pytest
 from hypothesis import assume, given
 
-from megatron.zero_bubble import Kind, Schedule, build
+from megatron.zero_bubble import Kind, PassCosts, Schedule, build
 from megatron.zero_bubble.analysis.period import repeatable
+from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Send, Settle, Validate
-from megatron.zero_bubble.plan import communicate, lower, prove, with_validation
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.plan import communicate, lower, lower_training, prove, with_validation
+from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import schedules
 
 
@@ -68,3 +71,16 @@ def test_repeatable_passes_of_zb_h2_are_its_warm_up() -> None:
     computed = [[op for op in ops[: ops.index(Validate())] if isinstance(op, Compute)] for ops in plan.ops]
     assert [" ".join(map(str, row)) for row in computed] == ["0F0 0F1 0F2", "1F0"]
     assert " ".join(map(str, plan.drain[1])) == "0F2<0 1B0>0 1B0=0"
+
+
+@pytest.mark.parametrize("algorithm", [1, 2])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-v"])
+def test_the_loss_of_vocabulary_parallelism_reads_the_loss_scale_after_it_was_validated(
+    name: str, algorithm: Algorithm
+) -> None:
+    schedule = build(name, num_ranks=4, num_microbatches=9)
+    costs = PassCosts.uniform(schedule.placement, 18.0, 18.0, 9.0, 0.6)
+    costs = replace(costs, vocabulary=VocabularyCosts.uniform(4, 4.0, 3.0, 0.5, 0.7))
+    plan = lower_training(with_vocabulary(schedule, costs, algorithm, 0.5), post_validation=True)
+    before = [[op.work.kind for op in ops[: ops.index(Validate())] if isinstance(op, Compute)] for ops in plan.ops]
+    assert {kind for row in before for kind in row} == {Kind.F, Kind.I, Kind.S}

@@ -18,7 +18,7 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Pass, Plan, Schedule, Validate
 from megatron.zero_bubble.ir.ops import STEPPED
-from megatron.zero_bubble.ir.passes import FORWARDS
+from megatron.zero_bubble.ir.passes import REPEATABLE
 
 _SETTLED = 6
 """Iterations after which the period is constant; the first iteration differs, because it waits for no other."""
@@ -78,10 +78,11 @@ def iterations(
 
 def repeatable(schedule: Schedule) -> list[set[Pass]]:
     """Return the passes of each rank that may run before it validates the previous step: its first forwards, as long as
-    they depend only on passes of these sets. Their results can be computed again.
+    they depend only on passes of these sets. Their results can be computed again, and a validation changes nothing that
+    they read (``REPEATABLE``).
     """
     stage_to_rank = schedule.placement.stage_to_rank
-    rows = [_leading_forwards(row) for row in schedule.order]
+    rows = [_leading(row) for row in schedule.order]
     before = [set(row) for row in rows]
     changed = True
     while changed:
@@ -96,8 +97,8 @@ def repeatable(schedule: Schedule) -> list[set[Pass]]:
     return before
 
 
-def _leading_forwards(row: tuple[Pass, ...]) -> tuple[Pass, ...]:
-    first = next((position for position, p in enumerate(row) if p.kind not in FORWARDS), len(row))
+def _leading(row: tuple[Pass, ...]) -> tuple[Pass, ...]:
+    first = next((position for position, p in enumerate(row) if p.kind not in REPEATABLE), len(row))
     return row[:first]
 
 

@@ -39,7 +39,10 @@ class Kind(Enum):
 F, B, W, BW, S, T, L, I, J = Kind  # noqa: E741
 
 FORWARDS = (F, I, S, L)
-"""The kinds that an evaluation runs, and that an iteration can repeat after a rejected optimizer step."""
+"""The kinds that an evaluation runs."""
+REPEATABLE = (F, I, S)
+"""The kinds that an iteration may run before it validates the previous optimizer step, and can repeat if that is
+rejected: forwards that read nothing that a validation changes. L reads the loss scale."""
 VOCABULARY = (S, T, L, I, J)
 """The kinds of vocabulary parallelism. The stage of S, T, I and J is the first stage of their rank."""
 
