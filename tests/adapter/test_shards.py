@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from megatron.zero_bubble import Schedule, build
+from megatron.zero_bubble import PassMemory, Schedule, build
 from megatron.zero_bubble.ir import Op
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan import shard as plan_shard
 from megatron.zero_bubble.plan.shard import Sharding
+from tests.adapter.test_offload import measuring_pipelines
 from tests.helpers import parity
 from tests.helpers.parity import Layout, Outcome, assert_same_bits
 from tests.helpers.ranks import RankFailure, RankPool
@@ -127,6 +128,26 @@ def test_one_unit_has_the_bits_of_plain_data_parallelism(ranks: RankPool, row: s
 
 
 NO_EVALUATION = "--eval-iters 0 --train-iters 3"
+
+
+def measured_memory(_rank: int, flags: str, schedules: Sequence[str]) -> list[PassMemory]:
+    """Train with each schedule; return the measured memory of a microbatch, by stage."""
+    from megatron.core import parallel_state
+
+    found = []
+    for args, pipeline in measuring_pipelines(flags, schedules):
+        parity.run_once(args)
+        found.append(pipeline.memory.gather(parallel_state.get_pipeline_model_parallel_group()))
+    return found
+
+
+def test_measured_memory_of_a_microbatch_is_that_without_shards(ranks: RankPool) -> None:
+    """Gathered weights have other addresses in every unit, and are no activations."""
+    flags = Layout(2, data=2, num_layers=8).flags(4, f"{BASE} {CHUNKS} 4 --eval-iters 0 --train-iters 1")
+    runs = ["zero-pp", f"zero-pp {SHARDED} 2 {WHOLE} 2"]
+    for plain, sharded in ranks.run(4, measured_memory, flags, runs, timeout=120):
+        assert len(plain.activation) == 8
+        assert sharded == plain
 
 
 def test_smaller_units(ranks: RankPool) -> None:

@@ -100,7 +100,7 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self.counter: Counter | None = None
-        self._parameters: frozenset[int | None] = frozenset()
+        self._parameters: frozenset[int] = frozenset()
         self._moving: frozenset[Pass] = frozenset()
         self._windows: list[Window] | None = None  # of the running forward
         self._places: dict[int, Place] = {}
@@ -110,14 +110,14 @@ class SavedTensors:
         """Prepare for an iteration.
 
         Args:
-            chunks: model chunks of this rank, whose parameters are not activations: they are recognized by address,
-                because linears save them detached or transposed.
+            chunks: model chunks of this rank, whose parameters are not activations: they are recognized by storage,
+                because linears save them detached or transposed, and sharded units move their bytes.
             moving: forwards whose windows are needed (see ``take``).
         """
         self._moving = frozenset(moving)
         hooked = self._moving or self.counter is not None
         weights = (p for chunk in chunks for p in chunk.parameters()) if hooked else ()
-        self._parameters = frozenset(map(_address, weights)) - {None}
+        self._parameters = frozenset(p.untyped_storage()._cdata for p in weights if _has_storage(p))
         self.clear()
 
     def take(self, forward: Pass) -> list[Window]:
@@ -158,12 +158,11 @@ class SavedTensors:
         """What to keep in place of ``tensor`` until the backward; ``unpack`` returns the tensor."""
         if self._windows is None:
             return tensor
-        address = _address(tensor)
-        if address is None:
+        if not _has_storage(tensor):
             return _Whole(None, tensor)
-        if address in self._parameters:
-            return tensor
         storage = tensor.untyped_storage()
+        if storage._cdata in self._parameters:
+            return tensor
         place = self._places.get(storage._cdata)
         if place is None:
             place = self._places[storage._cdata] = Place(storage, self.counter)
@@ -196,12 +195,13 @@ def unpack(kept: Any) -> torch.Tensor:
     return kept.tensor() if isinstance(kept, (Window, _Whole)) else kept
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    """The address of its storage; None for a subclass that consists of other tensors, for example of fp8."""
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether it has a storage of its own, unlike a subclass that consists of other tensors, for example of fp8."""
     try:
-        return tensor.untyped_storage().data_ptr()
+        tensor.untyped_storage().data_ptr()
     except RuntimeError:  # torch has no function that asks
-        return None
+        return False
+    return True
 
 
 def _check_unchanged(tensor: torch.Tensor, version: int, size: torch.Size) -> None:
