@@ -149,6 +149,7 @@ def wrong_uses(rank: int) -> dict[str, str]:
     refused("sgd with inverse", lambda: pipeline.post_validated(optimizer, model))
     optimizer.chained_optimizers[0].optimizer = plain
     ahead = pipeline.post_validated(optimizer, model)
+    refused("data that is no iterator", lambda: passes(model, [*range(9)], 0))  # type: ignore[arg-type]
     for iteration in range(2):  # the first step is synchronous
         passes(model, data, iteration)
         ahead.step_ahead()
@@ -169,6 +170,7 @@ def test_wrong_uses_are_one_sentence(ranks: RankPool) -> None:
         assert list(said) == [
             "without post-validation",
             "sgd with inverse",
+            "data that is no iterator",
             "stepping twice",
             "stepping twice, once synchronously",
             "saving",

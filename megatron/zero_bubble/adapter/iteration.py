@@ -17,7 +17,7 @@ from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StageP
 from megatron.zero_bubble.ir import Compute, Op, Plan
 from megatron.zero_bubble.ir.offload import Evict
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
-from megatron.zero_bubble.optimizer.replay import Replay
+from megatron.zero_bubble.optimizer.replay import Replay, Rewindable
 from megatron.zero_bubble.runtime.executor import Executor, Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
@@ -92,8 +92,14 @@ class Iteration:
             syncs: gradient synchronization of every chunk.
             overlap: whether data parallelism reduces gradients during the passes.
             optimizer: the optimizer whose steps the passes validate; None if steps are final.
+
+        Raises:
+            UserError: the passes may run again, and read data that is not an iterator.
         """
         overlapped = syncs if overlap else [None] * len(self.chunks)
+        if optimizer is not None:
+            for iterator in self.iterators:
+                Rewindable.check(iterator)
         if optimizer is None or not optimizer.is_pending:
             self._run(self.iterators, overlapped, lambda: True)
             return

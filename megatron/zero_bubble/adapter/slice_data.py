@@ -7,20 +7,24 @@ and their reports are merged into one.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.optimizer.replay import copied
+from megatron.zero_bubble.optimizer.reread import Reread, copied
 
 
-class RepeatedBatches(Iterator[Any]):
+class RepeatedBatches(Reread):
     """A data iterator that returns the same items for every slice of a microbatch, as copies (see ``copied``)."""
 
+    what = "sequence slices"
+    why = "all slices of a microbatch get the same items"
+    otherwise = "train under a schedule without slices"
+
     def __init__(self, source: Any) -> None:
-        self._source = source
+        super().__init__(source)
         self._items: list[Any] = []
         self._again: deque[Any] = deque()
 
@@ -39,9 +43,6 @@ class RepeatedBatches(Iterator[Any]):
             return copied(self._again.popleft())
         self._items.append(next(self._source))
         return copied(self._items[-1])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
 
 def merged(reports: Sequence[Any]) -> Any:

@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from copy import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron.zero_bubble.optimizer import random_state, rerun_state
 from megatron.zero_bubble.optimizer.log_sums import sums_for_the_log
+from megatron.zero_bubble.optimizer.reread import Reread, copied
 
 
-def copied(item: Any) -> Any:
-    """A copy of an item that will be used again, with the same tensors.
-
-    Consumers may replace the entries of dicts and lists: Megatron-LM slices batches in place.
-    """
-    return copy(item) if isinstance(item, (dict, list)) else item
-
-
-class Rewindable(Iterator[Any]):
+class Rewindable(Reread):
     """A data iterator that, after ``rewind``, returns all items again that it has returned so far, as copies."""
 
+    what = "post-validation"
+    why = "forwards get the same items again if the optimizer step before them is rejected"
+    otherwise = "drop --zero-bubble-post-validation"
+
     def __init__(self, source: Any) -> None:
-        self._source = source
+        super().__init__(source)
         self._given: list[Any] | None = []
         self._again: deque[Any] = deque()
 
@@ -44,9 +40,6 @@ class Rewindable(Iterator[Any]):
     def keep_nothing(self) -> None:
         """Drop the returned items; ``rewind`` is not possible afterwards."""
         self._given = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
 
 
 class Replay:

@@ -7,14 +7,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megatron.zero_bubble.optimizer.replay import copied
+from megatron.zero_bubble.optimizer.reread import Reread, copied
 
 
-class ReadAhead(Iterator[Any]):
+class ReadAhead(Reread):
     """A data iterator that returns the same items in the I and in the F of a microbatch; those of I are copies."""
 
+    what = "vocabulary parallelism"
+    why = "the look-up of the tokens and the forward of a microbatch get the same items"
+    otherwise = "train with --zero-bubble-vocabulary-parallel off"
+
     def __init__(self, source: Any) -> None:
-        self._source = source
+        super().__init__(source)
         self._read: dict[int, deque[Any]] = {}
         self._ahead: int | None = None
         self._again: deque[Any] = deque()
@@ -40,6 +44,3 @@ class ReadAhead(Iterator[Any]):
             return self._again.popleft() if self._again else next(self._source)
         self._read[self._ahead].append(next(self._source))
         return copied(self._read[self._ahead][-1])
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
