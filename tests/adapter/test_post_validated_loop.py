@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -162,6 +163,7 @@ def wrong_uses(rank: int) -> dict[str, str]:
     model[0].state_dict()
     refused("stepping after the step was settled", ahead.step_ahead)
     megatron.zero_bubble.revert()
+    refused("stepping ahead after revert()", ahead.step_ahead)
     return said
 
 
@@ -176,7 +178,36 @@ def test_wrong_uses_are_one_sentence(ranks: RankPool) -> None:
             "saving",
             "saving for a distributed checkpoint",
             "stepping after the step was settled",
+            "stepping ahead after revert()",
         ]
         assert said["saving"].endswith("call settle() of the post-validated optimizer on all ranks first")
         assert said["stepping twice"].startswith("an iteration has one optimizer step")
         assert all("\n" not in sentence and "; " in sentence for sentence in said.values())
+
+
+def left_after_revert(rank: int) -> list[tuple[int, int, int]]:
+    """Process groups, threads and open files after each of some uses of post-validation."""
+    from megatron.core import parallel_state
+    from torch.distributed.distributed_c10d import _world
+
+    import megatron.zero_bubble
+    from megatron.zero_bubble.job.config import ZeroBubbleConfig
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
+    found = []
+    for repeats in range(3):
+        if repeats:
+            pipeline = megatron.zero_bubble.apply(ZeroBubbleConfig(schedule="zb-h2", post_validation=True))
+            train_ahead([], lambda state: None, pipeline)
+            megatron.zero_bubble.revert()
+        torch.distributed.barrier()
+        found.append((len(_world.pg_map), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+    return found
+
+
+def test_no_process_group_is_left_after_revert(ranks: RankPool) -> None:
+    """The first use may start threads and open files that belong to torch or to the job's own groups."""
+    for unused, first, *more in ranks.run(2, left_after_revert):
+        assert {groups for groups, *_ in (unused, first, *more)} == {unused[0]}
+        assert more == [first]

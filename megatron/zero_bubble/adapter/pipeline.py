@@ -159,6 +159,8 @@ class Pipeline:
         replicas = parallel_state.get_expert_model_parallel_group() if config.num_moe_experts else None
         ahead = PostValidatedOptimizer(optimizer, chunks, group, self._rollback, replicas, self._timeout)
         ahead.on_settle = self._settle_reports
+        if self._optimizer is not None:
+            self._optimizer.close()
         self._optimizer = ahead
         return ahead
 
@@ -297,7 +299,13 @@ class Pipeline:
         self._observers.close()
 
     def close(self) -> None:
-        """Disconnect from the other ranks."""
+        """Disconnect from the other ranks for good."""
+        self._disconnect()
+        if self._optimizer is not None:
+            self._optimizer.close()
+
+    def _disconnect(self) -> None:
+        """Disconnect from the other ranks; the next iteration connects them again."""
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None
@@ -316,7 +324,7 @@ class Pipeline:
     def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> Prepared:
         """The plan for this number of microbatches; made, checked and compared between ranks when it is new."""
         if self._group is not None and group is not self._group:
-            self.close()  # the job has rebuilt its process groups
+            self._disconnect()  # the job has rebuilt its process groups
         key = (num_microbatches, forward_only)
         schedule = self._make_schedule(group.size(), num_microbatches)
         if self._rollback is not None and self._optimizer is None and not forward_only:
@@ -349,7 +357,7 @@ class Pipeline:
         """Check that all ranks have the same plan, and open its channels."""
         check_same_plan(plan, group, "ranks of a pipeline")
         if self._transport is None or self._group is not group:
-            self.close()
+            self._disconnect()
             directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
             if directions.backend == "nccl":
                 watchdog = Watchdog(select("cuda"), self._timeout)

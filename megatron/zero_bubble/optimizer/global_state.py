@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms import select
-from megatron.zero_bubble.runtime.groups import new_group
+from megatron.zero_bubble.runtime.groups import destroy, new_group
 
 Group = dist.ProcessGroup
 
@@ -62,6 +62,37 @@ class Chain:
         if self._sent is not None:
             self._sent[0].wait()
             self._sent = None
+
+    def close(self) -> None:
+        """Destroy the process group; nothing may be in flight."""
+        destroy(self._group)
+        del self._group
+
+
+class Replicas:
+    """Ranks that decide alike, although their norms may differ in a bit. The constructor is a collective call of the
+    whole job.
+
+    Args:
+        group: the ranks; None if this one decides alone.
+    """
+
+    def __init__(self, group: Group | None, timeout: timedelta | None) -> None:
+        members = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
+        self._group = new_group(members, "gloo", timeout)
+
+    def any(self, holds: bool) -> bool:
+        """Whether ``holds`` is true on any of them."""
+        if self._group.size() == 1:
+            return holds
+        flag = torch.tensor([float(holds)])
+        dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
+        return flag.item() > 0
+
+    def close(self) -> None:
+        """Destroy the process group."""
+        destroy(self._group)
+        del self._group
 
 
 class Reduction:
@@ -166,3 +197,8 @@ class GlobalState:
         total = torch.tensor(figures, dtype=torch.float64)
         dist.all_reduce(total, group=self._stage[index])
         return total.tolist()
+
+    def close(self) -> None:
+        """Destroy the process groups; nothing may be in flight."""
+        destroy(*self._whole, *self._flags, *self._stage)
+        del self._whole, self._flags, self._stage

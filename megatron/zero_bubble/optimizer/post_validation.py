@@ -26,7 +26,7 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_gr
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
-from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, joined, refused_together, split
+from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, Replicas, joined, refused_together, split
 from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.own_state import prepare, reducing_over
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
@@ -34,7 +34,7 @@ from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, Ste
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
-from megatron.zero_bubble.runtime.groups import new_group
+from megatron.zero_bubble.runtime.groups import destroy, new_group
 
 _NEGLIGIBLE = 1e-3
 """Probability of a clipped step up to which a step is taken ahead even if the schedule gains nothing from it."""
@@ -95,15 +95,14 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._alone = new_group([dist.get_rank()], dist.get_backend(pipeline), timeout)
         self._state = GlobalState(pipeline, groups, device_of(chunks), timeout)
         self._chain = Chain(pipeline, timeout)
-        members = [dist.get_rank()] if replicas is None else dist.get_process_group_ranks(replicas)
-        self._replicas = new_group(members, "gloo", timeout)
+        self._replicas = Replicas(replicas, timeout)
         self._pending: Step | None = None
         self._wrong = False
         self._zero_later: list[Callable[[], object]] = []
         self._forecast = ClipForecast()
         self._loss_scale = LossScale()
         self._outcomes: list[Outcome] = []
-        self._stepped = False
+        self._stepped = self._closed = False
         self.break_even = 0.5
         self.on_settle: Callable[[], None] = lambda: None
         self.counts: Counter[str] = Counter()
@@ -151,9 +150,14 @@ class PostValidatedOptimizer(OptimizerSurface):
             of: anything; the outcome of the step has it as ``of``.
 
         Raises:
-            UserError: a step of the same iteration was already taken ahead.
+            UserError: a step of the same iteration was already taken ahead, or the schedule is no longer applied.
         """
         self._check_first_step()
+        if self._closed:
+            raise UserError(
+                "steps are taken ahead only while post-validation is applied, but revert() was called; call step() of "
+                "the job's own optimizer, or apply() again and wrap that optimizer"
+            )
         step, known = self._begin(of)
         self._options.keep()
         self._stepped = True
@@ -215,6 +219,14 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._complete_pending()
         wrong, self._wrong = self._wrong, False
         return not wrong
+
+    def close(self) -> None:
+        """Destroy the process groups, unless figures are in flight; steps are then taken by ``step`` only."""
+        if not self._closed and not self.num_in_flight:
+            self._closed = True
+            destroy(self.__dict__.pop("_alone"))
+            for part in (self._state, self._chain, self._replicas):
+                part.close()
 
     # Implementation of the step.
 
@@ -281,7 +293,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         synchronous = self._expects_clipping() if before is None else bool(before[4])
         reasons = ((StepMode.SYNCHRONOUS, synchronous), (StepMode.SKIPPED, known.found_inf))
         for how, holds in (*reasons, (StepMode.WAITED, known.waits or exceeds)):
-            if step.how is StepMode.AHEAD and self._any_replica(holds):
+            if step.how is StepMode.AHEAD and self._replicas.any(holds):
                 step.how = how
         # Ranks after a waiting rank wait too, so the first rank determines whether any rank is ahead.
         known.waits = step.how is StepMode.WAITED
@@ -294,14 +306,6 @@ class PostValidatedOptimizer(OptimizerSurface):
                 self._rollback.keep()
             self._optimizer.step_with_ready_grads()
             self._options.stepped()
-
-    def _any_replica(self, holds: bool) -> bool:
-        """Whether ``holds`` is true on any replica; replicas must decide alike, but their norms may differ in a bit."""
-        if self._replicas.size() == 1:
-            return holds
-        flag = torch.tensor([float(holds)])
-        dist.all_reduce(flag, dist.ReduceOp.MAX, self._replicas)
-        return flag.item() > 0
 
     def _expects_clipping(self) -> bool:
         """Whether stepping ahead is expected to lose time, because the step is likely to be clipped."""
@@ -318,7 +322,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         zeros = sum(counts) if counts else None
         updated = not any(found)
         assert step.how is not StepMode.SKIPPED or not updated, "a rank skips only if a gradient is infinite"
-        wrong = self._any_replica(not updated or self._is_clipped(norm))
+        wrong = self._replicas.any(not updated or self._is_clipped(norm))
         if step.how is StepMode.AHEAD and wrong:
             step.how = StepMode.REPEATED
             with self._options.of_step():

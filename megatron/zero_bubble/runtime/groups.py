@@ -56,9 +56,7 @@ class Directions:
 
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
-        if dist.is_initialized():
-            for group in self.groups.values():
-                dist.destroy_process_group(group)
+        destroy(*self.groups.values())
 
 
 def group_beside_passes(
@@ -111,6 +109,16 @@ def new_group(
             for of in sorted(set(wanted))
         }
     return made[own]
+
+
+def destroy(*groups: dist.ProcessGroup) -> None:
+    """Destroy process groups; no message may be in flight.
+
+    Their threads end, and their connections close, with the last reference to them.
+    """
+    if dist.is_initialized():
+        for group in groups:
+            dist.destroy_process_group(group)
 
 
 @contextmanager
