@@ -5,10 +5,11 @@ from __future__ import annotations
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 
+from megatron.zero_bubble.runtime import links as links_module
 from megatron.zero_bubble.runtime.links import Links, Loss
 
 
@@ -122,6 +123,62 @@ def test_unknown_client_is_disconnected(store: DictStore, line: bytes) -> None:
     assert listen(second) == Loss((2,))
     for links in (first, second):
         links.close()
+
+
+def test_connections_without_a_hello_are_closed_in_time(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(links_module.time, "monotonic", lambda: now)
+    first, second = Links.open(store, 0, 3), Links.open(store, 1, 3)
+    with socket.create_connection(("127.0.0.1", first.port), 5) as stranger:
+        listen(first)
+        second.leave()  # and is not a stranger, although its rank is no longer known
+        listen(first)
+        assert first.next_expiry == now + links_module._CONNECT_TIMEOUT_S
+        first.expire()
+        assert len(first._lines) == 2
+        now += links_module._CONNECT_TIMEOUT_S
+        first.expire()
+        assert stranger.recv(1) == b"", "the connection must be closed"
+    assert len(first._lines) == 1
+    for links in (first, second):
+        links.close()
+
+
+def test_rank_0_stops_listening_for_a_rank_that_does_not_connect(
+    store: DictStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(links_module.time, "monotonic", lambda: now)
+    first, second = Links.open(store, 0, 3), Links.open(store, 1, 3)
+    port = first.port
+    listen(first)
+    assert first.next_expiry == now + links_module._LISTEN_TIMEOUT_S
+    now += links_module._LISTEN_TIMEOUT_S
+    first.expire()
+    assert first.next_expiry is None
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), 5)
+    second.close()
+    assert listen(first) == Loss((1,)), "ranks that are connected are still watched"
+    first.close()
+
+
+def test_number_of_connections_without_a_hello_is_limited(store: DictStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "_MOST_STRANGERS", 2)
+    first = Links.open(store, 0, 2)
+    with ExitStack() as opened:
+        strangers = []
+        for _ in range(5):
+            strangers.append(opened.enter_context(socket.create_connection(("127.0.0.1", first.port), 5)))
+            listen(first, 0.01)
+        first.expire()
+        assert len(first._lines) == 3, "one for the rank that has not connected, and two more"
+        assert [stranger.recv(1) for stranger in strangers[:2]] == [b"", b""]
+        second = Links.open(store, 1, 2)
+        listen(first)
+        second.close()
+        assert listen(first) == Loss((1,)), "a rank connects in spite of the strangers"
+    first.close()
 
 
 def test_rank_0_stops_listening_when_all_are_connected(store: DictStore) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -380,3 +381,25 @@ def test_job_continues_without_a_connection(monkeypatch: pytest.MonkeyPatch, loc
     assert (
         printed == ["rank 8: no connection to rank 0 (connection reset); lost ranks will not be reported here"][:lines]
     )
+
+
+def test_the_watch_closes_connections_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron.zero_bubble.runtime import links
+    from megatron.zero_bubble.runtime.peers import Peers
+    from tests.runtime.test_links import DictStore
+
+    monkeypatch.setattr(links, "_CONNECT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(links, "_LISTEN_TIMEOUT_S", 0.1)
+    peers = Peers(lambda code: None)
+    peers.watch(DictStore(), 0, 3)
+    try:
+        assert peers._links is not None
+        port = peers._links.port
+        with socket.create_connection(("127.0.0.1", port), 5) as stranger:
+            stranger.settimeout(20)
+            assert stranger.recv(1) == b""
+        wait_until(lambda: peers._links is not None and peers._links.next_expiry is None)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 5)
+    finally:
+        peers.close()

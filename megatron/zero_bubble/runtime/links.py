@@ -14,6 +14,7 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,12 +23,16 @@ from typing import Any, Protocol
 DIED = "died"
 _KEY = "zero-bubble/peers"
 _CONNECT_TIMEOUT_S = 10.0
+# Ranks begin to connect at different times, because they start at different times.
+_LISTEN_TIMEOUT_S = 60.0
 _SEND_TIMEOUT_S = 5.0
 # Firewalls drop the state of connections that are idle for some minutes, and reset them later.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30}
 # Open files reserved for the rest of rank 0's process, in addition to one connection per rank.
 _OTHER_FILES = 1024
 _LONGEST_HELLO = 4096
+# Connections without a hello, in addition to one per rank that has not connected yet.
+_MOST_STRANGERS = 64
 
 
 @dataclass(frozen=True)
@@ -64,10 +69,16 @@ class Store(Protocol):
 
 @dataclass
 class _Line:
-    """A connection that carries lines of text; ``rank`` is the rank at the other end, once it is known."""
+    """A connection that carries lines of text.
+
+    Attributes:
+        rank: the rank at the other end, once it is known, and until it leaves.
+        hello_by: the time by which its hello must arrive; None if it has arrived, or none is expected.
+    """
 
     socket: socket.socket
     rank: int | None = None
+    hello_by: float | None = None
     _rest: bytes = b""
 
     def say(self, text: str) -> None:
@@ -103,6 +114,7 @@ class Links:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _lines: list[_Line] = field(default_factory=list)
     _listener: socket.socket | None = None
+    _listens_until: float = 0.0
     _num_awaited: int = 0
     _announced: Loss | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -145,6 +157,7 @@ class Links:
         else:
             address = {}
         self._listener = socket.create_server(("", 0), backlog=num_ranks, **address)
+        self._listens_until = time.monotonic() + _LISTEN_TIMEOUT_S
         self._num_awaited = num_ranks - 1
         self.selector.register(self._listener, selectors.EVENT_READ)
 
@@ -156,7 +169,27 @@ class Links:
     def _accept(self) -> None:
         if self._listener is not None:
             with suppress(OSError):  # the peer may have closed the connection already
-                self._add(self._listener.accept()[0])
+                self._add(self._listener.accept()[0]).hello_by = time.monotonic() + _CONNECT_TIMEOUT_S
+
+    def _strangers(self) -> list[_Line]:
+        """The connections without a hello, the first one first."""
+        return [line for line in self._lines if line.hello_by is not None]
+
+    @property
+    def next_expiry(self) -> float | None:
+        """When :meth:`expire` must be called, in seconds of the monotonic clock; None if nothing can expire."""
+        times = [line.hello_by for line in self._strangers()]
+        return min(filter(None, (*times, None if self._listener is None else self._listens_until)), default=None)
+
+    def expire(self) -> None:
+        """Close connections whose hello is late, the first ones if they are too many, and stop listening in time."""
+        now, strangers = time.monotonic(), self._strangers()
+        surplus = len(strangers) - self._num_awaited - _MOST_STRANGERS  # a rank sends its hello at once
+        for number, line in enumerate(strangers):
+            if number < surplus or (line.hello_by is not None and line.hello_by <= now):
+                self._drop(line)
+        if self._listens_until <= now:
+            self._stop_listening()
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
@@ -224,7 +257,7 @@ class Links:
         kind, token, rank = (*text.split(" "), "", "")[:3]
         if kind != "hello" or not secrets.compare_digest(token.encode(), self.token.encode()):
             return False
-        line.rank = int(rank)
+        line.rank, line.hello_by = int(rank), None
         if self._announced is not None:  # the rank connected after the announcement
             line.say(self._announced.announcement())
         self._num_awaited -= 1

@@ -157,13 +157,15 @@ class Peers:
 
     def _listen(self, links: Links, wake: socket.socket) -> None:
         while self._deadline is None or time.monotonic() < self._deadline:
-            wait_s = None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
+            until = min(filter(None, (self._deadline, links.next_expiry)), default=None)
+            wait_s = None if until is None else max(0.0, until - time.monotonic())
             ready = [key for key, _ in links.selector.select(wait_s)]
             if any(key.fileobj is wake for key in ready) and signal.SIGTERM in wake.recv(64):
                 self._hear_sigterm()
             if self._links is None:
                 return
             loss = links.hear([key.data for key in ready if key.fileobj is not wake])
+            links.expire()
             if loss is not None and self._loss is None and not self._failed and self._rank not in loss.ranks:
                 self._hear_of(loss, links)
         if self._loss is None:
