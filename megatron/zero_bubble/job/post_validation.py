@@ -5,7 +5,13 @@ from __future__ import annotations
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Schedule
+from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource, even_costs
+from megatron.zero_bubble.schedules import build
+
+_GAINING = ("zb-h2", "zb-v")
+"""Schedules on which no rank waits for the last one to end, if there are enough microbatches, and every sequence and
+the vocabulary are whole."""
 
 
 def forecast(source: ScheduleSource, num_microbatches: int) -> str:
@@ -32,12 +38,30 @@ def _of_equal_passes(schedule: Schedule) -> Timeline:
 def _gain(timeline: Timeline, unit: str = "") -> str:
     ahead, synchronous = timeline.span_ms, timeline.makespan_ms
     condition = "" if unit else ", for F, B and W of equal length and in units of a rank's F"
-    if synchronous - ahead < 1e-9 * synchronous:
+    if not _gains(timeline):
         return (
             f"no gain, because an iteration takes {ahead:.1f}{unit} and the optimizer step with and without it"
-            f"{condition}; zb-h2, zb-v and zb-auto with more than 1p of memory gain"
+            f"{condition}; {_advice(timeline.schedule, is_planned=bool(unit))}"
         )
     return (
         f"predicted {ahead:.1f}{unit} per iteration instead of {synchronous:.1f}{unit} "
         f"({ahead / synchronous - 1:.1%}), plus the optimizer step{condition}"
     )
+
+
+def _gains(timeline: Timeline) -> bool:
+    return timeline.makespan_ms - timeline.span_ms >= 1e-9 * timeline.makespan_ms
+
+
+def _advice(schedule: Schedule, is_planned: bool) -> str:
+    """What to run instead of ``schedule``, which gains nothing; ``is_planned`` is whether it is the plan of zb-auto."""
+    size = {"num_ranks": schedule.num_ranks, "num_microbatches": schedule.num_microbatches}
+    found = [name for name in _GAINING if _gains(_of_equal_passes(build(name, **size)))]
+    if not found:
+        return "drop --zero-bubble-post-validation"
+    found += [] if is_planned else [f"{AUTO} with more than 1p of memory"]
+    conditions = ["whole sequences"] if schedule.num_slices > 1 else []
+    conditions += [] if algorithm_of(schedule) is None else ["--zero-bubble-vocabulary-parallel off"]
+    needs = f", with {' and '.join(conditions)}," if conditions else ""
+    *others, last = found
+    return f"{', '.join(others)} and {last}{needs} gain" if others else f"{last}{needs} gains"
