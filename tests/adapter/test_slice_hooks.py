@@ -156,6 +156,8 @@ def refusals(rank: int) -> dict[str, str]:
 
     sentence("another model", torch.nn.Linear(2, 2))
     sentence("packed", _model(), packed_seq_params=PackedSeqParams(qkv_format="thd"))
+    sentence("embeddings", _model(), decoder_input=torch.zeros(8, 2, 16))
+    sentence("nested", _model(), extra_block_kwargs={"visual": [torch.zeros(8, 2, 16)]})
     sentence("no labels", _model(), labels=None)
     sentence("length", _model(), **_inputs(7))
     sentence("mask", _model(), attention_mask=torch.zeros(2, 1, 1, 8, dtype=torch.bool))
@@ -174,6 +176,8 @@ def test_what_cannot_be_cut_is_refused_in_one_sentence(ranks: RankPool) -> None:
     expected = {
         "another model": "got a Linear; train without slices",
         "packed": "got packed_seq_params; pad the samples, or train without slices",
+        "embeddings": "got decoder_input, which would stay whole; leave it out, or train without slices",
+        "nested": "got extra_block_kwargs, which would stay whole; leave it out, or train without slices",
         "no labels": "got no labels; pass labels to the model, or train without slices",
         "length": "must have seq_length = 8 tokens; got 7; pass the length of the batches as seq_length",
         "mask": "attention_mask must have seq_length = 8 tokens; got 1; pass",

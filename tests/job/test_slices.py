@@ -25,6 +25,7 @@ JOB = SimpleNamespace(seq_length=48, tensor_model_parallel_size=2, sequence_para
         ("multi_latent_attention", True, "need multi_latent_attention=False, because .*; drop --multi-latent"),
         ("experimental_attention_variant", "dsa", "need experimental_attention_variant=None, .*got 'dsa'; drop"),
         ("sft", True, "need sft=False, because .*packed.*got True; drop --sft"),
+        ("tp_comm_overlap", True, "need tp_comm_overlap=False, because its buffers .*got True; drop --tp-comm-overlap"),
         ("moe_router_load_balancing_type", "seq_aux_loss", "got .*seq_aux_loss and 4 slices; give aux_loss"),
         ("moe_router_load_balancing_type", ["aux_loss", "seq_aux_loss"], "and 4 slices; give aux_loss"),
     ],

@@ -14,8 +14,7 @@ are computed per slice, and sums over tokens are rounded in another order.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,11 +27,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.slice_data import RepeatedBatches, merged
+from megatron.zero_bubble.adapter.versions import given_to
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass
 
 _PER_TOKEN = ("input_ids", "position_ids", "labels", "loss_mask", "padding_mask")
 """Arguments of ``GPTModel.forward`` whose last dimension is the sequence."""
+_CUT = (*_PER_TOKEN, "attention_mask")
 
 
 class SlicedChunk:
@@ -139,12 +140,17 @@ class SlicedChunk:
 
     def _cut_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         start, end = self._bounds
-        given = _signature(type(model).forward).bind(model, *args, **kwargs).arguments
-        given.pop("self")
+        given = given_to(model, args, kwargs)
         if given.get("packed_seq_params") is not None:
             raise UserError(
                 "sequence slices do not support packed sequences, whose tokens attend only to their own sample; got "
                 "packed_seq_params; pad the samples, or train without slices"
+            )
+        whole = [name for name in given if name not in _CUT and _has_tensors(given[name])]
+        if whole:
+            raise UserError(
+                f"sequence slices cut only {', '.join(_CUT)} of the arguments of a model; got {', '.join(whole)}, which "
+                "would stay whole; leave it out, or train without slices"
             )
         for name in _PER_TOKEN:
             if given.get(name) is not None:
@@ -256,6 +262,12 @@ def _attention_of(model: Any) -> Iterator[torch.nn.Module]:
         yield attention
 
 
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return isinstance(value, torch.Tensor) or (isinstance(value, (list, tuple)) and any(map(_has_tensors, value)))
+
+
 @contextmanager
 def _accumulating(model: torch.nn.Module) -> Iterator[None]:
     """Context in which TransformerEngine's linears never overwrite ``main_grad``.
@@ -274,8 +286,3 @@ def _accumulating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in cached:
             module.disable_parameter_transpose_cache = False
-
-
-@functools.cache
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(function)

@@ -25,6 +25,18 @@ def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
     return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
 
 
+def given_to(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``model``, by their names in its forward, without those that were left out."""
+    given = _signature(type(model).forward).bind(model, *args, **kwargs).arguments
+    given.pop("self")
+    return given
+
+
+@functools.cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
 def supported_kwargs(function: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """The arguments that ``function`` accepts in this version; all of them if it takes ``**kwargs``."""
     names = _parameters(function)

@@ -107,6 +107,7 @@ _OPTIONS = (
     _Option("multi_latent_attention", False, "its rotary embeddings begin at the first token", slices=True),
     _Option("experimental_attention_variant", None, "its layers do not keep keys and values", slices=True),
     _Option("sft", False, "its samples are packed, and a slice attends to the whole sequence before it", slices=True),
+    _Option("tp_comm_overlap", False, "its buffers have the size of whole sequences", slices=True),
     _Option("context_parallel_size", 1, "every rank has rows for whole sequences", vocabulary=True),
     _Option("mtp_num_layers", None, "multi-token prediction has an output layer of its own", vocabulary=True),
     _Option("label_smoothing_factor", 0.0, "it needs the logits of all tokens in the loss", vocabulary=True),

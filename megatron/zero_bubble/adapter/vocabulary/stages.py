@@ -9,7 +9,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
-from megatron.zero_bubble.adapter.versions import supported_kwargs
+from megatron.zero_bubble.adapter.versions import given_to, supported_kwargs
 from megatron.zero_bubble.adapter.vocabulary.batches import ReadAhead
 from megatron.zero_bubble.adapter.vocabulary.shards import EmbeddingShard, OutputShard, gpt_of
 from megatron.zero_bubble.errors import UserError
@@ -26,7 +26,13 @@ class _Tokens(Exception):
 
 
 def _stop(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    raise _Tokens(kwargs["input_ids"] if "input_ids" in kwargs else args[0])
+    given = given_to(model, args, kwargs)
+    if given.get("decoder_input") is not None or given.get("input_ids") is None:
+        raise UserError(
+            "with vocabulary parallelism, the model must get tokens, which all ranks look up; got decoder_input in their "
+            "place; pass input_ids, or train with --zero-bubble-vocabulary-parallel off"
+        )
+    raise _Tokens(given["input_ids"])
 
 
 class FirstStage(MegatronStage):
