@@ -176,3 +176,29 @@ def test_recomputed_logits_keep_only_hidden_states_and_labels(ranks: RankPool, t
     for kept, again in ranks.run(2, bytes_from_s_to_t, flags, schedules, timeout=120):
         assert set(again) == {tokens * (4 * hidden + 8)}, "hidden states in float32, and labels"
         assert min(kept) >= again[0] + tokens * 4 * rows, "also the softmax in float32"
+
+
+ZEROS = {
+    "p=3, untied": (Layout(3), UNTIED, divided("zb-h1")[1:]),
+    "dp=2, distributed optimizer, tied, bf16, and post-validated": (
+        Layout(2, data=2),
+        "--bf16 --use-distributed-optimizer",
+        [*FEW[:1], f"{FEW[1]} --zero-bubble-post-validation"],
+    ),
+    "tp=2, experts, fp32": (Layout(2, tensor=2), f"{EXPERTS} {UNTIED} --sequence-parallel", FEW[:1]),
+    "dp=2, ep=2, distributed optimizer, and post-validated": (
+        Layout(2, data=2),
+        f"{EXPERTS} --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --use-distributed-optimizer",
+        divided("zb-h1", more="--zero-bubble-post-validation"),
+    ),
+}
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, marks=pytest.mark.full if "tp=2" in row else ()) for row in ZEROS])
+def test_zeros_of_padding_are_not_counted(ranks: RankPool, row: str) -> None:
+    """The padding of a shard has a gradient of zero, and stock has no shards."""
+    layout, options, schedules = ZEROS[row]
+    flags = layout.flags(2, f"{PADDING} --log-num-zeros-in-grad --clip-grad 100 --train-iters 1 {options}")
+    for stock, *others in ranks.run(layout.num_ranks, train, flags, [None, *schedules], timeout=120):
+        for outcome in others:  # a row of padding has 16 zeros; rounding makes or removes few
+            assert outcome.num_zeros == pytest.approx(stock.num_zeros, abs=4)

@@ -170,7 +170,9 @@ def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
                 "post-validation does not support steps skipped by their norm; got grad_norm_skip_threshold="
                 f"{threshold}; drop one of the two options"
             )
-        if any(getattr(parameter, "grad_norm_group", None) for parameter in part.get_parameters()):
+        # A chain of several optimizers, such as those of dense weights and experts, has none of its own.
+        parameters = () if hasattr(part, "chained_optimizers") else part.get_parameters()
+        if any(getattr(parameter, "grad_norm_group", None) for parameter in parameters):
             raise UserError(
                 "post-validation clips all gradients by one norm, but --mtp-detach-heads clips those of multi-token "
                 "prediction by a separate norm; drop one of the two flags"

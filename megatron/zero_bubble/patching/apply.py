@@ -19,6 +19,7 @@ from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
 from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
+from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
@@ -84,7 +85,9 @@ def apply(
     if config.post_validation:
         replacements.append((seams.zeroed_gradients, lambda original: _zeroing_later(original, pipeline)))
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
-    # The number of ranks may be unknown yet; whether the placement is Megatron's own does not depend on it.
+    # The number of ranks may be unknown yet; neither of these depends on it.
+    if sources(2).vocabulary is not None:
+        replacements += [(seam, without_padding) for seam in seams.counted_zeros]
     if not is_megatrons_own(placement_on(2)):
         replacements += [
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),

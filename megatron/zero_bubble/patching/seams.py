@@ -73,6 +73,7 @@ class Seams:
         last_stage, tied_gradients: replaced for placements other than Megatron's.
         linear: the function through which every linear defers its weight gradient to W.
         zeroed_gradients: replaced only with post-validation.
+        counted_zeros: replaced only with vocabulary parallelism.
         forward_step, backward_step: replaced only to observe the stock schedule.
         flags, validated_flags: add and validate the flags of a Megatron-LM job.
         process_groups: creates the process groups of a Megatron-LM job.
@@ -93,6 +94,7 @@ class Seams:
     tied_gradients: Seam
     linear: Seam
     zeroed_gradients: Seam
+    counted_zeros: tuple[Seam, ...]
     forward_step: Seam
     backward_step: Seam
     flags: Seam
@@ -227,6 +229,15 @@ _SEAMS = Seams(
         "DistributedDataParallel.zero_grad_buffer",
         ("self",),
         "keeps the gradients until the optimizer step that used them is validated",
+    ),
+    counted_zeros=tuple(
+        Seam(
+            "megatron.core.optimizer.optimizer",
+            f"{optimizer}.count_zeros",
+            ("self",),
+            "does not count the zeros in the gradients of padding, which only a divided vocabulary has",
+        )
+        for optimizer in ("MegatronOptimizer", "ChainedOptimizer")
     ),
     forward_step=Seam(
         _SCHEDULES,

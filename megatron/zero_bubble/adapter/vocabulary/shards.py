@@ -287,4 +287,5 @@ def _own_rows(
     parameter: Any = torch.nn.Parameter(own)
     tensor_parallel.set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)
     parameter.is_embedding_or_output_parameter = True
+    parameter.vocabulary_rows = rows  # of which the last may be padding
     return parameter, rows
