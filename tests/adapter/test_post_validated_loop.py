@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,7 +202,8 @@ def left_after_revert(rank: int) -> list[tuple[int, int, int]]:
             train_ahead([], lambda state: None, pipeline)
             megatron.zero_bubble.revert()
         torch.distributed.barrier()
-        found.append((len(_world.pg_map), len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
+        threads, files = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("task", "fd"))
+        found.append((len(_world.pg_map), threads, files))
     return found
 
 

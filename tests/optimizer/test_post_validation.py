@@ -61,9 +61,7 @@ ROWS = {
     "zb-v, bf16, late betas, spikes, dropout": Row(
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --bf16 {LATE_BETAS} {DROPOUT}", LAST_OF_TWO
     ),
-    "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(
-        Layout(2), 3, "zb-h2", SCALED, OVERFLOWS, SCALE_CHANGES
-    ),
+    "zb-h2, fp16 with loss scale, NaN and Inf, tied": Row(Layout(2), 3, "zb-h2", SCALED, OVERFLOWS, SCALE_CHANGES),
     "late receives, zb-v, fp32, spikes": Row(
         Layout(2, num_layers=4), 3, "zb-v", f"{LOOSE} --zero-bubble-post-receives late", LAST_OF_TWO
     ),

@@ -38,7 +38,15 @@ def look_ups(rank: int) -> list[str]:
     from megatron.zero_bubble.patching import used
     from megatron.zero_bubble.patching.seams import installed_seams
 
-    more = (used.POST_VALIDATION, used.SHARDED_UNITS, used.ON_DEMAND, used.LATE_LINES, used.DATA, used.BUBBLE)
+    more = (
+        used.POST_VALIDATION,
+        used.VOCABULARY,
+        used.SHARDED_UNITS,
+        used.ON_DEMAND,
+        used.LATE_LINES,
+        used.DATA,
+        used.BUBBLE,
+    )
     names = (*installed_seams().used, *chain.from_iterable(more))
     return [f"{name.module}.{name.name}" for name in names]
 

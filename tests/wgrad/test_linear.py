@@ -86,7 +86,7 @@ def products(backward: Callable[[], object]) -> Counter[str]:
 
 @pytest.mark.parametrize("b", [1, 2])
 def test_gradients_of_any_strides_take_the_products_of_upstream(b: int) -> None:
-    """Logits leave the model as (b, s, v), so the output layer gets a transposed gradient: s products if folded badly."""
+    """Logits leave the model as (b, s, v), so the output layer gets a transposed gradient, which is one product."""
     stock = layers.linear_with_grad_accumulation_and_async_allreduce
     generator = torch.Generator().manual_seed(0)
     s, v, h = 24, 64, 16

@@ -149,8 +149,8 @@ class SlicedChunk:
         whole = [name for name in given if name not in _CUT and _has_tensors(given[name])]
         if whole:
             raise UserError(
-                f"sequence slices cut only {', '.join(_CUT)} of the arguments of a model; got {', '.join(whole)}, which "
-                "would stay whole; leave it out, or train without slices"
+                f"sequence slices cut only {', '.join(_CUT)} of the arguments of a model; got {', '.join(whole)}, "
+                "which would stay whole; leave it out, or train without slices"
             )
         for name in _PER_TOKEN:
             if given.get(name) is not None:

@@ -225,8 +225,8 @@ class PostValidatedOptimizer(OptimizerSurface):
         if not self._closed and not self.num_in_flight:
             self._closed = True
             destroy(self.__dict__.pop("_alone"))
-            for part in (self._state, self._chain, self._replicas):
-                part.close()
+            for own in (self._state, self._chain, self._replicas):
+                own.close()
 
     # Implementation of the step.
 

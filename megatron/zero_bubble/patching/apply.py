@@ -70,6 +70,7 @@ def apply(
     config = ZeroBubbleConfig(schedule=config) if isinstance(config, str) else config
     of_options = (
         (used.POST_VALIDATION, config.post_validation),
+        (used.VOCABULARY, config.vocabulary is not None),
         (seams.sharded_units, config.shard_weights),
         (used.ON_DEMAND, config.shard_transport == "on-demand"),
     )

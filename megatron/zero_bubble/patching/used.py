@@ -135,6 +135,13 @@ POST_VALIDATION: tuple[Used, ...] = (
 )
 """Used by schedules with post-validation of optimizer steps."""
 
+VOCABULARY: tuple[Used, ...] = (
+    *_of(
+        "megatron.core.optimizer.optimizer", "float16_groups fp32_from_fp32_groups", "Float16OptimizerWithFloat16Params"
+    ),
+)
+"""Used by schedules with vocabulary parallelism, in addition to names that others use, too."""
+
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 _BUFFERS = f"{_DISTRIBUTED}.param_and_grad_buffer"
 SHARDED_UNITS: tuple[Used, ...] = (

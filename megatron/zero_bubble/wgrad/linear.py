@@ -5,8 +5,8 @@ If ``tensor_parallel.layers.linear_with_grad_accumulation_and_async_allreduce`` 
 Every column, row and output layer looks that function up in its module at each call, so replacing one name splits them
 all, without a copy or change of any autograd function. Three measures keep the result exact:
 
-* The weight is passed detached, so autograd has no edge to it and no data-parallel gradient hook runs at B. The detached
-  weight requires a gradient, although none is computed: that decides which product computes the input gradient.
+* The weight is passed detached, so autograd has no edge to it and no data-parallel gradient hook runs at B. It still
+  requires a gradient, although none is computed: that decides which product computes the input gradient.
 * The bias is added outside. Its gradient is summed as in the fused function (over the flattened tokens), at B or, if
   the accumulator supports it, together with the weight gradient.
 * W repeats the fused function's arithmetic: gather the input under sequence parallelism, flatten, one GEMM.
@@ -185,7 +185,7 @@ def split_linear(original: Callable[..., torch.Tensor], store: WgradStore, choic
         waits = choice.with_bias and bias is not None and bias.requires_grad and bias.is_leaf
         deferred = DeferredLinear(store, input, weight, bias if waits else None, gradient_accumulation_fusion, tp_group)
         # Unless the matrix requires a gradient, torch.matmul multiplies (s, b, v), with strides that do not fold into
-        # (s * b, v), by (v, h) as s products. The gradient of logits that leave the model as (b, s, v) has such strides.
+        # (s * b, v), by (v, h) as s products. The gradient of logits that leave the model as (b, s, v) has such ones.
         used = weight.detach().requires_grad_()
         # With "fused accumulation" and a weight without main_grad, upstream returns no weight gradient.
         y = original(input, used, None, True, allreduce_dgrad, sequence_parallel, deferred, 0, **rest)

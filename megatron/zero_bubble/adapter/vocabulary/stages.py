@@ -29,8 +29,8 @@ def _stop(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     given = given_to(model, args, kwargs)
     if given.get("decoder_input") is not None or given.get("input_ids") is None:
         raise UserError(
-            "with vocabulary parallelism, the model must get tokens, which all ranks look up; got decoder_input in their "
-            "place; pass input_ids, or train with --zero-bubble-vocabulary-parallel off"
+            "with vocabulary parallelism, the model must get tokens, which all ranks look up; got decoder_input in "
+            "their place; pass input_ids, or train with --zero-bubble-vocabulary-parallel off"
         )
     raise _Tokens(given["input_ids"])
 
