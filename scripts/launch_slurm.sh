@@ -67,7 +67,8 @@ export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))
 
 # --kill-on-bad-exit: if one node fails, end the others, which would wait for it. --cpus-per-task: use all cores of the
 # node, because srun would bind the task to one core. SLURM_NODEID differs between nodes, so every node reads its own.
-step=(srun --nodes "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=1)
+# --ntasks: an allocation with one task per GPU sets SLURM_NTASKS, which srun would prefer to --ntasks-per-node.
+step=(srun --nodes "$NNODES" --ntasks "$NNODES" --ntasks-per-node 1 --kill-on-bad-exit=1)
 [[ -z "${SLURM_CPUS_ON_NODE:-}" ]] || step+=(--cpus-per-task "$SLURM_CPUS_ON_NODE")
 # shellcheck disable=SC2016
 exec "${step[@]}" bash -c 'NODE_RANK="$SLURM_NODEID" exec bash "$0" "$@"' "$launcher" "$@"

@@ -29,17 +29,26 @@ else
     exec {shlex.quote(sys.executable)} "$@"
 fi
 """
-# Runs the command once per node, as SLURM does, and ignores the options.
+# Runs the command once per task, as SLURM does: --ntasks and, without it, SLURM_NTASKS of the allocation override
+# --ntasks-per-node. The other options are ignored.
 SRUN = """#!/usr/bin/env bash
 printf '%s\\n' "srun $*" >&2
+tasks="${SLURM_NTASKS:-}" per_node=1
 while [[ "$1" == --* ]]; do
+    case "$1" in
+        --ntasks) tasks="$2" ;;
+        --ntasks-per-node) per_node="$2" ;;
+    esac
     [[ "$1" == *=* ]] || shift
     shift
 done
-for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do
-    SLURM_NODEID=$node "$@" &
+tasks="${tasks:-$((SLURM_JOB_NUM_NODES * per_node))}"
+started=()
+for ((task = 0; task < tasks; task++)); do
+    SLURM_NODEID=$((task * SLURM_JOB_NUM_NODES / tasks)) "$@" &
+    started+=($!)
 done
-wait -n && wait -n
+for each in "${started[@]}"; do wait "$each" || exit; done
 """
 SBATCH = """#!/usr/bin/env bash
 printf '%s\\n' "ROOT=$ZB_ROOT" "$@"
@@ -186,15 +195,18 @@ def test_slurm_script_submits_itself_outside_an_allocation(stubs: Path) -> None:
     assert done.stdout.splitlines() == [f"ROOT={ROOT}", *"--nodes 4 --gpus-per-node 8".split(), script, *JOB]
 
 
-def test_slurm_script_passes_node_rank_and_master_address(stubs: Path) -> None:
+@pytest.mark.parametrize("tasks", [{}, {"SLURM_NTASKS": "16", "SLURM_NTASKS_PER_NODE": "8"}], ids=["", "per GPU"])
+def test_slurm_script_passes_node_rank_and_master_address(stubs: Path, tasks: dict[str, str]) -> None:
+    """Also in an allocation with one task per GPU, in which one torchrun per node starts all the same."""
     allocation = {"SLURM_JOB_ID": "123456", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "there-[1-2]"}
     gpus = {"SLURM_GPUS_ON_NODE": "8", "SLURM_CPUS_ON_NODE": "96", "PYTHON": str(stubs / "python")}
     spool = stubs / "spool"  # sbatch runs a copy of the script
     spool.mkdir()
     (spool / "job").write_text((ROOT / "scripts/launch_slurm.sh").read_text())
-    environment = {**allocation, **gpus, "PATH": path_with(stubs), "SLURM_SUBMIT_DIR": str(ROOT)}
+    environment = {**allocation, **tasks, **gpus, "PATH": path_with(stubs), "SLURM_SUBMIT_DIR": str(ROOT)}
     done = launch(str(spool / "job"), *JOB, **environment)
-    assert done.stderr.startswith("srun --nodes 2 --ntasks-per-node 1 --kill-on-bad-exit=1 --cpus-per-task 96 bash -c")
+    step = "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 --kill-on-bad-exit=1 --cpus-per-task 96 bash -c"
+    assert done.stderr.startswith(step)
     words = done.stdout.split()
     assert sorted(own for flag, own in pairwise(words) if flag == "--node-rank") == ["0", "1"]
     assert words.count("127.0.0.1") == 2 and words.count("23456") == 2
