@@ -97,7 +97,7 @@ SUMMARIZED = {
 def test_every_rule_of_the_tables_of_refusals_is_documented() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
     for rule in rules._RULES:
-        said = rule.otherwise.replace("{schedule}", "…").rpartition("; ")
+        said = rule.otherwise.format(schedule="…", last="…").rpartition("; ")
         assert all(part in page for part in said), rule.flags
         assert all(f"`--zero-bubble-{flag}`" in page for flag in rule.flags)
     for option in options._OPTIONS:

@@ -29,8 +29,11 @@ _JOBS = (
     ("--zero-bubble-post-validation",),
     ("--zero-bubble-trace", "x"),
     ("--zero-bubble-trace", "x", "--zero-bubble-schedule", "zb-h1"),
+    ("--zero-bubble-trace", "x", "--zero-bubble-schedule", "zb-h1", "--zero-bubble-trace-iterations", "9"),
 )
 """Flags of example jobs; the rules are tried on each of them, with and without Megatron-LM."""
+_TRAIN_ITERS = 2
+"""Iterations of the example jobs."""
 GROUPS = {
     "job": ("job",),
     "megatron-lm": ("megatron_lm",),
@@ -50,7 +53,7 @@ def of_flags() -> str:
     rows = []
     for number, rule in enumerate(rules._RULES):
         flags = ", ".join(code(f"--zero-bubble-{flag}") for flag in rule.flags)
-        rows.append((flags, _refused_in(number), *_divided(rule.otherwise.replace("{schedule}", _ELLIPSIS))))
+        rows.append((flags, _refused_in(number), *_divided(rule.otherwise.format(schedule=_ELLIPSIS, last=_ELLIPSIS))))
     return table(("flag", "in", f"message, after the flag ({_ELLIPSIS}: your value)", "remedy"), rows)
 
 
@@ -58,7 +61,7 @@ def _refused_in(number: int) -> str:
     """The programs in which a rule is the first to refuse one of its flags."""
     programs = []
     for under_launcher, program in ((True, "Megatron-LM jobs"), (False, code("scripts/pretrain_gpt.py"))):
-        jobs = [rules.Job(parse_ours(flags)[0], under_launcher) for flags in _JOBS]
+        jobs = [rules.Job(parse_ours(flags)[0], under_launcher, train_iters=_TRAIN_ITERS) for flags in _JOBS]
         if any(_first_refusal(flag, job) == number for flag in rules._RULES[number].flags for job in jobs):
             programs.append(program)
     return "both" if len(programs) > 1 else "".join(programs)
@@ -75,7 +78,7 @@ def of_options() -> str:
     for option in options._OPTIONS:
         where = "" if option.anywhere else "with stages on a V"
         where = "with post-validation" if option.post_validation else where
-        remedy = option.remedy or f"drop --{option.name.replace('_', '-')}"
+        remedy = option.remedy or f"drop {option.flag}"
         rows.append((code(option.name), code(repr(option.allowed)), where, option.why, remedy))
     return table(("option", "the one value that works", "only", "because", "remedy"), rows)
 

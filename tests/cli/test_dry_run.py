@@ -178,10 +178,15 @@ def test_costs_file_replaces_the_estimate(capsys: Capture, tmp_path: Path) -> No
     makespan = simulate(build("zb-h1", num_ranks=4, num_microbatches=16), costs).makespan_ms
     assert f"zb-h1: 4 ranks, 16 microbatches, {makespan:,.1f} ms" in out
     experts = [*job, "--num-experts", "4"]
-    assert "All passes are assumed to take equal time" in run(capsys, FOUR, experts)
+    assert "Experts are not estimated: every pass of every stage is assumed to take 1 ms" in run(capsys, FOUR, experts)
+    for own_costs in ([], own):
+        text = refusal(capsys, [*FOUR, *own_costs, "--gpu-memory", "80GiB"], experts)
+        assert "--gpu-memory needs the size of the weights, which is not estimated for experts" in text
     assert rows(run(capsys, [*FOUR, *own], experts))[0][4:] == ["4.0", "0.00"]
-    assert "which is not estimated for experts" in refusal(capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], experts)
     file.write_text(costs_to_json(costs))
+    assert "in bytes, which the --costs file does not have; got 80GiB" in refusal(
+        capsys, [*FOUR, *own, "--gpu-memory", "80GiB"], job
+    )
     counted = run(capsys, [*FOUR, *own], job)
     assert "microbatches of activations\n" in counted
     assert [row[4:] for row in rows(counted)] == [["4"], ["4"], ["4"], ["4"]]

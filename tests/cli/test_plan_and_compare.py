@@ -304,3 +304,16 @@ def test_step_ms_adds_the_optimizer_step(capsys: Capture) -> None:
 def test_num_chunks_sets_the_stages_of_interleaved_schedules(capsys: Capture) -> None:
     plan = run_json(capsys, "plan", "--schedule", "interleaved-1f1b", *SIZES, *TIMES, "--num-chunks", "3")
     assert plan["num_stages"] == 12
+
+
+def test_plan_of_a_file_says_what_a_run_would_refuse(capsys: Capture, tmp_path: Path) -> None:
+    """A valid order of W passes that training does not support is planned, with the sentence of the run."""
+    order = "0F0 0F1 0F2 0B1 0B0 0B2 0W0 0W2 0W1".split()
+    file = tmp_path / "plan.json"
+    content = {"schedule": "mine", "num_microbatches": 3, "stage_to_rank": [0], "order": [order]}
+    plan = ["plan", "--schedule-file", str(file), "--forward-ms", "1", "--backward-ms", "1", "--wgrad-ms", "1"]
+    for row, refused in ((order, True), ([*order[:6], "0W1", "0W0", "0W2"], False)):
+        file.write_text(json.dumps(content | {"order": [row]}))
+        assert main(plan) == 0
+        said = "A run would refuse this schedule: each stage must run its W passes in the order of its B passes"
+        assert (said in capsys.readouterr().out) is refused

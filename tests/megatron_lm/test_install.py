@@ -286,7 +286,7 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
             ),
         ),
         (
-            "--zero-bubble-schedule zb-v --num-layers 5 --mtp-num-layers 1",
+            "--zero-bubble-schedule interleaved-1f1b --num-layers 5 --mtp-num-layers 1",
             (
                 "with multi-token prediction, --num-layers must be divisible by the number of stages, got 5 and 4; "
                 "change it, or give --pipeline-model-parallel-layout"

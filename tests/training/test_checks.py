@@ -7,6 +7,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.plan import plan_to_json
+from megatron.zero_bubble.job import installed
 from megatron.zero_bubble.training import checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
@@ -350,7 +351,8 @@ def test_save_to_a_file_is_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("package", ["psutil", "transformer_engine"])
 def test_missing_package_is_reported_before_training(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    for module in (checks, installed):
+        monkeypatch.setattr(module, "find_spec", lambda name: None)
     assert package in refusal("--save x" if package == "psutil" else "--transformer-impl transformer_engine")
 
 

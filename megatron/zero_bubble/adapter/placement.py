@@ -22,11 +22,6 @@ from megatron.zero_bubble.adapter.versions import models_process_groups
 from megatron.zero_bubble.ir import Placement
 
 
-def is_megatrons_own(placement: Placement) -> bool:
-    """Whether every stage is on the rank where Megatron would put it."""
-    return all(rank == stage % placement.num_ranks for stage, rank in enumerate(placement.stage_to_rank))
-
-
 def megatron_rank(placement: Placement, rank: int, chunk: int) -> int:
     """The pipeline rank where Megatron would put the stage that is chunk ``chunk`` of rank ``rank``."""
     return placement.stages_of(rank)[chunk] % placement.num_ranks

@@ -17,6 +17,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.cli.job_figures import job_figures
+from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_job
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
@@ -25,7 +26,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.layers import job_layers
+from megatron.zero_bubble.job.layers import job_layers, job_predictions
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
@@ -97,7 +98,7 @@ def dry_run(options: argparse.Namespace) -> str:
             f"--nodes x --gpus-per-node must be at most {_MOST_PROCESSES:,}; got {options.nodes:,} x "
             f"{options.gpus_per_node:,}; give smaller numbers"
         )
-    args, unread = _checked_job(options)
+    args, unread, replaced = _checked_job(options)
     layers = job_layers(args)
     groups = RankGroups.of(args, options.nodes, options.gpus_per_node)
     costs = job_figures(args, layers, options.gpu, options.costs)
@@ -116,10 +117,15 @@ def dry_run(options: argparse.Namespace) -> str:
     if host is not None and args.zero_bubble_host_memory is not None:
         _check_host_memory(args.zero_bubble_host_memory, host, costs)
     slower = _slower(args, timeline, costs)
-    notes = (*((slower,) if slower else ()), *costs.notes, *(() if host is None else (_COPIES,)))
+    notes = (
+        *(f"{line}." for line in replaced),
+        *((slower,) if slower else ()),
+        *costs.notes,
+        *(() if host is None else (_COPIES,)),
+    )
     sections = [
         groups.text() + groups.warning(),
-        _ranks_text(groups, layers, timeline, costs, memory, host),
+        _ranks_text(groups, stage_names(layers, job_predictions(args)), timeline, costs, memory, host),
         "" if host is None else _nodes_text(groups, timeline, costs, host),
         "".join(f"{line}\n" for line in (headline(timeline), proved, *notes)),
         _commands(options),
@@ -136,17 +142,15 @@ def _slower(args: argparse.Namespace, timeline: Timeline, costs: Figures) -> str
     return slower_than_1f1b(timeline, costs, "span" if args.zero_bubble_post_validation else "makespan")
 
 
-def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """Parse and check the job's flags as the run does; also return the flags that only Megatron-LM knows."""
-    from megatron.zero_bubble.training.arguments import parse, parse_megatron
-    from megatron.zero_bubble.training.checks import check, check_layout
+def _checked_job(options: argparse.Namespace) -> MegatronJob:
+    """Parse and check the job's flags as the run does."""
+    from megatron.zero_bubble.training.arguments import parse
+    from megatron.zero_bubble.training.checks import check
 
     job = options.job[1:] if options.job[:1] == ["--"] else options.job
     world_size = options.nodes * options.gpus_per_node
     if options.megatron_lm:
-        args, unread = parse_megatron(job)
-        check_layout(args, world_size, under_launcher=True)
-        return args, unread
+        return checked_megatron_job(job, world_size, options.gpus_per_node)
     args = parse(job)
     check(args, world_size, options.gpus_per_node)
     if args.zero_bubble_balance_microbatches:
@@ -154,7 +158,7 @@ def _checked_job(options: argparse.Namespace) -> tuple[argparse.Namespace, tuple
             "a dry run needs the number of microbatches of an iteration, which depends on the documents with "
             "--zero-bubble-balance-microbatches; drop the flag, to check the job with microbatches of full length"
         )
-    return args, ()
+    return MegatronJob(args, (), ())
 
 
 def _schedule(args: argparse.Namespace, costs: Figures, num_microbatches: int) -> Schedule:
@@ -253,14 +257,17 @@ def _memory(timeline: Timeline, costs: Figures, post_receives: PostReceives) -> 
 
 def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
     amount, unit = parse_memory_limit(text)
-    if unit == "p" or not costs.in_bytes:
-        raise UserError(
-            f"--gpu-memory needs a size in bytes, such as 80GiB, and activation memory in bytes; got {text}; give a "
-            "size in bytes, or the --costs of a run that recorded its memory"
-        )
+    if unit == "p":
+        raise UserError(f"--gpu-memory needs a size in bytes, such as 80GiB; got {text}; give a size in bytes")
     if costs.weight_bytes is None:
         raise UserError(
-            "--gpu-memory needs the size of the weights, which is not estimated for experts; leave --gpu-memory out"
+            "--gpu-memory needs the size of the weights, which is not estimated for experts and hybrid layers; got "
+            f"{text} for such a job; leave --gpu-memory out"
+        )
+    if not costs.in_bytes:
+        raise UserError(
+            f"--gpu-memory needs activation memory in bytes, which the --costs file does not have; got {text}; give "
+            "the --costs of a run that recorded its memory, or leave --costs out for an estimate"
         )
     limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
     needs = [sum(parts) for parts in memory]
@@ -287,7 +294,7 @@ def _check_host_memory(text: str, host: Sequence[float], costs: Figures) -> None
 
 def _ranks_text(
     groups: RankGroups,
-    layers: tuple[int, ...],
+    names: Sequence[str],
     timeline: Timeline,
     costs: Figures,
     memory: _Memory,
@@ -296,6 +303,7 @@ def _ranks_text(
     """Format one line per pipeline rank: its global ranks, nodes, stages and memory.
 
     Args:
+        names: what each stage holds.
         host: host memory per rank, in the unit of memory; None without offloading.
     """
     placement = timeline.schedule.placement
@@ -306,7 +314,7 @@ def _ranks_text(
     lines = [head + ("" if host is None else f"{'on the host':>14}")]
     for rank in range(placement.num_ranks):
         ranks = groups.pipeline_rank(rank)
-        line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, layers):34}"
+        line = f"{rank:<14}{show(ranks):11}{show(groups.nodes(ranks)):8}{_stages(placement, rank, names):34}"
         kept, messages, weights = memory[rank]
         if costs.in_bytes:
             line += f"{kept / _GIB:20.1f}{messages / _GIB:10.2f}"
@@ -339,11 +347,17 @@ def _shown(amount: float, costs: Figures) -> str:
     return f"{amount / _GIB:.1f}" if costs.in_bytes else f"{amount / costs.microbatch:.4g}"
 
 
-def _stages(placement: Placement, rank: int, layers: tuple[int, ...]) -> str:
-    last = placement.num_stages - 1
-    return ", ".join(
-        f"{stage}: {'embedding+' if stage == 0 else ''}{layers[stage]}{'+loss' if stage == last else ''}"
-        for stage in placement.stages_of(rank)
+def _stages(placement: Placement, rank: int, names: Sequence[str]) -> str:
+    return ", ".join(f"{stage}: {names[stage]}" for stage in placement.stages_of(rank))
+
+
+def stage_names(layers: Sequence[int], predictions: Sequence[int]) -> tuple[str, ...]:
+    """Name what each stage holds, such as ``embedding+2``, ``3`` or ``1+mtp+loss``, given its numbers of layers."""
+    last = len(layers) - 1
+    of_mtp = ("" if not count else "+mtp" if count == 1 else f"+{count} mtp" for count in predictions)
+    return tuple(
+        f"{'embedding+' if stage == 0 else ''}{count}{mtp}{'+loss' if stage == last else ''}"
+        for stage, (count, mtp) in enumerate(zip(layers, of_mtp, strict=True))
     )
 
 

@@ -7,9 +7,11 @@ from dataclasses import replace
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.costs.predictions import prediction_parts, prediction_weights, with_predictions
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.layers import job_predictions
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.planning.figures import Figures
 
@@ -19,7 +21,8 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     from megatron.zero_bubble.training.data.tokenizer import known_vocabulary
 
     sizes = args.pipeline_model_parallel_size, args.batch_sizes.final // args.batch_sizes.granule
-    dense = args.num_moe_experts is None
+    hybrid = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
+    dense, predictions = args.num_moe_experts is None and not hybrid, job_predictions(args)
     # With context parallelism, every rank processes only a part of the sequence.
     model = replace(model_of(args, layers), sequence=args.seq_length // args.context_parallel_size)
     vocabulary = known_vocabulary(args)
@@ -28,7 +31,7 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     if costs_file is not None:
         figures = _measured(sizes, costs_file, args.placement, layers)
     elif dense:
-        figures = _estimated(sizes, model, gpu)
+        figures = _estimated(sizes, model, gpu, predictions)
         if vocabulary is None:
             figures = _noting(figures, f"A vocabulary of {VOCABULARY:,} is assumed.")
         if args.context_parallel_size > 1:
@@ -36,11 +39,16 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
                 figures, "Attention is counted only within each context-parallel rank's part of the sequence."
             )
     else:
-        figures = _equal(sizes)
+        figures = _equal(sizes, "Hybrid layers" if hybrid else "Experts", any(predictions))
     figures = replace(figures, message_bytes=model.message_bytes * (1 if args.bf16 or args.fp16 else 2))
     if not dense:
         return figures
     each, parts = _bytes_per_parameter(args), _parts(args)
+
+    def parameters(on: Placement) -> tuple[float, ...]:
+        more = prediction_weights(model, _on(predictions, on))
+        return tuple(own + extra for own, extra in zip(model.stage_weights(on), more, strict=True))
+
     taken = f"take {each:.3g} bytes per parameter"
     if args.zero_bubble_shard_weights:
         taken = "are divided by the replicas, and what is whole at a time is added"
@@ -48,8 +56,10 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
     note += "buffers, fragmentation" + (", copies for a rollback." if args.zero_bubble_post_validation else ".")
     return replace(
         _noting(figures, note),
-        weight_bytes=lambda placement: tuple(each * count for count in model.weights(placement)),
-        stage_bytes=lambda placement: StageBytes.of(model.stage_weights(placement), *parts),
+        weight_bytes=lambda on: tuple(
+            each * sum(parameters(on)[stage] for stage in on.stages_of(rank)) for rank in range(on.num_ranks)
+        ),
+        stage_bytes=lambda on: StageBytes.of(parameters(on), *parts),
     )
 
 
@@ -64,19 +74,38 @@ def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: t
     )
 
 
-def _estimated(sizes: tuple[int, int], model: Model, gpu: str) -> Figures:
+def _estimated(sizes: tuple[int, int], model: Model, gpu: str, predictions: tuple[int, ...]) -> Figures:
     device = DEVICES[gpu]
     notes = (
         "Times and memory are estimated from the model's shapes, not measured; use --costs for figures of a run.",
         f"{device}.",
         f"Attention {'uses flash kernels' if model.flash else 'stores its scores'}, recompute {model.recompute}.",
     )
-    return Figures(*sizes, lambda on: estimate(model, device, on), True, notes=notes)
+    if not any(predictions):
+        return Figures(*sizes, lambda on: estimate(model, device, on), True, notes=notes)
+    parts = prediction_parts(model, device)
+    more = "A layer of multi-token prediction (mtp) counts as a layer, a projection and an output layer."
+
+    def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+        return with_predictions(*estimate(model, device, placement), _on(predictions, placement), *parts)
+
+    return Figures(*sizes, on, True, notes=(*notes, more))
 
 
-def _equal(sizes: tuple[int, int]) -> Figures:
-    notes = ("All passes are assumed to take equal time: experts are not estimated; use --costs for figures of a run.",)
-    return Figures(*sizes, lambda on: (PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on)), notes=notes)
+def _on(predictions: tuple[int, ...], placement: Placement) -> tuple[int, ...]:
+    """Return the layers of multi-token prediction per stage of a placement, which may merge stages of the job."""
+    merged = max(1, len(predictions) // placement.num_stages)
+    return tuple(sum(predictions[merged * s : merged * (s + 1)]) for s in range(placement.num_stages))
+
+
+def _equal(sizes: tuple[int, int], what: str, predicts: bool) -> Figures:
+    """Return passes that all take 1 ms, for a model with layers that are not estimated."""
+    parts = f"layers{', multi-token prediction' if predicts else ''} and loss"
+    note = (
+        f"{what} are not estimated: every pass of every stage is assumed to take 1 ms, whatever its {parts} take, so "
+        "that lengths in ms mean nothing and bubbles are those of equal stages; use --costs for figures of a run."
+    )
+    return Figures(*sizes, lambda on: (PassCosts.uniform(on, 1.0, 1.0, 1.0), PassMemory.uniform(on)), notes=(note,))
 
 
 def _noting(figures: Figures, note: str) -> Figures:

@@ -6,6 +6,7 @@ import argparse
 import math
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from megatron.zero_bubble.cli.figures import add_figures, figures
@@ -38,6 +39,7 @@ from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_sc
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.job.runnable import check_trainable
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
@@ -243,7 +245,17 @@ def _figures_of(options: argparse.Namespace, file: Schedule | None) -> Figures:
     ):
         if count not in (None, own):
             raise UserError(f"{flag} must equal the value in the schedule file, {own}; got {count}; leave it out")
-    return figures(options, file.num_ranks, file.num_microbatches)
+    costs = figures(options, file.num_ranks, file.num_microbatches)
+    return replace(costs, notes=(*costs.notes, *_refusals(file)))
+
+
+def _refusals(schedule: Schedule) -> tuple[str, ...]:
+    """Say what a run would refuse about a valid schedule, which a plan may still have."""
+    try:
+        check_trainable(schedule)
+    except UserError as error:
+        return (f"A run would refuse this schedule: {error}.",)
+    return ()
 
 
 def _limit(options: argparse.Namespace, costs: Figures) -> float | None:

@@ -16,3 +16,15 @@ def check_installed(*modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise UserError(f"training needs {' and '.join(missing)}, not installed here; run {INSTALL}", everywhere=False)
+
+
+def check_writer(save: str | None) -> None:
+    """Check, if a job saves distributed checkpoints, for the package without which megatron-core's writers hang.
+
+    Raises:
+        UserError: it is missing.
+    """
+    if save and find_spec("psutil") is None:
+        raise UserError(
+            "--save needs the package psutil, without which megatron-core's writers hang; run pip install psutil"
+        )

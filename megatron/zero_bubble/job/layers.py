@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.layout_string import layers_of, predictions_of
 
 
 def layout_text(layout: Sequence[int]) -> str:
@@ -61,13 +61,7 @@ def stage_layers(
     """
     num_stages, p = placement.num_stages, placement.num_ranks
     if layout is not None:
-        counts = tuple(stage.count("t") for stage in _unrolled(layout).split("|"))
-        if (len(counts), sum(counts)) != (num_stages, num_layers):
-            raise UserError(
-                f"--pipeline-model-parallel-layout has {len(counts)} stages and {sum(counts)} layers, but the job has "
-                f"{num_stages} stages and {num_layers} layers; change the layout or the job"
-            )
-        return counts
+        return layers_of(layout, num_stages, num_layers)
     given = {rank: count for rank, count in {0: first, p - 1: last}.items() if count is not None}
     left = num_layers + embedding + loss - sum(given.values())
     # Megatron divides layers as if stages were interleaved: stage s is on rank s % p.
@@ -76,6 +70,21 @@ def stage_layers(
     each[0] -= embedding
     each[-1] -= loss
     return tuple(each)
+
+
+def check_ends(first: int | None, last: int | None, num_chunks: int) -> None:
+    """Reject layers of the first or last pipeline rank that do not divide evenly over the stages of that rank.
+
+    Raises:
+        UserError: the flag, the values and the remedy.
+    """
+    for which, count in (("first", first), ("last", last)):
+        if count is not None and count % num_chunks:
+            raise UserError(
+                f"--decoder-{which}-pipeline-num-layers must be divisible by the number of stages per rank, got "
+                f"{count} layers and {num_chunks} stages; change it, give --pipeline-model-parallel-layout instead, or "
+                "take a schedule with one stage per rank"
+            )
 
 
 def job_layers(args: Any) -> tuple[int, ...]:
@@ -95,8 +104,8 @@ def job_layers(args: Any) -> tuple[int, ...]:
     )
 
 
-def _unrolled(layout: str) -> str:
-    """Expand repetitions in a layout: ``Et*2|(t|)*2L`` becomes ``Ett|t|t|L``."""
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        layout = re.sub(repeated, lambda match: match[1] * int(match[2]), layout.replace(",", ""))
-    return layout
+def job_predictions(args: Any) -> tuple[int, ...]:
+    """Return the layers of multi-token prediction per stage, from checked ``args``; by default the last has all."""
+    if args.pipeline_model_parallel_layout is not None:
+        return predictions_of(args.pipeline_model_parallel_layout)
+    return (*(0,) * (args.placement.num_stages - 1), getattr(args, "mtp_num_layers", None) or 0)

@@ -5,6 +5,7 @@ An option that a later Megatron adds counts as disabled where it is missing.
 
 from __future__ import annotations
 
+import argparse
 from typing import Any, NamedTuple
 
 from megatron.zero_bubble.errors import UserError
@@ -15,7 +16,8 @@ class _Option(NamedTuple):
 
     Attributes:
         allowed: the only supported value; None is supported too.
-        remedy: the remedy for another value; default: drop the flag with the option's name.
+        remedy: the remedy for another value; default: drop the flag.
+        spelled: the flag; default: that with the option's name.
         anywhere: whether the rule applies to every placement; False limits it to placements other than Megatron's.
         post_validation: whether the rule applies only with post-validation.
         slices: whether the rule applies only with sequence slices.
@@ -26,10 +28,16 @@ class _Option(NamedTuple):
     allowed: Any
     why: str
     remedy: str = ""
+    spelled: str = ""
     anywhere: bool = True
     post_validation: bool = False
     slices: bool = False
     vocabulary: bool = False
+
+    @property
+    def flag(self) -> str:
+        """The flag of Megatron-LM that sets the option."""
+        return self.spelled or f"--{self.name.replace('_', '-')}"
 
     @property
     def subject(self) -> str:
@@ -71,7 +79,7 @@ _OPTIONS = (
         "overlap_p2p_comm_warmup_flush",
         False,
         "the schedule decides which passes overlap with messages",
-        "drop --overlap-p2p-communication-warmup-flush",
+        spelled="--overlap-p2p-communication-warmup-flush",
     ),
     _Option("variable_seq_lengths", False, "receives are posted before the shape is known", "pad to --seq-length"),
     _Option("use_ring_exchange_p2p", False, "zero-bubble schedules post their own sends and receives"),
@@ -119,6 +127,35 @@ _OPTIONS = (
 )
 
 
+_BESIDE_THE_TABLE: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("--fp8-format", {"dest": "fp8"}),
+    ("--fp8-recipe", {"default": "delayed"}),
+    (
+        "--microbatch-group-size-per-virtual-pipeline-stage",
+        {"dest": "microbatch_group_size_per_vp_stage", "type": int},
+    ),
+)
+"""Flags of the other rules of ``check_options``, as arguments of ``add_argument``."""
+_COUNTS = ("mtp_num_layers",)
+"""Options whose only supported value, None, does not show that they are numbers."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that ``check_options`` reads, as Megatron-LM spells them, except those that the parser has."""
+    flags = {option.flag: _arguments(option) for option in reversed(_OPTIONS)} | dict(_BESIDE_THE_TABLE)
+    for flag, arguments in flags.items():
+        if flag not in parser._option_string_actions:
+            parser.add_argument(flag, **arguments)
+
+
+def _arguments(option: _Option) -> dict[str, Any]:
+    """Return the arguments of ``add_argument`` for an option, which by default has its allowed value."""
+    if isinstance(option.allowed, bool):
+        return {"dest": option.name, "action": "store_true"}
+    kind = int if option.name in _COUNTS else str if option.allowed is None else type(option.allowed)
+    return {"dest": option.name, "type": kind, "default": option.allowed}
+
+
 def check_options(
     values: Any, in_place: bool = True, post_validation: bool = False, num_slices: int = 1, vocabulary: bool = False
 ) -> None:
@@ -145,7 +182,7 @@ def check_options(
         if applies and value not in (option.allowed, None):
             raise UserError(
                 f"{option.subject} need {option.name}={option.allowed!r}, because {option.why}; got {value!r}; "
-                + (option.remedy or f"drop --{option.name.replace('_', '-')}")
+                + (option.remedy or f"drop {option.flag}")
             )
     recipe = getattr(values, "fp8_recipe", None)
     if post_validation and getattr(values, "fp8", None) and getattr(recipe, "value", recipe) == "delayed":

@@ -34,11 +34,13 @@ class Job:
         options: the parsed ``--zero-bubble-*`` flags.
         under_launcher: whether Megatron-LM's own training loop runs.
         shows_stock_passes: whether the passes of Megatron's own 1F1B can be observed if no schedule is selected.
+        train_iters: the last iteration of the run; None if it is not known yet.
     """
 
     options: argparse.Namespace
     under_launcher: bool = False
     shows_stock_passes: bool = False
+    train_iters: int | None = None
 
     @property
     def schedule(self) -> str:
@@ -54,6 +56,11 @@ class Job:
     def plans(self) -> bool:
         """Whether the schedule is planned during the run."""
         return self.options.zero_bubble_schedule == AUTO
+
+    @property
+    def first_recorded(self) -> int:
+        """The first of the iterations that ``--zero-bubble-trace-iterations`` lists; 0 without the flag."""
+        return min((some[0] for some in self.options.zero_bubble_trace_iterations or ()), default=0)
 
 
 class _Rule(NamedTuple):
@@ -175,6 +182,12 @@ _RULES = (
         "has no effect without --zero-bubble-trace or --zero-bubble-record-costs; give --zero-bubble-trace DIR",
     ),
     _Rule(
+        ("trace-iterations",),
+        lambda job: job.train_iters is None or job.first_recorded <= job.train_iters,
+        "lists no iteration of the run, which begins with 1 and ends with {last}; list earlier ones, or raise "
+        "--train-iters",
+    ),
+    _Rule(
         ("wgrad-stream",),
         lambda job: not (records(job.options) or job.options.zero_bubble_log_bubble),
         "hides W passes from --zero-bubble-trace, --zero-bubble-record-costs and --zero-bubble-log-bubble, which time "
@@ -195,7 +208,8 @@ def check_flags(job: Job) -> None:
         for flag in rule.flags:
             value = getattr(job.options, "zero_bubble_" + flag.replace("-", "_"))
             if value is not None and not rule.applies(job):
-                raise UserError(f"{_spelled(flag, value)} {rule.otherwise.format(schedule=job.schedule)}")
+                text = rule.otherwise.format(schedule=job.schedule, last=job.train_iters)
+                raise UserError(f"{_spelled(flag, value)} {text}")
 
 
 def _spelled(flag: str, value: object) -> str:

@@ -7,6 +7,11 @@ from megatron.zero_bubble.ir import Kind, Placement, Schedule
 from megatron.zero_bubble.ir.passes import VOCABULARY
 
 
+def is_megatrons_own(placement: Placement) -> bool:
+    """Whether every stage is on the rank where Megatron would put it."""
+    return all(rank == stage % placement.num_ranks for stage, rank in enumerate(placement.stage_to_rank))
+
+
 def check_placement(placement: Placement, num_ranks: int) -> None:
     """Reject placements that Megatron cannot be made to support.
 
@@ -47,10 +52,18 @@ def check_runnable(schedule: Schedule, num_ranks: int, num_microbatches: int) ->
             f"microbatches, but the job runs {num_ranks} pipeline ranks and {num_microbatches} microbatches "
             "(global batch size / micro batch size / data-parallel size); plan the schedule for these numbers"
         )
-    placement = schedule.placement
-    check_placement(placement, schedule.num_ranks)
+    check_trainable(schedule)
+
+
+def check_trainable(schedule: Schedule) -> None:
+    """Reject a schedule that no Megatron model can run, whatever its size.
+
+    Raises:
+        UserError: the rule, the values and the remedy.
+    """
+    check_placement(schedule.placement, schedule.num_ranks)
     _check_vocabulary(schedule)
-    for stage, rank in enumerate(placement.stage_to_rank):
+    for stage, rank in enumerate(schedule.placement.stage_to_rank):
         row = [p for p in schedule.order[rank] if p.stage == stage]
         forward = [(p.microbatch, p.slice) for p in row if p.kind is Kind.F]
         if forward != sorted(forward):

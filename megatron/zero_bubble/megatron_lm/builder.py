@@ -16,11 +16,11 @@ from megatron.zero_bubble.adapter.placement import (
     embedding_ranks,
     group_as,
     groups_as,
-    is_megatrons_own,
     megatron_rank,
 )
 from megatron.zero_bubble.adapter.vocabulary.shards import shard_vocabulary
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.runnable import is_megatrons_own
 
 
 def grouping_ends(initialize: Callable[..., None], placement: Placement) -> Callable[..., None]:

@@ -1,38 +1,44 @@
-"""Check from the flags of a Megatron-LM job that the job and its zero-bubble schedule fit each other."""
+"""Check from the flags of a Megatron-LM job that the job and its zero-bubble schedule fit each other.
+
+A run calls ``configure`` before Megatron validates the flags and ``check`` after that; the dry run calls both on the
+flags as they are given. ``of_version.py`` has the rules that depend on the installed Megatron.
+"""
 
 from __future__ import annotations
 
 import argparse
-import os
+from collections.abc import Sequence
 from typing import Any
 
-import megatron.core
-from megatron.core.transformer import pipeline_parallel_layer_layout
-
-from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
+from megatron.zero_bubble.job.installed import check_writer
+from megatron.zero_bubble.job.layers import check_ends
+from megatron.zero_bubble.job.layout_string import check_layout, read_layout
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
+from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.job.stages import place_stages
-from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
-from megatron.zero_bubble.patching.seams import installed_seams
+from megatron.zero_bubble.megatron_lm.batches import check_batch_size
 
 
 def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, ScheduleSource]:
     """Build our configuration before Megatron validates the job's flags, and set the job's number of stages per rank.
 
     Raises:
-        UserError: mutually exclusive flags, no pipeline, or a number of stages that the schedule does not have.
+        UserError: mutually exclusive flags, no pipeline, a number of stages that the schedule does not have, a layout
+            or an option of the job that does not work.
     """
-    _check_hybrid(args)
-    check_flags(Job(options, under_launcher=True))
-    ranks, asked = args.pipeline_model_parallel_size, _chunks_of_job(args)
+    check_hybrid(args)
+    check_flags(Job(options, under_launcher=True, train_iters=getattr(args, "train_iters", None)))
+    check_batch_size(args)
+    ranks, asked = args.pipeline_model_parallel_size, chunks_of_job(args)
     config, source = place_stages(options, args, asked, peer_timeout_s=60.0 * args.distributed_timeout_minutes)
     placement = source.placement
     if placement.stage_to_rank[:ranks] != tuple(range(ranks)):
@@ -40,42 +46,48 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
             f"Megatron-LM needs stages 0 to {ranks - 1} on ranks 0 to {ranks - 1}, in this order; the schedule has "
             f"them on ranks {list(placement.stage_to_rank[:ranks])}; choose another schedule"
         )
+    _check_options(args, options, source)  # before Megatron changes the options or rejects their combination
     chunks = placement.num_stages // ranks
+    check_ends(args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers, chunks)
+    layout = getattr(args, "pipeline_model_parallel_layout", None)
+    if layout is not None:
+        check_layout(layout, ranks, _layers_of(args), placement.num_stages, args.mtp_num_layers or 0)
     if asked is None:
         _ask_for(chunks, placement, args)
     return config, source
 
 
-def check(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
+def check(args: Any, options: argparse.Namespace, source: ScheduleSource, num_microbatches: Sequence[int]) -> None:
     """Reject options of the job, whose flags are now validated, that the schedule does not support.
+
+    Args:
+        num_microbatches: the numbers of microbatches that a data-parallel rank may run.
 
     Raises:
         UserError: an unsupported option; the message has the rule, the value and the remedy.
     """
-    placement = source.placement
-    own = is_megatrons_own(placement)
-    check_options(args, own, bool(options.zero_bubble_post_validation))
-    check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches(args), args)
+    _check_options(args, options, source)
+    check_schedule(options, source, args.pipeline_model_parallel_size, num_microbatches, args)
     _check_weight_shards(args)
     if options.zero_bubble_shard_weights:
         check_shards(args)
-    ends_meet = placement.stage_to_rank[0] == placement.stage_to_rank[-1]
-    tied = not args.untie_embeddings_and_output_weights
-    if ends_meet and tied and args.load and not installed_seams().loads_both_ends:
-        raise UserError(
-            f"megatron-core {megatron.core.__version__} cannot load a checkpoint if one rank holds both ends of a tied "
-            "embedding, as under this schedule; use Megatron-LM core_r0.15 or newer, a schedule with one stage per "
-            "rank, or --untie-embeddings-and-output-weights"
-        )
-    if not own and (args.save or args.load) and args.ckpt_format == "torch":
+    if not is_megatrons_own(source.placement) and (args.save or args.load) and args.ckpt_format == "torch":
         raise UserError(
             "--ckpt-format torch stores checkpoints by rank, and this schedule has its stages on other ranks than "
             "Megatron's schedules; use --ckpt-format torch_dist"
         )
+    if args.ckpt_format != "torch":
+        check_writer(args.save)
 
 
-def check_offload(args: Any, config: ZeroBubbleConfig, source: ScheduleSource) -> None:
+def check_offload(
+    args: Any, config: ZeroBubbleConfig, source: ScheduleSource, num_microbatches: int, node_size: int
+) -> None:
     """Check the limit of host memory, if there is one, against an estimate for equally many layers per stage.
+
+    Args:
+        num_microbatches: the largest number in an iteration.
+        node_size: processes per node.
 
     Raises:
         UserError: a rank needs more.
@@ -84,9 +96,12 @@ def check_offload(args: Any, config: ZeroBubbleConfig, source: ScheduleSource) -
     if config.host_memory is None or select is None:
         return
     layers = (args.num_layers // source.placement.num_stages,) * source.placement.num_stages
-    schedule = source.make(max(in_training(args)))
-    node_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
-    check_host_memory(args, layers, config.host_memory, schedule, select, node_size)
+    check_host_memory(args, layers, config.host_memory, source.make(num_microbatches), select, node_size)
+
+
+def _check_options(args: Any, options: argparse.Namespace, source: ScheduleSource) -> None:
+    own, divides = is_megatrons_own(source.placement), source.vocabulary is not None
+    check_options(args, own, bool(options.zero_bubble_post_validation), vocabulary=divides)
 
 
 def _check_weight_shards(args: Any) -> None:
@@ -103,20 +118,56 @@ def _check_weight_shards(args: Any) -> None:
             )
 
 
-def _chunks_of_job(args: Any) -> int | None:
-    """Stages per rank that the job's flags set; None if they set none."""
+def chunks_of_job(args: Any) -> int | None:
+    """Return the stages per rank that the job's flags set; None if they set none.
+
+    Raises:
+        UserError: layers per stage that the layers do not divide into.
+    """
     if args.num_virtual_stages_per_pipeline_rank is not None:
         return int(args.num_virtual_stages_per_pipeline_rank)
     ranks = args.pipeline_model_parallel_size
     if getattr(args, "pipeline_model_parallel_layout", None) is not None:
-        layout = pipeline_parallel_layer_layout.PipelineParallelLayerLayout
-        return int(layout.get_num_stages_from_str(args.pipeline_model_parallel_layout)) // ranks
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        return _counted_layers(args) // ranks // int(args.num_layers_per_virtual_pipeline_stage)
-    return None
+        stages = len(read_layout(args.pipeline_model_parallel_layout))
+        if stages % ranks:
+            raise UserError(
+                "--pipeline-model-parallel-layout must have equally many stages on every pipeline rank, got "
+                f"{stages} stages and {ranks} ranks; change the layout or --pipeline-model-parallel-size"
+            )
+        return stages // ranks
+    if (each := args.num_layers_per_virtual_pipeline_stage) is None:
+        return None
+    for which in ("first", "last"):
+        if (count := getattr(args, f"decoder_{which}_pipeline_num_layers")) is not None:
+            raise UserError(
+                "--num-layers-per-virtual-pipeline-stage needs equally many layers on every rank, got "
+                f"--decoder-{which}-pipeline-num-layers {count}; give --num-virtual-stages-per-pipeline-rank instead"
+            )
+    if each < 1 or _counted_layers(args) % (ranks * each):
+        raise UserError(
+            "--num-layers must be divisible by --pipeline-model-parallel-size * "
+            f"--num-layers-per-virtual-pipeline-stage, got {_counted_layers(args)} and {ranks} * {each}; change one of "
+            "them"
+        )
+    return _counted_layers(args) // ranks // int(each)
 
 
-def _check_hybrid(args: Any) -> None:
+def check_format(options: argparse.Namespace, file: str | None) -> None:
+    """Reject a schedule for a job whose options are in a file (``--yaml-cfg``), which is not read here.
+
+    Raises:
+        UserError: both are given.
+    """
+    if has_schedule(options) and file is not None:
+        raise UserError("--yaml-cfg is not supported with a zero-bubble schedule; give the options as flags instead")
+
+
+def check_hybrid(args: Any) -> None:
+    """Reject a schedule for a hybrid model.
+
+    Raises:
+        UserError: the job has a pattern of layer types.
+    """
     pattern = getattr(args, "hybrid_layer_pattern", None) or getattr(args, "hybrid_override_pattern", None)
     if pattern is not None:
         raise UserError(
@@ -148,7 +199,11 @@ def _ask_for(chunks: int, placement: Placement, args: Any) -> None:
 
 
 def _counted_layers(args: Any) -> int:
+    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
+    return _layers_of(args) + bool(embedding) + bool(loss)
+
+
+def _layers_of(args: Any) -> int:
     if args.num_layers is None:
         raise UserError("zero-bubble schedules need --num-layers, got none; train a model with one stack of layers")
-    embedding, loss = args.account_for_embedding_in_pipeline_split, args.account_for_loss_in_pipeline_split
-    return int(args.num_layers) + bool(embedding) + bool(loss)
+    return int(args.num_layers)

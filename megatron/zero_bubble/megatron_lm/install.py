@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
 import megatron.core
 
-from megatron.zero_bubble.adapter.placement import is_megatrons_own
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.job.post_validation import forecast
+from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.megatron_lm import checks as job_checks
-from megatron.zero_bubble.megatron_lm.batches import in_training
+from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
 from megatron.zero_bubble.megatron_lm.builder import Builder, grouping_ends
 from megatron.zero_bubble.megatron_lm.data import check_data
 from megatron.zero_bubble.megatron_lm.meeting import Meeting
+from megatron.zero_bubble.megatron_lm.of_version import check_loading, has_ramps
 from megatron.zero_bubble.megatron_lm.post_validation import JobSteps, barriers
 from megatron.zero_bubble.megatron_lm.shards import JobShards, reads_weights
 from megatron.zero_bubble.megatron_lm.trace import JobTrace
@@ -119,8 +121,11 @@ def _validated(
     def validate(args: Any, *defaults: Any, **more_defaults: Any) -> Any:
         config, source = job_checks.configure(args, options)
         validated = validate_args(args, *defaults, **more_defaults)
-        job_checks.check(args, options, source)
-        job_checks.check_offload(args, config, source)
+        job_checks.check(args, options, source, num_microbatches(args, has_ramps()))
+        check_loading(args, source.placement)
+        if config.host_memory is not None:
+            node_size = int(os.environ.get("LOCAL_WORLD_SIZE", args.world_size))
+            job_checks.check_offload(args, config, source, max(in_training(args, has_ramps())), node_size)
         with meeting.reporting():
             check_data(args)
         bubble = JobBubble(args) if options.zero_bubble_log_bubble else None
@@ -175,7 +180,7 @@ def _put_in_force(
     if readers:
         say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")
     if config.post_validation:
-        say(forecast(source, in_training(args)[-1]))
+        say(forecast(source, in_training(args, has_ramps())[-1]))
         if waits := barriers(args, placement.stage_to_rank[0] == placement.stage_to_rank[-1]):
             say(f"post-validation gains less, because ranks wait for each other in every iteration: {', '.join(waits)}")
 

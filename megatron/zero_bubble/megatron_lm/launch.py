@@ -24,6 +24,7 @@ from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserEr
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, parse_ours
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.rules import Job, check_flags
+from megatron.zero_bubble.megatron_lm.checks import check_format
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ def _join(ending: _Ending) -> None:
     sys.argv[1:] = arguments
     for line in rewritten:
         _say(line)
-    if has_schedule(options) and _value_of("--yaml-cfg", arguments) is not None:
-        raise UserError("--yaml-cfg is not supported with a zero-bubble schedule; give the options as flags instead")
+    check_format(options, _value_of("--yaml-cfg", arguments))
     check_installed("torch")  # megatron.core comes from the checkout
     check_flags(Job(options, under_launcher=True))
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)

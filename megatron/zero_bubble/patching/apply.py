@@ -17,13 +17,14 @@ from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
 from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.adapter.placement import add_tied_gradients, is_megatrons_own, last_stage_of
+from megatron.zero_bubble.adapter.placement import add_tied_gradients, last_stage_of
 from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
 from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
+from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder

@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import add_flags
+from megatron.zero_bubble.job.options import add_options
 from megatron.zero_bubble.training.argument_group import Group
 from megatron.zero_bubble.training.config_file import config_tokens
 from megatron.zero_bubble.training.model_arguments import (
@@ -23,6 +24,14 @@ from megatron.zero_bubble.training.model_arguments import (
     add_precision,
     add_recompute,
 )
+
+_MEGATRONS_NAMES = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
+}
+"""Names that Megatron-LM has for values of flags, before it converts them to those of megatron-core."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -58,7 +67,8 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     Values that only Megatron-LM supports, such as its other tokenizers, are accepted unchecked.
 
     Returns:
-        the flags that this program has too, and the names of all other flags.
+        the flags that this program or its rules know, those of the pipeline under Megatron-LM's names as well; and the
+        names of all other flags.
 
     Raises:
         UserError: values of the wrong type, or invalid zero-bubble flags.
@@ -67,15 +77,24 @@ def parse_megatron(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, 
     for action in parser._actions:
         if not action.dest.startswith("zero_bubble"):
             action.choices = None
+        if action.dest == "moe_router_load_balancing_type":
+            action.nargs = "+"
     parser.set_defaults(tokenizer_type=None)
-    parser.add_argument("--context-parallel-size", type=int, default=1)
-    parser.add_argument("--num-layers-per-virtual-pipeline-stage", type=int)
-    parser.add_argument("--use-tp-pp-dp-mapping", action="store_true")
+    add = parser.add_argument
+    add("--context-parallel-size", type=int, default=1)
+    add("--use-tp-pp-dp-mapping", action="store_true")
+    for flag in ("--num-layers-per-virtual-pipeline-stage", "--eval-global-batch-size", "--eval-micro-batch-size"):
+        add(flag, type=int)
+    for flag in ("--step-batch-size-schedule", "--hybrid-layer-pattern", "--hybrid-override-pattern", "--yaml-cfg"):
+        add(flag)
+    for kind in ("", "expert-"):  # without the flag, Megatron sets the only number that works
+        add(f"--{kind}tensor-parallel-num-weight-shards", type=int, default=argparse.SUPPRESS)
+    add_options(parser)
     args, others = parser.parse_known_args(argv)
-    each = args.num_layers_per_virtual_pipeline_stage
-    if each and args.num_layers:
-        stages = args.num_layers // each
-        args.virtual_pipeline_model_parallel_size = stages // args.pipeline_model_parallel_size
+    for ours, megatrons in _MEGATRONS_NAMES.items():
+        setattr(args, megatrons, getattr(args, ours))
+    if args.expert_tensor_parallel_size is None:
+        args.expert_tensor_parallel_size = args.tensor_model_parallel_size
     unread = [token.partition("=")[0] for token in others if token.startswith("--")]
     return args, tuple(unread if args.config is None else ["--config", *unread])
 

@@ -16,7 +16,9 @@ from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.job.document_splits import NAMES, check_divided, check_whole
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
-from megatron.zero_bubble.job.layers import job_layers
+from megatron.zero_bubble.job.installed import check_writer
+from megatron.zero_bubble.job.layers import check_ends, job_layers
+from megatron.zero_bubble.job.layout_string import check_layout as check_layout_string
 from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.job.stages import place_stages
@@ -48,16 +50,25 @@ def check(args: argparse.Namespace, world_size: int, node_size: int | None = Non
     _check_host_memory(args, node_size or world_size)
 
 
-def check_layout(
-    args: argparse.Namespace,
-    world_size: int,
-    required: tuple[str, ...] = _REQUIRED[:5],
-    under_launcher: bool = False,
-) -> None:
-    """Check the rules on the model's layout and schedule, which also apply to jobs that run Megatron-LM's script."""
+def check_layout(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
+    """Check the rules on the model's layout and schedule."""
+    check_sizes(args, world_size, required)
+    _check_schedule(args)
+    args.batch_sizes = BatchSizes.from_arguments(args)
+    check_model(args, world_size)
+
+
+def check_sizes(args: argparse.Namespace, world_size: int, required: tuple[str, ...] = _REQUIRED[:5]) -> None:
+    """Check the parallel sizes, also of jobs that run Megatron-LM's script."""
     _check_required(args, required)
     _check_parallel_sizes(args, world_size)
-    _check_schedule(args, under_launcher)
+
+
+def check_model(args: argparse.Namespace, world_size: int) -> None:
+    """Check the model, the batch sizes and the schedule for them, also of jobs that run Megatron-LM's script.
+
+    The stages of the job are placed (``args.placement``, ``args.source``), and its batch sizes known.
+    """
     _check_layers(args)
     _check_widths(args)
     _check_batch_sizes(args)
@@ -131,12 +142,16 @@ def _check_layers(args: argparse.Namespace) -> None:
             "--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers must be positive and need 2 or "
             f"more pipeline ranks, got {given}; drop them or change --pipeline-model-parallel-size"
         )
-    if args.pipeline_model_parallel_layout is not None:
-        return  # megatron-core checks it
+    if (layout := args.pipeline_model_parallel_layout) is not None:
+        predictions = args.mtp_num_layers or 0 if hasattr(args, "mtp_num_layers") else None  # only in Megatron-LM
+        ranks = args.pipeline_model_parallel_size
+        check_layout_string(layout, ranks, args.num_layers, args.placement.num_stages, predictions)
+        return
+    check_ends(*of_ends, chunks or 1)
     counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
     ranks, each = args.pipeline_model_parallel_size - len(given), chunks or 1
     layers = args.num_layers + counted - sum(given)
-    even = all(count % each == 0 for count in given) and (layers % (ranks * each) == 0 if ranks else layers == 0)
+    even = layers % (ranks * each) == 0 if ranks else layers == 0
     if even and layers >= ranks * each:
         return
     if not given and not counted and has_schedule(args):
@@ -179,7 +194,6 @@ def _check_widths(args: argparse.Namespace) -> None:
 
 
 def _check_batch_sizes(args: argparse.Namespace) -> None:
-    args.batch_sizes = BatchSizes.from_arguments(args)
     args.global_batch_size = args.batch_sizes.final
     if args.zero_bubble_balance_microbatches:
         _check_documents(args)
@@ -341,10 +355,7 @@ def _check_splits(args: argparse.Namespace) -> None:
 
 
 def _check_packages(args: argparse.Namespace) -> None:
-    if args.save and find_spec("psutil") is None:
-        raise UserError(
-            "--save needs the package psutil, without which megatron-core's writers hang; run pip install psutil"
-        )
+    check_writer(args.save)
     if args.transformer_impl == "transformer_engine" and find_spec("transformer_engine") is None:
         raise UserError(
             "--transformer-impl transformer_engine needs the package transformer_engine, which is not installed; "
@@ -363,9 +374,10 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} must name a directory, got {directory}, which is a file; give another path")
 
 
-def _check_schedule(args: argparse.Namespace, under_launcher: bool) -> None:
+def _check_schedule(args: argparse.Namespace) -> None:
     chunks = args.virtual_pipeline_model_parallel_size
-    check_flags(Job(args, under_launcher, args.pipeline_model_parallel_size > 1 and chunks is None))
+    shows_stock = args.pipeline_model_parallel_size > 1 and chunks is None
+    check_flags(Job(args, shows_stock_passes=shows_stock, train_iters=args.train_iters))
     check_costs_file(args)
     file = args.zero_bubble_schedule_file
     if file and not Path(file).is_file():

@@ -1,7 +1,9 @@
-"""A subset of Megatron's flags, including those for pipelines."""
+"""A subset of Megatron's flags: those for pipelines, and those that zero-bubble schedules do not support."""
 
 import argparse
 from typing import Any
+
+from megatron.zero_bubble.job.options import add_options
 
 _NUMBERS = {
     "pipeline-model-parallel-size": 1,
@@ -10,7 +12,6 @@ _NUMBERS = {
     "num-virtual-stages-per-pipeline-rank": None,
     "decoder-first-pipeline-num-layers": None,
     "decoder-last-pipeline-num-layers": None,
-    "mtp-num-layers": None,
     "tensor-model-parallel-size": 1,
     "expert-tensor-parallel-size": None,
     "tensor-parallel-num-weight-shards": None,
@@ -19,11 +20,14 @@ _NUMBERS = {
     "micro-batch-size": 1,
     "global-batch-size": 6,
     "eval-iters": 1,
-    "microbatch-group-size-per-virtual-pipeline-stage": None,
+    "train-iters": 10,
+    "save-interval": None,
+    "seq-length": 32,
+    "data-parallel-size": 1,
 }
 _SWITCHES = (
-    "delay-wgrad-compute",
-    "use-megatron-fsdp",
+    "sequence-parallel",
+    "use-distributed-optimizer",
     "account-for-embedding-in-pipeline-split",
     "untie-embeddings-and-output-weights",
 )
@@ -40,6 +44,9 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
     parser.add_argument("--ckpt-format", default="torch_dist")
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
     parser.add_argument("--no-overlap-p2p-communication", action="store_false", dest="overlap_p2p_comm")
+    for name in ("step-batch-size-schedule", "moe-router-load-balancing-type"):
+        parser.add_argument(f"--{name}")
+    add_options(parser)
     return parser
 
 
@@ -50,8 +57,6 @@ def parse_args() -> argparse.Namespace:
 
 def validate_args(args: Any, defaults: Any = {}) -> Any:  # noqa: B006 (as upstream)
     """Derive values from other flags, e.g. the number of stages per rank, as upstream does."""
-    args.data_parallel_size = 1
-    args.microbatch_group_size_per_vp_stage = args.microbatch_group_size_per_virtual_pipeline_stage
     args.virtual_pipeline_model_parallel_size = args.num_virtual_stages_per_pipeline_rank
     args.expert_tensor_parallel_size = args.expert_tensor_parallel_size or args.tensor_model_parallel_size
     # Since 0.19: the default is one shard per rank.

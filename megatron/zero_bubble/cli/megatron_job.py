@@ -1,0 +1,91 @@
+"""Check the flags of a job that runs Megatron-LM's script, without starting it, in the order of the run."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.layers import layout_text
+from megatron.zero_bubble.job.layout_string import read_hybrid
+from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags
+from megatron.zero_bubble.megatron_lm import checks
+from megatron.zero_bubble.megatron_lm.batches import in_training, job_batches, num_microbatches
+from megatron.zero_bubble.megatron_lm.fork_flags import modernize
+
+
+class MegatronJob(NamedTuple):
+    """A checked job.
+
+    Attributes:
+        args: the flags that this package knows, with the placement and the batch sizes that follow from them.
+        unread: the flags that only Megatron-LM knows.
+        replaced: one sentence per flag of the authors' fork that the launcher replaces or drops.
+    """
+
+    args: argparse.Namespace
+    unread: tuple[str, ...]
+    replaced: tuple[str, ...]
+
+
+def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -> MegatronJob:
+    """Parse and check the flags of the script.
+
+    Args:
+        world_size: processes of the job.
+        node_size: processes per node.
+
+    Raises:
+        UserError: the error that a run with these flags ends with.
+    """
+    from megatron.zero_bubble.training.arguments import parse_megatron
+    from megatron.zero_bubble.training.checks import check_model, check_sizes
+
+    arguments, replaced = modernize(argv)
+    args, unread = parse_megatron(arguments)
+    checks.check_format(args, args.yaml_cfg)
+    check_flags(Job(args, under_launcher=True, train_iters=args.train_iters))
+    if has_schedule(args):
+        checks.check_hybrid(args)
+    _read_pattern(args)
+    check_sizes(args, world_size)
+    _place(args)
+    args.batch_sizes = job_batches(args)
+    check_model(args, world_size)
+    if args.source is not None:
+        checks.check(args, args, args.source, num_microbatches(args))
+        checks.check_offload(args, args.zero_bubble, args.source, max(in_training(args)), node_size)
+    return MegatronJob(args, unread, tuple(replaced))
+
+
+def _read_pattern(args: argparse.Namespace) -> None:
+    """Convert the pattern of a hybrid model to a number of layers and, where it divides them, to a layout."""
+    pattern = args.hybrid_layer_pattern or args.hybrid_override_pattern
+    if pattern is None:
+        return
+    stages, predictions = read_hybrid(pattern)
+    counts = [len(stage) for stage in stages]
+    args.num_layers, args.mtp_num_layers = sum(counts), predictions or args.mtp_num_layers
+    if len(counts) > 1:
+        args.pipeline_model_parallel_layout = layout_text(counts)[:-1] + "m" * predictions + "L"
+
+
+def _place(args: argparse.Namespace) -> None:
+    """Set the placement of the stages, as the launcher or else Megatron does."""
+    if has_schedule(args):
+        check_costs_file(args)
+        args.zero_bubble, args.source = checks.configure(args, args)
+        args.placement = args.source.placement
+    else:
+        ranks, chunks = args.pipeline_model_parallel_size, checks.chunks_of_job(args) or 1
+        if chunks > 1 and ranks == 1:
+            raise UserError(
+                f"several stages per pipeline rank need 2 or more pipeline ranks, got {chunks} stages and 1 rank; drop "
+                "the flag or raise --pipeline-model-parallel-size"
+            )
+        args.source, args.placement = None, Placement.interleaved(ranks, max(1, chunks))
+    chunks = args.placement.num_stages // args.placement.num_ranks
+    args.virtual_pipeline_model_parallel_size = chunks if chunks > 1 else None

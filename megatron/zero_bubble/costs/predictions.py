@@ -1,0 +1,63 @@
+"""Estimates for multi-token prediction: a projection and a transformer layer, and the output layer once more.
+
+Each of its layers concatenates the hidden states with the embedding of the next token and projects them back to the
+hidden size. Megatron runs it on any of the last stages, with a copy of the embedding, and computes its logits and loss
+on the last stage (DeepSeek-V3, arXiv 2412.19437, section 2.2; ``megatron.core.transformer.multi_token_prediction``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.estimate import Device, Model, layer_costs
+from megatron.zero_bubble.costs.layers import Part
+from megatron.zero_bubble.costs.memory import HISTORY, MEMORY
+from megatron.zero_bubble.costs.passes import TIMES
+
+
+def prediction_parts(model: Model, device: Device) -> tuple[Part, Part]:
+    """Estimate one layer of multi-token prediction with its projection, and its output layer; ms and bytes."""
+    parts = layer_costs(replace(model, layers=(1,)), device)
+    layer, states = parts.layers[0], model.message_bytes
+    projection_ms = layer.wgrad_ms * 2 * model.hidden**2 / model.layer_weights  # W of a layer has no other operations
+    times = {name: getattr(layer, name) + projection_ms for name in TIMES}
+    shares = {
+        f"{name}_attention": getattr(layer, f"{name}_attention") * getattr(layer, f"{name}_ms") / times[f"{name}_ms"]
+        for name in ("forward", "backward")
+    }
+    # The projection's input is twice as wide as the hidden states; its W takes that and the gradient of its output.
+    kept = {"activation": layer.activation + 2 * states, "wgrad": layer.wgrad + 3 * states}
+    return replace(layer, **times, **shares, **kept), parts.loss
+
+
+def prediction_weights(model: Model, counts: Sequence[int]) -> tuple[float, ...]:
+    """Weights per stage (the part of one tensor-parallel rank) that ``counts`` layers of multi-token prediction add:
+    projections, layers and a copy of the embedding on a stage that does not have it.
+    """
+    each = model.layer_weights + 2 * model.hidden**2
+    copies = [model.vocabulary * model.hidden if count and stage else 0 for stage, count in enumerate(counts)]
+    return tuple((count * each + copy) / model.tensor_parallel for count, copy in zip(counts, copies, strict=True))
+
+
+def with_predictions(
+    costs: PassCosts, memory: PassMemory, counts: Sequence[int], layer: Part, head: Part
+) -> tuple[PassCosts, PassMemory]:
+    """Add ``counts`` layers of multi-token prediction per stage, and as many output layers on the last stage."""
+    last = len(counts) - 1
+    added = [(count, sum(counts) if stage == last else 0) for stage, count in enumerate(counts)]
+
+    def plus(amounts: tuple[float, ...], name: str) -> tuple[float, ...]:
+        of_layer, of_head = getattr(layer, name), getattr(head, name)
+        return tuple(own + n * of_layer + m * of_head for own, (n, m) in zip(amounts, added, strict=True))
+
+    forward, backward, wgrad = (plus(getattr(costs, name), name) for name in TIMES)
+    shares = []
+    for name, times in (("forward", forward), ("backward", backward)):
+        own, of_layer = getattr(costs, f"{name}_ms"), getattr(layer, f"{name}_ms") * getattr(layer, f"{name}_attention")
+        scores = zip(getattr(costs, f"{name}_attention"), own, counts, times, strict=True)
+        shares.append(tuple(min(1.0, (a * ms + n * of_layer) / new) if new else 0.0 for a, ms, n, new in scores))
+    own_costs = replace(costs, forward_ms=forward, backward_ms=backward, wgrad_ms=wgrad).with_attention(*shares)
+    activation, kept, history = (plus(getattr(memory, name), name) for name in (*MEMORY, HISTORY))
+    return own_costs, replace(memory, activation=activation, wgrad=kept, history=history)

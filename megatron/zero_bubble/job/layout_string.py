@@ -1,0 +1,132 @@
+"""Megatron's strings for what each stage holds, which the run, the dry run and the planner read with this one parser.
+
+``--pipeline-model-parallel-layout`` has the letters E (embedding), t (transformer layer), m (multi-token prediction)
+and L (output layer with the loss); ``--hybrid-layer-pattern`` has one letter per layer, by its type. The rules are
+those of ``megatron.core.transformer.pipeline_parallel_layer_layout``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from megatron.zero_bubble.errors import UserError
+
+FLAG = "--pipeline-model-parallel-layout"
+_LETTERS = {
+    "E": "embedding",
+    "t": "transformer layer",
+    "m": "multi-token prediction",
+    "L": "output layer with the loss",
+}
+_HYBRID = {
+    "M": "Mamba",
+    "G": "gated delta net",
+    "*": "attention",
+    "D": "sparse attention",
+    "+": "latent attention",
+    "-": "MLP",
+    "E": "experts",
+}
+_ENDS = (("E", "embedding", 0, "first", "in front"), ("L", "output layer with the loss", -1, "last", "at the end"))
+
+
+def read_layout(text: str) -> tuple[str, ...]:
+    """Return the letters of every stage, without repetitions: ``Et*2|(t|)*2L`` is ``Ett``, ``t``, ``t``, ``L``.
+
+    Raises:
+        UserError: a letter that has no meaning.
+    """
+    unrolled = text.replace(",", "")
+    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
+        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+    stages = tuple(unrolled.split("|"))
+    _check_letters(FLAG, text, stages, _LETTERS)
+    return stages
+
+
+def check_layout(text: str, num_ranks: int, num_layers: int, num_stages: int, num_predictions: int | None) -> None:
+    """Reject a layout that megatron-core would reject, or that is for another job.
+
+    Args:
+        num_predictions: layers of multi-token prediction (``--mtp-num-layers``), 0 for none; None in a program that
+            does not have them.
+
+    Raises:
+        UserError: the rule, the values and the remedy.
+    """
+    stages = read_layout(text)
+    letters = "".join(stages)
+    for letter, what, end, where, place in _ENDS:
+        if letters.count(letter) != 1 or letters[end] != letter:
+            raise UserError(
+                f"the {where} letter of {FLAG} must be {letter}, the {what}, and there must be no other; got {text!r}; "
+                f"write {letter} once, {place}"
+            )
+    layers_of(text, num_stages, num_layers)
+    _check_predictions(text, stages, num_ranks, num_predictions)
+
+
+def _check_predictions(text: str, stages: Sequence[str], num_ranks: int, wanted: int | None) -> None:
+    found = [stage.count("m") for stage in stages]
+    if wanted is None and any(found):
+        raise UserError(
+            f"m in {FLAG} is multi-token prediction, which only Megatron-LM jobs have; got {text!r}; remove m, or run "
+            "Megatron-LM's script"
+        )
+    if sum(found) != (wanted or 0):
+        raise UserError(
+            f"{FLAG} must have one m per layer of multi-token prediction, got {sum(found)} in {text!r} and "
+            f"--mtp-num-layers {wanted or 0}; change either"
+        )
+    if any(found) and (max(found) != sum(found) or any(found[:-num_ranks])):
+        raise UserError(
+            f"all m of {FLAG} must be on one stage, and that must be the last stage of its rank; got {text!r}; move "
+            "them together, onto one of the last stages"
+        )
+    if any(found) and "t" in "".join(stages).partition("m")[2]:
+        raise UserError(f"each t of {FLAG} must precede every m; got {text!r}; move m behind the last t")
+
+
+def layers_of(text: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
+    """Return the number of transformer layers on every stage of a layout.
+
+    Raises:
+        UserError: the number of stages or layers differs from the job's, or a letter has no meaning.
+    """
+    counts = tuple(stage.count("t") for stage in read_layout(text))
+    if (len(counts), sum(counts)) != (num_stages, num_layers):
+        raise UserError(
+            f"{FLAG} has {len(counts)} stages and {sum(counts)} layers, but the job has {num_stages} stages and "
+            f"{num_layers} layers; change the layout or the job"
+        )
+    return counts
+
+
+def predictions_of(text: str) -> tuple[int, ...]:
+    """Return the number of layers of multi-token prediction on every stage of a layout."""
+    return tuple(stage.count("m") for stage in read_layout(text))
+
+
+def read_hybrid(text: str) -> tuple[tuple[str, ...], int]:
+    """Read a pattern of layer types such as ``M-M-|M*M-/MM``.
+
+    Returns:
+        the letters of each stage, or all of them if the pattern leaves the division to Megatron; and the number of
+        layers of multi-token prediction, whose own patterns follow after each ``/``.
+
+    Raises:
+        UserError: a letter that has no meaning.
+    """
+    layers, *predictions = text.split("/")
+    stages = tuple(layers.split("|"))
+    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), _HYBRID)
+    return stages, len(predictions)
+
+
+def _check_letters(flag: str, text: str, stages: Sequence[str], known: dict[str, str]) -> None:
+    if wrong := [letter for stage in stages for letter in stage if letter not in known]:
+        raise UserError(
+            f"{flag} has the invalid letter {wrong[0]!r} in {text!r}; use only "
+            f"{', '.join(f'{letter} ({what})' for letter, what in known.items())}, and | between stages"
+        )

@@ -1,0 +1,266 @@
+"""A dry run of a Megatron-LM job ends with the sentence with which the run ends, for every rule of every table."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.zero_bubble.__main__ import main
+from megatron.zero_bubble.job.flags import parse_ours
+from megatron.zero_bubble.job.options import _OPTIONS
+from megatron.zero_bubble.job.rules import _RULES
+from megatron.zero_bubble.megatron_lm import checks, fork_flags
+from tests.helpers.megatron_lm import BASE_FLAGS, VARIABLE, Checkout, checkouts, environment
+from tests.helpers.ranks import RankPool
+
+CHECKOUTS = checkouts()
+STAND_IN = Path(__file__).resolve().parents[1] / "helpers" / "stand_in"
+SHAPES = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 "
+    "--pipeline-model-parallel-size 2 --train-iters 10"
+).split()
+BATCH = ["--global-batch-size", "6"]
+H1, V = "--zero-bubble-schedule zb-h1", "--zero-bubble-schedule zb-v"
+LOOPED = "--zero-bubble-schedule interleaved-1f1b"
+VALUES = {
+    "cuda_graph_impl": "local",
+    "cpu_offloading_num_layers": "1",
+    "mtp_num_layers": "1",
+    "logits_save_dir": "x",
+    "logits_load_dir": "x",
+    "moe_routing_trace_path": "x",
+    "context_parallel_size": "2",
+    "experimental_attention_variant": "x",
+    "label_smoothing_factor": "0.1",
+}
+"""Unsupported values of the options that are not switches."""
+OUR_VALUES = {
+    "post-receives": "late", "nccl-ctas": "1", "offload": "all", "host-memory": "1GiB", "shard-transport": "on-demand",
+    "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
+    "vocabulary-parallel": "2", "placement": "vee", "memory-limit": "1p", "costs": "x", "rollback": "inverse",
+    "trace": "x", "record-costs": "x", "trace-iterations": "50-60",
+}  # fmt: skip
+"""Values of our own flags that are not switches."""
+JOBS_OF_RULES = (
+    "",
+    "",
+    H1,
+    H1,
+    H1,
+    H1,
+    H1,
+    "",
+    H1,
+    H1,
+    H1,
+    H1,
+    H1,
+    "",
+    "",
+    None,  # applies to scripts/pretrain_gpt.py only
+    H1,
+    f"{H1} --zero-bubble-trace x",
+    f"{H1} --zero-bubble-log-bubble",
+)
+"""Per rule of the table: a job without its flags in which it refuses them."""
+OTHERS = (
+    f"{H1} --hybrid-layer-pattern M-M*",
+    f"{H1} --yaml-cfg x.yaml",
+    f"{H1} --num-layers 6 --tensor-parallel-num-weight-shards 4",
+    f"{V} --save x --save-interval 5 --ckpt-format torch",
+    f"{V} --decoder-first-pipeline-num-layers 1",
+    f"{LOOPED} --decoder-last-pipeline-num-layers 3",
+    f"{LOOPED} --num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 2",
+    f"{LOOPED} --num-layers-per-virtual-pipeline-stage 3",
+    f"{LOOPED} --num-layers 5 --mtp-num-layers 1",
+    f"{H1} --pipeline-model-parallel-layout tt|tt",
+    f"{H1} --pipeline-model-parallel-layout Ett|ttx",
+    f"{H1} --pipeline-model-parallel-layout Ett|tttL",
+    f"{H1} --pipeline-model-parallel-layout Ett|ttL --mtp-num-layers 1",
+    f"{H1} --pipeline-model-parallel-layout Ett|ttmL",
+    f"{H1} --pipeline-model-parallel-layout Ett|t|tL",
+    f"{V} --pipeline-model-parallel-layout Ett|ttL",
+    f"{LOOPED} --microbatch-group-size-per-virtual-pipeline-stage 3 --num-virtual-stages-per-pipeline-rank 2",
+    f"{LOOPED} --no-overlap-p2p-communication",
+    f"{H1} --fp8-format hybrid --zero-bubble-post-validation",
+    "--zero-bubble-schedule seq-zb-h1 --moe-router-load-balancing-type seq_aux_loss",
+    f"{H1} --step-batch-size-schedule 1:4",
+    f"{H1} --zero-bubble-record-costs x --zero-bubble-schedule 1f1b",
+    "--zero-bubble-schedule zb-9",
+    "--zero-bubble-schedule-file nowhere.json",
+    f"{H1} --zero-bubble-schedule-file x",
+)
+"""Jobs that rules outside the tables refuse."""
+REFUSED_BY_MEGATRON = ("Megatron: SystemExit", "Megatron: AssertionError: world size")
+"""An unknown flag, or sizes that need more ranks."""
+NEED_NO_CASE = ("Megatron-LM needs stages 0 to", "zero-bubble schedules need --num-layers, got none")
+"""Begin of sentences for which there is no schedule by name, or that another rule precedes in a dry run."""
+
+
+def of_options() -> list[str]:
+    """One job per row of the table of options."""
+    jobs = []
+    for option in _OPTIONS:
+        schedule = H1 if option.anywhere else V
+        schedule += " --zero-bubble-post-validation" if option.post_validation else ""
+        schedule = "--zero-bubble-schedule seq-zb-h1" if option.slices else schedule
+        schedule += " --zero-bubble-vocabulary-parallel 2" if option.vocabulary else ""
+        value = "" if isinstance(option.allowed, bool) else VALUES[option.name]
+        jobs.append(f"{schedule} {option.flag} {value}")
+    return jobs
+
+
+def of_rules() -> list[str]:
+    """One job per flag of every row of the table of our flags."""
+    jobs = []
+    for rule, job in zip(_RULES, JOBS_OF_RULES, strict=True):
+        for flag in rule.flags if job is not None else ():
+            jobs.append(f"{job} --zero-bubble-{flag} {OUR_VALUES.get(flag, '')}")
+    return jobs
+
+
+def of_the_fork() -> list[str]:
+    """One job per flag of the authors' fork that has no equivalent."""
+    jobs = [f"{flag} 1" for flag in fork_flags._REFUSED] + list(fork_flags._REFUSED_SWITCHES)
+    return [*jobs, f"--enable-zero-bubble {H1}", "--enable-zero-bubble --zero-bubble-max-pending-backward x"]
+
+
+ALL = [*of_options(), *of_rules(), *of_the_fork(), *OTHERS]
+
+
+def sentences_of_runs(rank: int, jobs: Sequence[Sequence[str]]) -> list[str]:
+    """How runs of a stand-in for Megatron-LM's script end, in the order of the launcher's steps."""
+    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.job.rules import Job, check_flags
+    from megatron.zero_bubble.megatron_lm import install
+    from megatron.zero_bubble.megatron_lm.meeting import Meeting
+    from megatron.zero_bubble.patching.seams import installed_seams
+
+    sys.path.insert(0, str(STAND_IN))
+    try:
+        training = importlib.import_module("megatron.training.arguments")
+    finally:
+        sys.path.remove(str(STAND_IN))
+        for name in [name for name in sys.modules if name.startswith("megatron.training")]:
+            del sys.modules[name]
+    add_arguments = install._with_our_flags(training.add_megatron_arguments)
+    said = []
+    for job in jobs:
+        try:
+            arguments, _ = fork_flags.modernize(job)
+            options, _ = parse_ours(arguments)
+            checks.check_format(options, "x" if "--yaml-cfg" in arguments else None)
+            check_flags(Job(options, under_launcher=True))
+            args = add_arguments(argparse.ArgumentParser(allow_abbrev=False)).parse_args(arguments)
+            validate = install._validated(training.validate_args, options, installed_seams(), print, Meeting())
+            validate(args)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.fixture(scope="module")
+def of_runs(ranks: RankPool) -> dict[str, str]:
+    """The sentence of every job's run."""
+    jobs = [["--pipeline-model-parallel-size", "2", *job.split()] for job in ALL]
+    return dict(zip(ALL, ranks.run(1, sentences_of_runs, jobs)[0], strict=True))
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], job: str) -> str:
+    """The sentence of a job's dry run, or its report."""
+    own = ["--gpus-per-node", "4" if "context-parallel-size 2" in job else "2"]
+    shapes = SHAPES if "step-batch" in job else [*SHAPES, *BATCH]
+    code = main(["dry-run", *own, "--megatron-lm", "--", *shapes, *job.split()])
+    out, err = capsys.readouterr()
+    assert (code, bool(out), bool(err)) in ((0, True, False), (2, False, True))
+    return out or err.removeprefix("zero-bubble dry-run: ").removesuffix("\n")
+
+
+@pytest.mark.parametrize("job", ALL)
+def test_dry_run_ends_like_the_run(capsys: pytest.CaptureFixture[str], of_runs: dict[str, str], job: str) -> None:
+    assert dry_run(capsys, job) == of_runs[job]
+
+
+@pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of Megatron-LM")
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_dry_run_ends_like_the_run_of_a_checkout(capsys: pytest.CaptureFixture[str], checkout: Checkout) -> None:
+    """With Megatron's own parser and validation, as far as the version knows the flag and its sizes fit two ranks."""
+    base = BASE_FLAGS.replace("--global-batch-size 6", "").split()
+    base += ["--pipeline-model-parallel-size", "2", "--zero-bubble-device", "cpu"]
+    jobs = [[*base, *([] if "step-batch" in job else BATCH), *job.split()] for job in ALL]
+    script = [sys.executable, str(STAND_IN.parent / "refused_jobs.py"), str(checkout.path)]
+    done = subprocess.run(script, input=json.dumps(jobs), capture_output=True, text=True, env=environment(), check=True)
+    said = dict(zip(ALL, json.loads(done.stdout), strict=True))
+    unknown = [job for job in ALL if said[job].startswith(REFUSED_BY_MEGATRON)]
+    assert len(unknown) < len(ALL) / 3
+    for job in ALL:
+        assert job in unknown or dry_run(capsys, job) == said[job]
+
+
+def test_every_sentence_of_the_launchers_checks_has_a_job(of_runs: dict[str, str]) -> None:
+    said = " ".join(of_runs.values())
+    for node in ast.walk(ast.parse(inspect.getsource(checks))):
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "UserError":
+            texts = [part.value for part in ast.walk(node) if isinstance(part, ast.Constant)]
+            begin = next(text.strip() for text in texts if isinstance(text, str) and len(text) > 20)
+            assert begin in said or begin.startswith(NEED_NO_CASE), begin
+
+
+def test_steps_of_the_batch_size_are_proved(capsys: pytest.CaptureFixture[str]) -> None:
+    steps = ["--step-batch-size-schedule", "0:4 1M:16 2M:32"]
+    job = ["dry-run", "--gpus-per-node", "4", "--megatron-lm", "--", *SHAPES, *H1.split(), *steps]
+    assert main(job) == 0
+    out = capsys.readouterr().out
+    assert "zb-h1: 2 ranks, 16 microbatches" in out and "Proved free of deadlock for 2 to 16 microbatches" in out
+
+
+def test_job_without_a_batch_size_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    for schedule in ([], H1.split()):
+        assert main(["dry-run", "--gpus-per-node", "2", "--megatron-lm", "--", *SHAPES, *schedule]) == 2
+        assert "a job needs --global-batch-size, or --step-batch-size-schedule" in capsys.readouterr().err
+
+
+def test_flags_of_the_fork_are_replaced_as_in_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    out = dry_run(capsys, "--enable-zero-bubble --zero-bubble-max-pending-backward 4 --allow-padding-num-layers")
+    assert "zb-auto: 2 ranks" in out
+    assert "is replaced by --zero-bubble-schedule zb-auto --zero-bubble-memory-limit 2p.\n" in out
+    assert "--allow-padding-num-layers is no longer needed: " in out and "Not checked here" not in out
+
+
+def test_layers_per_stage_need_equal_ranks_without_a_schedule_too(capsys: pytest.CaptureFixture[str]) -> None:
+    uneven = "--num-layers-per-virtual-pipeline-stage 1 --decoder-last-pipeline-num-layers 2"
+    assert "got --decoder-last-pipeline-num-layers 2; give --num-virtual-stages-per" in dry_run(capsys, uneven)
+    ends = "--num-virtual-stages-per-pipeline-rank 2 --decoder-last-pipeline-num-layers 3"
+    assert dry_run(capsys, ends).startswith("--decoder-last-pipeline-num-layers must be divisible by the number of st")
+
+
+def test_layout_of_a_hybrid_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "has the invalid letter 't' in 'M*t'" in dry_run(capsys, "--hybrid-layer-pattern M*t")
+    looped = dry_run(capsys, "--hybrid-layer-pattern M-|M*|ME-|M-")
+    assert "0: embedding+2, 2: 3" in looped and "1: 2, 3: 2+loss" in looped
+    assert "Hybrid layers are not estimated" in looped
+
+
+def test_multi_token_prediction_has_costs(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its layer and the output layer, which runs twice, make the last rank the busiest."""
+    large = "--zero-bubble-schedule zb-h1 --hidden-size 1024 --seq-length 1024 --num-layers 8"
+    plain = dry_run(capsys, f"{large} --pipeline-model-parallel-layout Et*4|t*4L")
+    layout = dry_run(capsys, f"{large} --pipeline-model-parallel-layout Et*4|t*4mL --mtp-num-layers 1")
+    flag = dry_run(capsys, f"{large} --mtp-num-layers 1")
+    assert "1: 4+mtp+loss" in layout and "1: 4+mtp+loss" in flag and "1: 4+loss" in plain
+    length, longer = (float(re.search(r"microbatches, ([\d.,]+) ms", text)[1]) for text in (plain, flag))  # type: ignore[index]
+    assert longer > 1.2 * length
+    assert layout.split("Not checked")[0] == flag.split("Not checked")[0]
+    apart = dry_run(capsys, f"{large} --pipeline-model-parallel-layout Et*8mm|L --mtp-num-layers 2")
+    assert "0: embedding+8+2 mtp" in apart and "1: 0+loss" in apart

@@ -1,0 +1,73 @@
+"""How jobs of a Megatron-LM checkout end before training starts: its own parser and checks, with the launcher's.
+
+Run as a script, once per checkout: ``refused_jobs.py CHECKOUT < JOBS``, with a JSON list of lists of flags; it
+prints a JSON list with a sentence per job, "" for a job that would start, and "Megatron: ..." where Megatron itself
+refuses it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from typing import Any
+
+
+def main(checkout: str) -> None:
+    """Check the jobs from standard input."""
+    sys.path.insert(0, checkout)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    from megatron.zero_bubble.platforms import cpu, select
+    from megatron.zero_bubble.platforms.cpu.megatron_lm import JOB_POINTS
+
+    select("cpu")
+    cpu.install(JOB_POINTS)
+    answer, jobs = sys.stdout, json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        said = [_sentence(job) for job in jobs]
+    json.dump(said, answer)
+
+
+def _sentence(job: list[str]) -> str:
+    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.job.flags import parse_ours
+    from megatron.zero_bubble.job.rules import Job, check_flags
+    from megatron.zero_bubble.megatron_lm.checks import check_format
+    from megatron.zero_bubble.megatron_lm.fork_flags import modernize
+
+    os.environ["WORLD_SIZE"] = "4" if "--context-parallel-size" in job else "2"
+    try:
+        arguments, _ = modernize(job)
+        options, _ = parse_ours(arguments)
+        check_format(options, "x" if "--yaml-cfg" in arguments else None)
+        check_flags(Job(options, under_launcher=True))
+        _validate(arguments, options)
+    except UserError as error:
+        return str(error)
+    except (AssertionError, AttributeError, RuntimeError, SystemExit, TypeError, ValueError) as error:
+        return f"Megatron: {type(error).__name__}: {error}"
+    return ""
+
+
+def _validate(arguments: list[str], options: Any) -> None:
+    """Parse and validate the flags up to the point at which the schedule would be put in force."""
+    from megatron.training import arguments as megatron_arguments
+
+    from megatron.zero_bubble.megatron_lm import install
+    from megatron.zero_bubble.megatron_lm.meeting import Meeting
+    from megatron.zero_bubble.patching.seams import installed_seams
+
+    original, argv = megatron_arguments.add_megatron_arguments, sys.argv
+    megatron_arguments.add_megatron_arguments = install._with_our_flags(original)
+    sys.argv = ["job.py", *arguments]
+    try:
+        args = megatron_arguments.parse_args()
+        install._validated(megatron_arguments.validate_args, options, installed_seams(), print, Meeting())(args)
+    finally:
+        megatron_arguments.add_megatron_arguments, sys.argv = original, argv
+        install.revert()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
