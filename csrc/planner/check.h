@@ -55,6 +55,7 @@ inline Problem checked(Problem p) {
       require(fits, "successor and wgrad must be the inverse of source; code ", c, " feeds ", fed);
     }
   }
+  for (int s = 0; s < p.num_stages; ++s) p.may_fuse |= p.delta[3 * s + kBackward] > 0;
   const std::vector<int> begin = row_begins(p);
   for (int r = 0; r < p.num_ranks; ++r) require(begin[r] < begin[r + 1], "rank ", r, " must have a stage");
   return p;

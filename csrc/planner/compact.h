@@ -41,24 +41,35 @@ class Compactor {
       if (now < free_at[rank] || position[rank] == begin[rank + 1]) continue;
       const int head = rows[position[rank]];
       double soon = count[head] < arrived[head] ? arrivals[head * m + count[head]] : kNever;
-      if (delta[head] > 0 && kept[rank] + delta[head] > p.limit[rank]) soon = kNever;
+      if (delta[head] > 0 && kept[rank] + delta[head] > p.limit[rank]) soon = fused_at(head, kept[rank]);
       const int code = soon <= now + kSlack ? head : overtake(rank, now, soon);
       if (code == kNone) {
         if (soon < kNever) events.push({soon, rank});
         continue;
       }
-      const double end = now + p.duration[code];
-      free_at[rank] = end;
-      events.push({end, rank});
+      double end = now + p.duration[code];
+      int sender = code;
+      const bool is_fused = delta[code] > 0 && kept[rank] + delta[code] > p.limit[rank];
       kept[rank] += delta[code];
       ++count[code];
       ++position[rank];
-      const int kind = code % 3, wgrad = p.wgrad[code], fed = p.successor[code];
+      if (is_fused) {
+        const int second = code + closes;
+        pull(rank, second, position[rank]);
+        end += p.duration[second];
+        sender = backwards ? second : code;
+        kept[rank] += delta[second];
+        ++count[second];
+        ++position[rank];
+      }
+      free_at[rank] = end;
+      events.push({end, rank});
+      const int kind = code % 3, wgrad = p.wgrad[code], fed = p.successor[sender];
       if (!backwards && wgrad != kNone) arrivals[wgrad * m + arrived[wgrad]++] = end;
       if (backwards && kind == kWgrad) gate(code - kWgrad, end);
       if (fed == kNone) continue;
       const double arrival = end + p.hop[fed];
-      if (backwards && kind == kForward && fed % 3 == kForward) {
+      if (backwards && sender % 3 == kForward && fed % 3 == kForward) {
         landed[fed / 3 * m + num_landed[fed / 3]++] = arrival;
         gate(fed, 0.0);
       } else {
@@ -82,6 +93,8 @@ class Compactor {
     most_held = most_held_;
     late = 1.0 - haste;
     backwards = backwards_;
+    opens = backwards ? kWgrad : kBackward;
+    closes = backwards ? kForward - kWgrad : kWgrad - kBackward;
     delta = p.delta;
     std::fill(num_landed.begin(), num_landed.end(), 0);
     std::fill(arrived.begin(), arrived.end(), 0);
@@ -117,6 +130,30 @@ class Compactor {
       arrivals[code * m + arrived[code]++] = std::max(landed[code / 3 * m + n], wgrad_end);
   }
 
+  // Whether the first pass of a fused backward may be `code`.
+  bool opens_pair(int code) const { return p.may_fuse && code % 3 == opens && p.delta[code / 3 * 3 + kBackward] > 0; }
+
+  // Returns when the input of a fused backward arrives that `code` is the first pass of; never if it is not one, or does
+  // not fit next to `held`.
+  double fused_at(int code, double held) const {
+    const int second = code + closes, n = count[code], stage = code / 3;
+    if (!opens_pair(code) || count[second] != n) return kNever;
+    const bool fits = held + (delta[code] + delta[second]) <= p.limit[p.rank[code]];
+    if (!fits || n >= (backwards ? num_landed[stage] : arrived[code])) return kNever;
+    return backwards ? landed[stage * m + n] : arrivals[code * m + n];
+  }
+
+  bool fuses(int code, double peak, double now, double soon) const {
+    if (fused_at(code, peak) > now + kSlack) return false;
+    return now + late * (p.duration[code] + p.duration[code + closes]) <= soon + kSlack;
+  }
+
+  // Moves the next pass of `code` to the place `to`.
+  void pull(int rank, int code, int to) {
+    int32_t* const place = std::find(rows + to, rows + begin[rank + 1], code);
+    std::rotate(rows + to, place, place + 1);
+  }
+
   int overtake(int rank, double now, double soon) {
     ready.clear();
     for (int code : codes[rank]) {
@@ -133,14 +170,18 @@ class Compactor {
       const int code = rows[place];
       const auto found = place > at ? std::find(ready.begin(), ready.end(), code) : ready.end();
       if (found != ready.end()) {
-        if (delta[code] <= 0 || peak + delta[code] <= p.limit[rank]) {
+        const bool is_fused = delta[code] > 0 && peak + delta[code] > p.limit[rank];
+        if (!is_fused || fuses(code, peak, now, soon)) {
           std::rotate(rows + at, rows + place, rows + place + 1);
+          if (is_fused) pull(rank, code + closes, at + 1);
           return code;
         }
         ready.erase(found);
       }
       held += delta[code];
-      peak = std::max(peak, held);
+      // What a fused backward holds within is not counted.
+      if (held <= p.limit[rank] || !opens_pair(code) || place + 1 == begin[rank + 1] || rows[place + 1] != code + closes)
+        peak = std::max(peak, held);
     }
     return kNone;
   }
@@ -151,6 +192,7 @@ class Compactor {
   const int32_t* most_held = nullptr;
   double late = 1.0;
   bool backwards = false;
+  int opens = kBackward, closes = kWgrad - kBackward;
   const std::vector<int> begin;
   std::vector<double> delta, landed;
   std::vector<int> num_landed;

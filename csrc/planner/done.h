@@ -43,6 +43,9 @@ class Done {
     return ends[source * p.num_microbatches + count[code]] + p.hop[code];
   }
 
+  // Returns the microbatch of a code's next pass.
+  int number(int code) const { return count[code]; }
+
   // Records that the next pass of a code has run until `end`; returns its microbatch.
   int add(int code, double end) {
     const int n = count[code]++;

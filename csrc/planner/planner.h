@@ -100,6 +100,7 @@ class Planner {
   std::optional<std::vector<std::vector<double>>> starts(const PackedRows& rows) {
     check(rows);
     const std::lock_guard turn(mutex);
+    line.fits(rows.codes.data());
     if (!line.run(rows.codes.data())) return std::nullopt;
     std::vector<std::vector<double>> result;
     for (int r = 0; r < problem.num_ranks; ++r)

@@ -16,6 +16,7 @@ struct Problem {
   std::vector<int> rank, source, successor, wgrad, receiver;
   std::vector<double> duration, hop, delta;
   std::vector<double> limit, work, origin;
+  bool may_fuse = false;  // whether the B of a stage leaves more memory for its W than it frees
 };
 
 // Returns the index at which the row of each rank begins.

@@ -82,7 +82,8 @@ class Refiller {
       while (head < tail && (now + p.duration[pending[head]] <= arrival + kSlack || (change > 0 && held + change > limit)))
         run_wgrad();
       held += change;
-      if (change > 0 && held > limit) return false;
+      const bool is_fused = change > 0 && held > limit;
+      if (is_fused && code % 3 == kForward) return false;
       if (arrival > now) {
         const double gap = arrival - now;
         const double share = at <= last_forward[rank] ? warm[rank] : cool[rank];
@@ -95,6 +96,7 @@ class Refiller {
       full[out++] = code;
       now += p.duration[code];
       if (p.wgrad[code] != kNone) pending[tail++] = p.wgrad[code];
+      if (is_fused) run_wgrad();
       done.add(code, now);
     }
     position[rank] = at;

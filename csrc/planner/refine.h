@@ -28,7 +28,7 @@ class Refiner {
       for (const Move& move : moves) {
         if (used >= tries) break;
         int32_t* row = rows.data() + line.begin[move.rank];
-        shift(row, move.origin, move.to);
+        shift(row, move.origin, move.to, move.size);
         found = line.evaluate(rows.data());
         ++used;
         const double warmth = heat * (1.0 - static_cast<double>(used) / static_cast<double>(tries));
@@ -41,7 +41,10 @@ class Refiner {
           moved = true;
           break;
         }
-        shift(row, move.to, move.origin);
+        if (move.to < move.origin)
+          shift(row, move.to, move.origin + move.size - 1, move.size);
+        else
+          shift(row, move.to - move.size + 1, move.origin, move.size);
       }
       if (!moved && (heat == 0 || moves.empty())) break;
     }
@@ -53,14 +56,14 @@ class Refiner {
   static constexpr int kReach = 8;
 
   struct Move {
-    int rank, origin, to;
+    int rank, origin, to, size;
   };
 
-  static void shift(int32_t* row, int origin, int to) {
+  static void shift(int32_t* row, int origin, int to, int size) {
     if (to < origin)
-      std::rotate(row + to, row + origin, row + origin + 1);
+      std::rotate(row + to, row + origin, row + origin + size);
     else
-      std::rotate(row + origin, row + origin + 1, row + to + 1);
+      std::rotate(row + origin, row + origin + size, row + to + 1);
   }
 
   double lateness(const int32_t* rows, int rank) const {
@@ -69,6 +72,7 @@ class Refiner {
   }
 
   void collect_moves(const int32_t* rows) {
+    if (p.may_fuse) line.fits(rows);
     line.run(rows);
     moves.clear();
     double latest = -kNever;
@@ -79,13 +83,19 @@ class Refiner {
     int rank = longest[dice.below(static_cast<int>(longest.size()))];
     int place = line.begin[rank + 1] - 1, last = place;
     while (true) {
+      if (place > line.begin[rank] && line.fused[place - 1]) {
+        --place;
+        continue;
+      }
       const int code = rows[place], before = p.source[code];
       const double start = line.starts[place];
       double arrival = -1.0;
       int other_place = 0;
       if (before != kNone) {
         other_place = line.places[before * line.m + line.number[place]];
-        arrival = line.starts[other_place] + p.duration[before] + p.hop[code];
+        arrival = line.starts[other_place] + p.duration[before];
+        if (line.fused[other_place]) arrival += p.duration[before + 1];
+        arrival += p.hop[code];
       }
       const bool follows =
           place > line.begin[rank] && line.starts[place - 1] + p.duration[rows[place - 1]] >= start - kSlack;
@@ -94,23 +104,29 @@ class Refiner {
         --place;
         continue;
       }
-      add_moves(rows + line.begin[rank], rank, place - line.begin[rank], last - line.begin[rank]);
+      add_moves(rows, rank, place - line.begin[rank], last - line.begin[rank]);
       if (!arrives) return;
       rank = p.rank[before];
-      place = last = other_place;
+      place = other_place;
+      last = place + line.fused[place];
     }
   }
 
-  void add_moves(const int32_t* row, int rank, int first, int last) {
+  void add_moves(const int32_t* rows, int rank, int first, int last) {
     if (first == last) return;
-    for (int end : {last, last - 1})
-      for (int to = end - 1; to > std::max(first - 1, end - kReach); --to) {
-        if (row[to] == row[end]) break;
-        moves.push_back({rank, end, to});
+    const int32_t* row = rows + line.begin[rank];
+    const char* fused = line.fused.data() + line.begin[rank];
+    for (int end : {last, last - 1}) {
+      const int size = 1 + (end > first && fused[end - 1]), origin = end - size + 1;
+      for (int to = origin - 1; to > std::max(first - 1, origin - kReach); --to) {
+        if (row[to] == row[origin]) break;
+        if (!(to && fused[to - 1])) moves.push_back({rank, origin, to, size});
       }
-    for (int to = first + 1; to < std::min(last + 1, first + kReach); ++to) {
+    }
+    const int size = 1 + fused[first];
+    for (int to = first + size; to < std::min(last + 1, first + size - 1 + kReach); ++to) {
       if (row[to] == row[first]) break;
-      moves.push_back({rank, first, to});
+      if (!fused[to]) moves.push_back({rank, first, to, size});
     }
   }
 

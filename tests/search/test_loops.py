@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.machinery import EXTENSION_SUFFIXES
 from itertools import islice, product
 from pathlib import Path
@@ -35,6 +36,8 @@ def problems(draw: st.DrawFn) -> Problem:
     figures = st.lists(milliseconds.map(lambda ms: ms * unit), min_size=stages, max_size=stages).map(tuple)
     costs = PassCosts(draw(figures), draw(figures), draw(figures), draw(st.floats(0, 5)) * unit)
     memory = PassMemory((1.0,) * stages, (draw(st.floats(0.1, 1.0)),) * stages)
+    if draw(st.booleans()):  # some backwards are fused
+        memory = replace(memory, wgrad=draw(st.tuples(*[st.floats(0.1, 8.0)] * stages)))
     limit = (draw(st.floats(2.0, 4.0 * num_ranks)),) * num_ranks
     return Problem.of(
         placement, draw(st.integers(1, 9)), costs, memory, limit, draw(st.sampled_from(["span", "makespan"]))
@@ -57,7 +60,16 @@ def test_compiled_loops_equal_the_reference(make: Callable[[Problem], Loops[Any]
     assert fast.unpack(packed) == rows
     for how in product((None, [2] * problem.num_stages), (0.0, 0.6, 1.0), (False, True)):
         denser = fast.compact(packed, *how)
-        assert (denser and fast.unpack(denser)) == slow.compact(rows, *how)
+        compacted = slow.compact(rows, *how)
+        assert (denser and fast.unpack(denser)) == compacted
+        if denser:
+            for backwards in (False, True):
+                again = fast.compact(denser, None, 0.0, backwards)
+                assert (again and fast.unpack(again)) == slow.compact(compacted, None, 0.0, backwards)
+            assert fast.evaluate(denser) == slow.evaluate(compacted)
+            assert fast.starts(denser) == slow.starts(compacted)
+            cost, found = fast.refine(denser, 20, max(problem.forward), 3)
+            assert (cost, fast.unpack(found)) == slow.refine(compacted, 20, max(problem.forward), 3)
     assert fast.evaluate(packed) == slow.evaluate(rows)
     shares = *map(Eagerness.even, (0.0, 0.3, 1.0)), Eagerness(0.1, 0.7, 1.3, 0.2)
     for eagerness, ambition in product(shares, (1.0, 1.5, float("inf"))):

@@ -6,13 +6,16 @@ same step pushes work towards the end, where the pipeline drains. Alternating bo
 improvement" in project scheduling: Tormos and Lova 2001) is the most effective single step of the search: the steady
 state of a good building block has no gaps and does not change, while warm-up and cool-down become as dense as memory
 allows.
+
+Where the first pass of a backward does not fit, but both of its passes together do, they run together: the backward is
+fused. This needs all earlier backwards of the stage to be complete.
 """
 
 from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from megatron.zero_bubble.search.problem import NONE, F, Problem, Rows, W, mirrored
+from megatron.zero_bubble.search.problem import NONE, B, F, Problem, Rows, W, mirrored
 
 _SLACK = 1e-9
 _NEVER = float("inf")
@@ -44,8 +47,11 @@ def compact(
 
 class _Run:
     """The state of one run: the input of the n-th pass of a code arrives at ``arrivals[code][n]``, and ``count[code]``
-    passes of the code have run.
+    passes of the code have run. ``opens`` is the kind of the first pass of a fused backward, and ``closes`` is added to
+    its code for the second.
     """
+
+    opens, closes = B, W - B
 
     def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
         self.problem = problem
@@ -60,6 +66,7 @@ class _Run:
         self.position = [0] * problem.num_ranks
         self.codes = [[c for c in codes if problem.tables.rank[c] == r] for r in range(problem.num_ranks)]
         self.delta = problem.tables.delta
+        self.may_fuse = [change > 0 for change in problem.tables.delta[B::3]]
 
     def finish(self) -> bool:
         """Run all passes; return whether all of them ran."""
@@ -76,22 +83,32 @@ class _Run:
             head = rows[rank][position[rank]]
             soon = arrivals[head][count[head]] if count[head] < len(arrivals[head]) else _NEVER
             if delta[head] > 0 and kept[rank] + delta[head] > limit[rank]:
-                soon = _NEVER
+                soon = self._fused_at(head, kept[rank])
             code = head if soon <= now + _SLACK else self._overtake(rank, now, soon)
             if code == NONE:
                 if soon < _NEVER:
                     heappush(events, (soon, rank))
                 continue
-            free[rank] = end = now + duration[code]
-            heappush(events, (end, rank))
+            end, sender = now + duration[code], code
+            is_fused = delta[code] > 0 and kept[rank] + delta[code] > limit[rank]
             kept[rank] += delta[code]
             count[code] += 1
             position[rank] += 1
+            if is_fused:
+                second = code + self.closes
+                self._pull(rank, second, position[rank])
+                end += duration[second]
+                sender = code if second % 3 == W else second
+                kept[rank] += delta[second]
+                count[second] += 1
+                position[rank] += 1
+            free[rank] = end
+            heappush(events, (end, rank))
             self._ended(code, end)
-            fed = successor[code]
+            fed = successor[sender]
             if fed != NONE:
                 arrival = end + hop[fed]
-                self._arrived(code, fed, arrival)
+                self._arrived(sender, fed, arrival)
                 other = rank_of[fed]
                 if other != rank and free[other] <= arrival:
                     heappush(events, (arrival, other))
@@ -105,13 +122,39 @@ class _Run:
     def _arrived(self, _code: int, fed: int, arrival: float) -> None:
         self.arrivals[fed].append(arrival)
 
+    def _fused_at(self, code: int, kept: float) -> float:
+        """Return when the input of a fused backward arrives that ``code`` is the first pass of; never if it is not one,
+        or does not fit next to ``kept``.
+        """
+        second = code + self.closes
+        if not self._opens(code) or self.count[second] != self.count[code]:
+            return _NEVER
+        inputs, n = self._inputs(code), self.count[code]
+        fits = kept + (self.delta[code] + self.delta[second]) <= self.problem.limit[self.problem.tables.rank[code]]
+        return inputs[n] if fits and n < len(inputs) else _NEVER
+
+    def _opens(self, code: int) -> bool:
+        """Whether the first pass of a fused backward may be ``code``."""
+        return code % 3 == self.opens and self.may_fuse[code // 3]
+
+    def _inputs(self, code: int) -> list[float]:
+        """The arrivals of the inputs of fused backwards."""
+        return self.arrivals[code]
+
+    def _pull(self, rank: int, code: int, to: int) -> None:
+        """Move the next pass of ``code`` to the place ``to``."""
+        row = self.rows[rank]
+        del row[row.index(code, to)]
+        row.insert(to, code)
+
     def _given(self) -> list[float]:
         """Arrivals of inputs that are available from the start."""
         return [0.0] * self.problem.num_microbatches
 
     def _overtake(self, rank: int, now: float, soon: float) -> int:
         """Return the first later pass that may run before the next one, whose input arrives at ``soon``, and move it to
-        the front of its row; NONE if there is no such pass.
+        the front of its row, a backward that fits only if it is fused with both of its passes; NONE if there is no such
+        pass.
         """
         duration, count, arrivals = self.problem.tables.duration, self.count, self.arrivals
         ready = []
@@ -128,20 +171,33 @@ class _Run:
         for place in range(at, min(at + self.look_ahead, len(row)) if ready else at):
             code = row[place]
             if place > at and code in ready:
-                if delta[code] <= 0 or peak + delta[code] <= limit:
-                    del row[place]
-                    row.insert(at, code)
+                is_fused = delta[code] > 0 and peak + delta[code] > limit
+                if not is_fused or self._fuses(code, peak, now, soon):
+                    self._pull(rank, code, at)
+                    if is_fused:
+                        self._pull(rank, code + self.closes, at + 1)
                     return code
                 ready.remove(code)
             kept += delta[code]
-            peak = max(peak, kept)
+            # What a fused backward holds within is not counted.
+            if kept <= limit or not self._opens(code) or row[place + 1 : place + 2] != [code + self.closes]:
+                peak = max(peak, kept)
         return NONE
+
+    def _fuses(self, code: int, peak: float, now: float, soon: float) -> bool:
+        """Whether a fused backward that ``code`` is the first pass of may run now, next to ``peak``."""
+        if self._fused_at(code, peak) > now + _SLACK:
+            return False
+        duration = self.problem.tables.duration
+        return now + self.late * (duration[code] + duration[code + self.closes]) <= soon + _SLACK
 
 
 class _MirroredRun(_Run):
     """A run of a mirrored problem: W precedes its F and adds the memory that it frees in the original problem, F adds
-    the rest, and B frees all.
+    the rest, and B frees all. A fused backward is a W directly followed by its F.
     """
+
+    opens, closes = W, F - W
 
     def __init__(self, problem: Problem, rows: Rows, most_held: list[int] | None, haste: float) -> None:
         super().__init__(problem, rows, most_held, haste)
@@ -161,6 +217,9 @@ class _MirroredRun(_Run):
             self._gate(fed, 0.0)
         else:
             self.arrivals[fed].append(arrival)
+
+    def _inputs(self, code: int) -> list[float]:
+        return self.landed[code // 3]
 
     def _gate(self, code: int, wgrad_end: float) -> None:
         """Release an F when its input has arrived and its W has ended."""

@@ -21,14 +21,10 @@ class Cost(NamedTuple):
 
 def evaluate(problem: Problem, rows: Rows) -> Cost:
     """Compute the cost of ``rows``, in time linear in the number of passes."""
-    delta, duration = problem.tables.delta, problem.tables.duration
-    for row, limit in zip(rows, problem.limit, strict=True):
-        kept = 0.0
-        for code in row:
-            kept += delta[code]
-            if delta[code] > 0 and kept > limit:
-                return Cost(INFEASIBLE, INFEASIBLE)
-    starts = times(problem, rows).starts
+    duration, fused = problem.tables.duration, problem.fused(rows)
+    if fused is None:
+        return Cost(INFEASIBLE, INFEASIBLE)
+    starts = times(problem, rows, fused).starts
     if any(len(begun) < len(row) for begun, row in zip(starts, rows, strict=True)):
         return Cost(INFEASIBLE, INFEASIBLE)
     costs, mean = [], 0.0  # no sum() of floats in these loops: its rounding depends on the version of Python

@@ -61,7 +61,7 @@ class Reference:
         return evaluate(self._problem, rows)
 
     def starts(self, rows: Rows) -> list[list[float]] | None:
-        found = times(self._problem, rows).starts
+        found = times(self._problem, rows, self._problem.fused(rows)).starts
         return found if all(len(a) == len(b) for a, b in zip(found, rows, strict=True)) else None
 
     def compact(

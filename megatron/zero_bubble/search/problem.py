@@ -3,6 +3,11 @@
 All microbatches of a stage are alike, so running them in order excludes no better schedule (exchange argument). The
 schedule of a rank is therefore a row of *codes* ``3 * stage + kind``, with kind 0 for F, 1 for B and 2 for W; the n-th
 occurrence of a code is for microbatch n.
+
+A backward is *fused* (one BW instead of B and W) exactly where its W directly follows its B, and what B leaves for W
+would not fit into memory: a BW keeps the activation until its end, and leaves nothing. Fused backwards send their
+gradient later, so nothing is gained by fusing others. Only stages whose B leaves more than it frees have any, such as
+with full recomputation.
 """
 
 from __future__ import annotations
@@ -176,16 +181,34 @@ class Problem:
 
     @cached_property
     def least_memory(self) -> tuple[float, ...]:
-        """Peak memory of a single microbatch per rank, which is the minimum for any schedule."""
-        return tuple(self._alone(self.placement.stages_of(rank)) for rank in range(self.num_ranks))
+        """Peak memory of a single microbatch per rank, which is the minimum for any schedule: F on all its stages,
+        followed by backwards, which are fused if need be.
+        """
+        return tuple(sum(self.kept[s] for s in self.placement.stages_of(rank)) for rank in range(self.num_ranks))
 
-    def _alone(self, stages: Sequence[int]) -> float:
-        """Peak memory of F on all stages of a rank in order, followed by B and W of each in reverse order."""
-        below = peak = 0.0
-        for s in stages:
-            peak = max(peak, below + max(self.kept[s], self.kept_by_wgrad[s]))
-            below += self.kept[s]
-        return peak
+    @cached_property
+    def may_fuse(self) -> bool:
+        """Whether the B of a stage leaves more memory for its W than it frees."""
+        return any(change > 0 for change in self.tables.delta[B::3])
+
+    def fused(self, rows: Rows) -> list[bytearray] | None:
+        """Mark the places of the B of fused backwards, by rank; None if the rows do not fit in memory."""
+        delta = self.tables.delta
+        marks = []
+        for row, limit in zip(rows, self.limit, strict=True):
+            own = bytearray(len(row))
+            kept, waiting = 0.0, [0] * self.num_stages if self.may_fuse else None
+            for place, code in enumerate(row):
+                kept += delta[code]
+                if delta[code] > 0 and kept > limit:
+                    is_pair = code % 3 == B and row[place + 1 : place + 2] == [code + 1]
+                    if not is_pair or waiting is None or waiting[code // 3]:
+                        return None
+                    own[place] = True
+                if waiting is not None and code % 3 != F:
+                    waiting[code // 3] += 1 if code % 3 == B else -1
+            marks.append(own)
+        return marks
 
     def shortened(self, num_microbatches: int) -> Problem:
         """This problem with fewer microbatches."""
@@ -226,7 +249,8 @@ class Problem:
         return all(least <= limit for least, limit in zip(self.least_memory, self.limit, strict=True))
 
     def rows(self, schedule: Schedule) -> Rows:
-        """Convert a schedule of this placement to codes; each BW becomes a B followed by its W.
+        """Convert a schedule of this placement to codes; each BW becomes a B followed by its W, which is fused only
+        where it has to be.
 
         Raises:
             UserError: when the flow of the schedule is not a chain, the only flow that the search supports.
@@ -247,8 +271,19 @@ class Problem:
                 code: map(Pass, repeat(code // 3), repeat(_KINDS[code % 3]), range(self.num_microbatches))
                 for code in set(row)
             }
-            order.append(tuple([next(passes[code]) for code in row]))
-        return Schedule(name, self.placement, self.num_microbatches, tuple(order))
+            order.append([next(passes[code]) for code in row])
+        if self.may_fuse:
+            order = [self._with_fused(*row) for row in zip(order, self.fused(rows) or (), strict=True)]
+        return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, order)))
+
+    def _with_fused(self, row: Sequence[Pass], marks: Sequence[int]) -> list[Pass]:
+        """Replace each marked B and the W behind it by a BW."""
+        after_marked = (0, *marks)
+        return [
+            p._replace(kind=Kind.BW) if is_fused else p
+            for p, is_fused, was_fused in zip(row, marks, after_marked, strict=False)
+            if not was_fused
+        ]
 
 
 def mirrored(rows: Rows) -> Rows:

@@ -3,7 +3,7 @@
 The start of each F and B is known before it is placed, because everything it waits for has been placed. W passes that
 fit before it run there. One more W runs, and delays the following passes, if the gap exceeds the share ``eagerness`` of
 its duration, or if the rank has no idle time left to reach ``target``. If memory is full, as many W passes run as
-needed.
+needed; if that is still not enough for a B that leaves more memory than it frees, its backward is fused.
 
 The best eagerness differs between warm-up and cool-down, and from rank to rank. In cool-down, every B on its way to the
 first stage inherits the delays of the last ranks, but no rank waits for the first one.
@@ -79,7 +79,8 @@ def refill(problem: Problem, rows: Rows, eagerness: Eagerness, target: float) ->
                 now += duration[wgrad]
                 held += delta[wgrad]
             held += change
-            if change > 0 and held > limit:
+            is_fused = change > 0 and held > limit
+            if is_fused and code % 3 == F:
                 return None
             if arrival > now:
                 gap = arrival - now
@@ -94,9 +95,14 @@ def refill(problem: Problem, rows: Rows, eagerness: Eagerness, target: float) ->
                     now = arrival
             out.append(code)
             now += duration[code]
+            wgrad = wgrads[code]
+            if is_fused:
+                out.append(wgrad)
+                now += duration[wgrad]
+                held += delta[wgrad]
+            elif wgrad != NONE:
+                waiting.append(wgrad)
             mine.append(now)
-            if wgrads[code] != NONE:
-                waiting.append(wgrads[code])
             if (other := receiver[code]) != NONE and waits_for[other] == code:
                 waits_for[other] = NONE
                 runnable.append(other)
