@@ -5,6 +5,9 @@ ready, else the F of its last stage for which one is ready, else a W; with a W, 
 that is closer than a share of the W's time (``eagerness``). Memory limits how many F run ahead: there is always enough
 left to finish the oldest microbatch of which the rank has not run all forwards, so the ranks cannot block each other.
 The best of several shares and limits is compared with the known schedules that fit.
+
+Where B leaves more than it frees, or the limit leaves no room for that, some tries also fuse backwards: a B that does
+not fit although no W is left to run becomes a BW.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Chain, Pass, Placement, Schedule, Slices
-from megatron.zero_bubble.ir.passes import B, F, W
+from megatron.zero_bubble.ir.passes import BW, B, F, W
 
 _EAGERNESS = (0.0, 0.5, 1.0)
 _PARTS_OF_LIMIT = (1.0, 0.75, 0.5)
@@ -75,16 +78,19 @@ def _candidates(
     costs: PassCosts, memory: PassMemory, placement: Placement, m: int, limit: float, slices: Slices
 ) -> Iterator[Schedule]:
     passes = 3 * placement.num_stages * m * len(slices)
-    for part, eagerness in product(_PARTS_OF_LIMIT[: 1 if passes > _MANY else None], _EAGERNESS):
-        found = _Search(costs, memory, placement, m, part * limit, slices, eagerness).run()
+    grows = any(left > freed for left, freed in zip(memory.wgrad, memory.activation, strict=True))
+    may_fuse = (False, True) if grows or limit < _enough(memory, placement, slices, fused=False) else (False,)
+    parts = _PARTS_OF_LIMIT[: 1 if passes > _MANY else None]
+    for fused, part, eagerness in product(may_fuse, parts, _EAGERNESS):
+        found = _Search(costs, memory, placement, m, part * limit, slices, eagerness, fused).run()
         if found is not None:
             yield found
 
 
-def _enough(memory: PassMemory, placement: Placement, slices: Slices) -> float:
+def _enough(memory: PassMemory, placement: Placement, slices: Slices, fused: bool = True) -> float:
     """A limit that admits one microbatch at a time on every rank."""
     ranks = (placement.stages_of(rank) for rank in range(placement.num_ranks))
-    return max(_of_forwards(memory, stages, slices) + _of_backwards(memory, stages, slices) for stages in ranks)
+    return max(_of_forwards(memory, stages, slices) + _of_backwards(memory, stages, slices, fused) for stages in ranks)
 
 
 def _of_forwards(memory: PassMemory, stages: Sequence[int], slices: Slices) -> float:
@@ -93,12 +99,14 @@ def _of_forwards(memory: PassMemory, stages: Sequence[int], slices: Slices) -> f
     return sum(sum(memory.changes(p, slices)) for p in passes)
 
 
-def _of_backwards(memory: PassMemory, stages: Sequence[int], slices: Slices) -> float:
-    """What the backwards of a microbatch need in addition, if each B is followed by its W.
+def _of_backwards(memory: PassMemory, stages: Sequence[int], slices: Slices, fused: bool) -> float:
+    """What the backwards of a microbatch need in addition, if each B is followed by its W, or fused with it.
 
     The gradients of keys and values, and the operands of W where they are larger than what B frees.
     """
     gradients = {stage: memory.history_gradients(stage, slices) for stage in stages}
+    if fused:
+        return sum(gradients.values())
     last = len(slices) - 1
     growth = (
         sum(memory.changes(Pass(stage, B, 0, slice_), slices)) - (gradients[stage] if slice_ == last else 0.0)
@@ -120,15 +128,16 @@ class _Search:
         limit: float,
         slices: Slices,
         eagerness: float,
+        fused: bool,
     ) -> None:
         self._costs, self._memory, self._slices = costs, memory, slices
         self._placement, self._num_microbatches = placement, num_microbatches
-        self._eagerness = eagerness
+        self._eagerness, self._fused = eagerness, fused
         self._flow = Chain(placement.num_stages, len(slices))
         ranks = range(placement.num_ranks)
         # A B must always be able to run, so forwards leave room for it.
         self._limit = limit * (1 + 1e-9)
-        self._left_free = [_of_backwards(memory, placement.stages_of(rank), slices) for rank in ranks]
+        self._left_free = [_of_backwards(memory, placement.stages_of(rank), slices, fused) for rank in ranks]
         self._rows: list[list[Pass]] = [[] for _ in ranks]
         self._kept = [0.0] * len(ranks)
         self._free = [0.0] * len(ranks)
@@ -162,14 +171,15 @@ class _Search:
                 continue
             for at, other in self._step(rank, now):
                 heappush(events, (at, other))
-        if sum(map(len, self._rows)) + sum(map(len, self._pending)) < 3 * len(self._left) // 2:
+        backwards = sum(p.kind in (B, BW) for row in self._rows for p in row)
+        if backwards < len(self._left) // 2:
             return None
         order = tuple((*row, *rest) for row, rest in zip(self._rows, self._pending, strict=True))
         return Schedule("zb-auto", self._placement, self._num_microbatches, order, self._slices)
 
     def _step(self, rank: int, now: float) -> list[tuple[float, int]]:
         """Run the most urgent pass of a free rank; returns when which rank may run its next one."""
-        ready = [(at, p) for at, p in self._ready[rank] if self._fits(rank, p)]
+        ready = [(at, p) for at, waiting in self._ready[rank] for p in self._ways(rank, waiting)]
         present = [p for at, p in ready if at <= now]
         if present:
             return self._place(rank, now, min(present, key=_urgency))
@@ -180,6 +190,13 @@ class _Search:
             if crowded or coming - now >= self._eagerness * self._costs.duration(w, self._slices):
                 return self._place(rank, now, self._pending[rank].popleft())
         return [(coming, rank)] if math.isfinite(coming) else []
+
+    def _ways(self, rank: int, p: Pass) -> Iterator[Pass]:
+        """Yield ``p`` if there is room for it, or the BW that it becomes otherwise."""
+        if self._fits(rank, p):
+            yield p
+        elif self._fused and p.kind is B and not self._pending[rank] and self._fits(rank, p._replace(kind=BW)):
+            yield p._replace(kind=BW)
 
     def _fits(self, rank: int, p: Pass) -> bool:
         """Whether there is room for ``p``; an F must leave what the rest of the oldest microbatch needs.
@@ -201,6 +218,7 @@ class _Search:
         self._kept[rank] += sum(self._memory.changes(p, self._slices))
         if p.kind is W:
             return [(end, rank)]
+        is_fused, p = p.kind is BW, p._replace(kind=B if p.kind is BW else p.kind)
         self._ready[rank] = [(at, other) for at, other in self._ready[rank] if other != p]
         if p.kind is F:
             left = self._to_forward[rank]
@@ -208,7 +226,7 @@ class _Search:
             rounding = 1e-9 * self._microbatch[rank]
             while self._oldest[rank] < self._num_microbatches - 1 and left[self._oldest[rank]] < rounding:
                 self._oldest[rank] += 1
-        else:
+        elif not is_fused:
             self._pending[rank].append(p._replace(kind=W))
         woken = [(end, rank)]
         for follower in self._followers(p):
@@ -234,7 +252,7 @@ class _Search:
 
 
 def _urgency(p: Pass) -> tuple[int, int, int, int]:
-    """B before F; the oldest microbatch of the stage that is nearest to the end of its direction."""
-    if p.kind is B:
+    """Backwards before F; the oldest microbatch of the stage that is nearest to the end of its direction."""
+    if p.kind is not F:
         return 0, p.microbatch, p.stage, -p.slice
     return 1, -p.stage, p.microbatch, p.slice

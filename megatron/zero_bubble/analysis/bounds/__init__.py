@@ -18,7 +18,7 @@ from itertools import product
 
 from megatron.zero_bubble.analysis.bounds.offload import by_offload
 from megatron.zero_bubble.analysis.bounds.paths import Paths
-from megatron.zero_bubble.analysis.bounds.setting import Setting
+from megatron.zero_bubble.analysis.bounds.setting import Setting, must_fuse
 from megatron.zero_bubble.analysis.bounds.sliced import by_slices
 from megatron.zero_bubble.analysis.bounds.trial import Effort, by_contradiction
 from megatron.zero_bubble.analysis.bounds.vocabulary import by_vocabulary
@@ -103,6 +103,17 @@ def lower_bound(
     if len(slices) > 1:
         return Bound(*by_slices(costs, memory, placement, num_microbatches, limit, slices, objective, fused))
     setting = Setting.of(costs, memory, placement, num_microbatches, limit, fused)
+    bound = _of_setting(setting, costs, objective, effort, vocabulary)
+    if fused or not (stages := list(must_fuse(memory, placement, limit))):
+        return bound
+    with_fused = _of_setting(setting.with_fused(stages), costs, objective, effort, vocabulary)
+    return max(bound, with_fused, key=lambda bound: bound.value_ms)
+
+
+def _of_setting(
+    setting: Setting, costs: PassCosts, objective: Metric, effort: int | None, vocabulary: Algorithm | None
+) -> Bound:
+    """Compute the best bound of schedules of whole microbatches."""
     closed = _closed_forms(setting, objective)
     best = max(closed, key=lambda bound: bound.value_ms)
     if vocabulary is not None:

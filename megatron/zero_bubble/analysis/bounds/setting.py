@@ -5,13 +5,16 @@ Three assumptions, none of which excludes a schedule:
 * Microbatches are alike and keep their order on every stage. If the k-th F (B, W) that a stage runs is relabelled as
   microbatch k, times and memory do not change, and the k-th arrival is never later than before.
 * Every backward is split. A BW is a B immediately followed by its W, which needs less memory and sends its output
-  earlier. With ``fused`` the opposite is assumed: B takes as long as BW, and W takes neither time nor memory.
-* W needs at most the memory that F added (``wgrad`` is cut to ``activation``), which only leaves more room.
+  earlier. With ``fused`` the opposite is assumed: B takes as long as BW, and W takes neither time nor memory. So it is
+  for the stages whose backwards no schedule can split (``must_fuse``).
+* W needs at most the memory that F added (``wgrad`` is cut to ``activation``), which only leaves more room; so it does
+  for a BW, which keeps what F added until its end.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
@@ -54,10 +57,16 @@ class Setting:
         """Convert costs and memory to the form that the bounds use."""
         into_forward, into_backward = costs.hops(placement)
         b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
-        if fused:
-            b, w, g = tuple(map(sum, zip(b, w, strict=True))), (0.0,) * len(w), (0.0,) * len(g)
         hops = into_forward[1:], into_backward[:-1]
-        return cls(placement, m, costs.forward_ms, b, w, memory.activation, g, *hops, limit)
+        split = cls(placement, m, costs.forward_ms, b, w, memory.activation, g, *hops, limit)
+        return split.with_fused(range(len(b))) if fused else split
+
+    def with_fused(self, stages: Collection[int]) -> Setting:
+        """Return this setting with all backwards of these stages fused."""
+        b, w, g = list(self.b), list(self.w), list(self.g)
+        for stage in stages:
+            b[stage], w[stage], g[stage] = b[stage] + w[stage], 0.0, 0.0
+        return replace(self, b=tuple(b), w=tuple(w), g=tuple(g))
 
     @property
     def num_stages(self) -> int:
@@ -102,3 +111,15 @@ class Setting:
     def whole(self, rank: int) -> float:
         """Return the memory of one microbatch on ``rank`` after F on all its chunks."""
         return sum(self.a[s] for s in self.stages(rank))
+
+
+def must_fuse(memory: PassMemory, placement: Placement, limit: tuple[float, ...]) -> Iterator[int]:
+    """Yield the stages of which no B fits into the limit of their rank with what it leaves to its W, besides what the F
+    of the same microbatch has saved on the earlier chunks of the rank.
+    """
+    for rank, most in enumerate(limit):
+        kept = 0.0
+        for stage in placement.stages_of(rank):
+            if kept + memory.wgrad[stage] > most * (1 + 2 * _ROUNDING):
+                yield stage
+            kept += memory.activation[stage]
