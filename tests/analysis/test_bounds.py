@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import random
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
+from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.bounds import Bound, least_memory, lower_bound
 from megatron.zero_bubble.analysis.bounds.jackson import one_machine_bound
 from tests.helpers.instances import peak_memory, random_instance, random_schedule
@@ -31,6 +32,35 @@ def no_schedule_is_below(seeds: range, *effort: int) -> None:
         for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
             bound = lower_bound(costs, memory, placement, m, limit, objective, fused, *effort)
             assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
+
+
+def test_no_schedule_that_splits_some_backwards_is_below_the_bound() -> None:
+    for seed in range(150):
+        rng = random.Random(seed)
+        instance = random_instance(rng, most_ranks=4, most_microbatches=6)
+        grown = tuple(rng.choice((0.5, 1.0, 4.0, 12.0)) * kept for kept in instance.memory.activation)
+        instance = replace(instance, memory=replace(instance.memory, wgrad=grown))
+        schedule = partly_split(rng, random_schedule(rng, instance, fused=True))
+        timeline = simulate(schedule, instance.costs, instance.memory)
+        costs, memory, placement, m = instance.costs, instance.memory, instance.placement, instance.num_microbatches
+        for objective, cost in (("span", timeline.span_ms), ("makespan", timeline.makespan_ms)):
+            bound = lower_bound(costs, memory, placement, m, peak_memory(schedule, instance), objective, effort=5_000)
+            assert bound.value_ms <= cost * (1 + 1e-9), f"seed {seed}: {objective} {cost} is below {bound}"
+
+
+def partly_split(rng: random.Random, schedule: Schedule) -> Schedule:
+    """Split some backwards of some stages, and run their W anywhere later."""
+    stages = {stage for stage in range(schedule.num_stages) if rng.random() < 0.6}
+    order = []
+    for row in schedule.order:
+        passes = list(row)
+        for p in row:
+            if p.kind is Kind.BW and p.stage in stages and rng.random() < 0.6:
+                at = passes.index(p)
+                passes[at] = p._replace(kind=Kind.B)
+                passes.insert(min(len(passes), at + rng.choice((1, 1, 2, 5, 100))), p._replace(kind=Kind.W))
+        order.append(tuple(passes))
+    return replace(schedule, order=tuple(order))
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, build, simulate
+from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.validate import validate
+from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.search import fit, zb_auto
 
 PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
@@ -30,7 +31,7 @@ def test_zb_auto_is_valid_within_the_limit_or_names_the_least_limit(p: int, m: i
     links = data.draw(st.dictionaries(st.tuples(st.integers(0, p - 1), st.integers(0, p - 1)), st.floats(0, 20)))
     costs = PassCosts(*(data.draw(per_stage) for _ in range(3)), data.draw(st.floats(0, 5)), links)
     kept = data.draw(st.lists(st.floats(0.2, 2.0), min_size=finest.num_stages, max_size=finest.num_stages))
-    memory = PassMemory(tuple(kept), tuple(data.draw(st.floats(0.0, 1.2)) * a for a in kept))
+    memory = PassMemory(tuple(kept), tuple(data.draw(st.floats(0.0, 3.0)) * a for a in kept))
     limit = data.draw(st.floats(0.3, 3.0 * p))
     objective = data.draw(st.sampled_from(["span", "makespan"]))
     question = {"placement": placement, "objective": objective, "effort": 0.05}
@@ -48,6 +49,58 @@ def test_zb_auto_is_valid_within_the_limit_or_names_the_least_limit(p: int, m: i
         for done in row:
             now += sum(fitted.changes(done))
             assert now <= limit * (1 + 1e-6), f"rank {rank} exceeds the limit: {now}"
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 12), st.sampled_from(["linear", "auto"]), st.data())
+def test_zb_auto_is_never_longer_than_1f1b_in_its_memory(p: int, m: int, placement: str, data) -> None:
+    """Whatever B leaves for W: with full recomputation, it is many times what F has saved."""
+    on = Placement.linear(p)
+
+    def figures(values: st.SearchStrategy[float]) -> tuple[float, ...]:
+        return data.draw(st.one_of(values.map(lambda one: (one,) * p), st.tuples(*[values] * p)))
+
+    costs = PassCosts(*(figures(milliseconds) for _ in range(3)), data.draw(st.sampled_from([0.0, 3.0])))
+    memory = PassMemory(figures(st.floats(0.5, 2.0)), figures(st.floats(0.0, 20.0)))
+    theirs = simulate(build("1f1b", num_ranks=p, num_microbatches=m), costs, memory)
+    limit = max(most_kept(theirs, memory))
+    for objective in ("span", "makespan"):
+        schedule = zb_auto(costs, memory, p, m, limit, placement=placement, objective=objective, effort=0.05)
+        validate(schedule)
+        check_runnable(schedule, p, m)
+        own = costs.fit(schedule.placement), memory.fit(schedule.placement)
+        ours = simulate(schedule, *own)
+        assert getattr(ours, f"{objective}_ms") <= getattr(theirs, f"{objective}_ms") * (1 + 1e-9)
+        assert max(most_kept(ours, own[1])) <= limit * (1 + 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "wgrad", "limit", "placement", "longest_ms", "shares"),
+    [
+        (4, 12, 8.0, 4.0, "linear", 600, (1, 1)),  # no B fits: 1F1B is optimal
+        (4, 12, 8.0, 4.0, "auto", 555, (0, 1)),  # below 570, the bound for fused backwards only
+        (8, 32, 12.0, 8.0, "auto", 1455, (0, 1)),  # 1F1B takes 1560
+        (16, 64, 12.0, 16.0, "linear", 3050, (0, 1)),  # the last ranks split; 1F1B takes 3160
+        (8, 32, 1.0, 8.0, "auto", 1350, (0, 0)),
+    ],
+)
+def test_zb_auto_fuses_where_w_does_not_fit(
+    p: int, m: int, wgrad: float, limit: float, placement: str, longest_ms: float, shares: tuple[int, int]
+) -> None:
+    on = Placement.linear(p)
+    costs, memory = PassCosts.uniform(on, 10.0, 20.0, 10.0), PassMemory.uniform(on, 1.0, wgrad)
+    schedule = zb_auto(costs, memory, p, m, limit, placement=placement, objective="makespan")
+    assert simulate(schedule, costs.fit(schedule.placement)).makespan_ms <= longest_ms * (1 + 1e-9)
+    fused = sum(work.kind is Kind.BW for work in schedule.passes()) / (m * schedule.num_stages)
+    assert fused == shares[0] if shares[0] == shares[1] else shares[0] < fused < shares[1]
+
+
+def test_1f1b_is_proved_optimal_where_no_backward_can_be_split() -> None:
+    on = Placement.linear(4)
+    costs, memory = PassCosts.uniform(on, 10.0, 20.0, 10.0), PassMemory.uniform(on, 1.0, 8.0)
+    for objective in ("span", "makespan"):
+        assert lower_bound(costs, memory, on, 12, 4.0, objective).gap(600.0) == 0.0
+        assert lower_bound(costs, memory, on, 12, 8.0, objective).gap(600.0) > 0.1
 
 
 def published_rows() -> list[dict[str, str]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron.zero_bubble import PassCosts, PassMemory, Placement, Slices, build, simulate, validate
+from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Slices, build, simulate, validate
 from megatron.zero_bubble.analysis.bounds import lower_bound
 from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.errors import UserError
@@ -90,7 +91,7 @@ def test_several_ways_to_search_are_tried(
     m=st.integers(1, 4),
     slices=cuts,
     vee=st.booleans(),
-    wgrad=st.floats(0.0, 1.0),
+    wgrad=st.floats(0.0, 1.0) | st.floats(1.0, 9.0),
     history=st.sampled_from([0.0, 0.1, 0.4]),
     recomputed=st.booleans(),
     unit=st.sampled_from([1.0, 1e10 / 3]),
@@ -115,6 +116,26 @@ def test_the_least_limit_is_enough(
     named = re.search(r"needs up to ([\d.e+]+) on the fullest rank", str(refused.value))
     assert named is not None
     search(float(named[1]) * (1 + 1e-9))
+
+
+@pytest.mark.parametrize("wgrad", [1.0, 3.0, 8.0])
+@pytest.mark.parametrize("place", [Placement.linear, Placement.vee])
+def test_backwards_are_fused_where_w_does_not_fit(place: Callable[[int], Placement], wgrad: float) -> None:
+    """Within the peak of Seq1F1B, which fuses all backwards, the result is not longer."""
+    slices, linear, placement = Slices.even(4), Placement.linear(4), place(4)
+    costs, memory = PassCosts.uniform(linear, 10.0, 20.0, 10.0), PassMemory.uniform(linear, 1.0, wgrad)
+    theirs = build("seq-1f1b", num_ranks=4, num_microbatches=6, num_slices=slices)
+    limit = max(most_kept(simulate(theirs, costs, memory), memory))
+    known = [theirs] if placement == linear else []
+    own = costs.fit(placement), memory.fit(placement)
+    found = sliced_auto(*own, [placement], 6, limit, slices, "makespan", known)
+    validate(found)
+    check_runnable(found, 4, 6)
+    assert max(most_kept(simulate(found, *own), own[1])) <= limit * (1 + 1e-9)
+    if known:
+        assert simulate(found, *own).makespan_ms <= simulate(theirs, costs, memory).makespan_ms
+    else:
+        assert any(p.kind is Kind.BW for p in found.passes()) == (wgrad > 1)
 
 
 def test_least_memory_is_named() -> None:
