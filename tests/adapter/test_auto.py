@@ -15,7 +15,7 @@ import torch
 from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
-from megatron.zero_bubble.ir import Slices
+from megatron.zero_bubble.ir import Kind, Slices
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationStart, observed
 from megatron.zero_bubble.schedules import build
@@ -40,7 +40,10 @@ def waiting_for_plans() -> Iterator[list[str]]:
 
     def heard(self: Planner) -> object:
         schedule, text = result(self)
-        said.append(text if schedule is None else f"{text}: {schedule.name}, {schedule.num_slices} slices")
+        if schedule is not None:
+            fused = ", fused backwards" if any(p.kind is Kind.BW for p in schedule.passes()) else ""
+            text = f"{text}: {schedule.name}, {schedule.num_slices} slices{fused}"
+        said.append(text)
         return schedule, text
 
     Planner.finished, Planner.result = waited_for, heard
@@ -77,6 +80,21 @@ def test_switching_schedules_changes_no_bit(ranks: RankPool, options: str) -> No
         "switched to the planned schedule: zb-auto, 1 slices"
     }  # printed twice if the times have drifted
     assert all(said == [] for _, said in results[1:]), "only rank 0 plans"
+
+
+@pytest.mark.parametrize("options", ["", pytest.param(ON_A_V, marks=pytest.mark.full)])
+def test_plans_with_fused_backwards_change_no_bit(ranks: RankPool, options: str) -> None:
+    """With full recomputation, W needs many times what F has saved, so the plan fuses backwards."""
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    layout = Layout(2, num_layers=4)
+    flags = layout.flags(5, f"--train-iters {STEPS} --zero-bubble-exact {recompute} {options}")
+    results = ranks.run(2, train_and_wait_for_the_plan, flags, timeout=120)
+    outcomes = [outcomes for outcomes, _ in results]
+    if options == ON_A_V:
+        assert_same_model(outcomes, SCHEDULES, layout, STEPS)
+    else:
+        assert_same_bits(outcomes, SCHEDULES, STEPS)
+    assert set(results[0][1]) == {"switched to the planned schedule: zb-auto, 1 slices, fused backwards"}
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -25,6 +27,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import ScheduleSource, UnitChoice, even_costs
 
 
@@ -82,6 +85,25 @@ def test_first_schedule_of_slices_on_a_vee_has_about_the_memory_of_seq_zb_h1(p: 
     assert peaks[0] <= peaks[1] + 1 / n + 1e-9
     assert lengths[0] < lengths[1]
     assert ScheduleSource.automatic("vee", p, Slices.even(n)).make(m) == schedule, "the same on all ranks"
+
+
+@pytest.mark.parametrize("placement", ["linear", "vee"])
+@pytest.mark.parametrize("slices", [None, Slices.even(4)])
+def test_first_schedule_can_split_the_last_backwards_only(
+    placement: Literal["linear", "vee"], slices: Slices | None
+) -> None:
+    """Its peak is that of schedules without W passes, and what the last microbatch leaves to its own."""
+    schedule = ScheduleSource.automatic(placement, 4, slices, fused=True).make(6)
+    validate(schedule)
+    check_runnable(schedule, 4, 6)
+    kinds = {(p.kind, p.microbatch) for p in schedule.passes()}
+    assert kinds == {(kind, m) for m in range(6) for kind in (Kind.F, *((Kind.BW,) if m < 5 else (Kind.B, Kind.W)))}
+    memory = PassMemory.uniform(schedule.placement, 1.0, 0.0)
+    peaks = (max(peaks_in_order(schedule, replace(memory, wgrad=(w,) * schedule.num_stages))) for w in (0.0, 20.0))
+    chunks = schedule.num_stages // 4
+    least, swollen = peaks
+    assert least <= 4 * chunks + 2
+    assert swollen <= 20.0 * chunks + chunks
 
 
 def test_unknown_name_and_missing_file_are_rejected_early(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from megatron.zero_bubble.costs.vocabulary import VOCABULARY_TIMES, VocabularyCo
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.ir.shards import Gather
 from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.job.source import fused_but_last
 from megatron.zero_bubble.measure.gather import attention_share, median_costs
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.shard import Sharding
@@ -51,6 +52,19 @@ def test_fused_backwards_count_as_b() -> None:
     schedule = build("seq-1f1b", num_ranks=2, num_microbatches=2, num_slices=2)
     found = median_costs([simulate(schedule, PassCosts((1.0,) * 2, (2.0,) * 2, (3.0,) * 2))])
     assert (found.backward_ms, found.wgrad_ms) == ((5.0, 5.0), (0.0, 0.0))
+
+
+def test_fused_backwards_of_a_stage_that_splits_others_do_not_count() -> None:
+    costs = PassCosts((1.0,) * 2, (2.0, 4.0), (3.0, 5.0))
+    timeline = simulate(fused_but_last(build("zb-h1", num_ranks=2, num_microbatches=4)), costs)
+    found = median_costs([timeline])
+    assert (found.backward_ms, found.wgrad_ms) == (costs.backward_ms, costs.wgrad_ms)
+
+
+def test_fused_backwards_are_divided_as_measured_before() -> None:
+    timeline = simulate(build("1f1b", num_ranks=2, num_microbatches=2), PassCosts((1.0,) * 2, (2.0,) * 2, (3.0,) * 2))
+    found = median_costs([timeline], PassCosts((9.0,) * 2, (3.0, 3.0), (1.0, 0.0)))
+    assert (found.backward_ms, found.wgrad_ms) == ((3.75, 5.0), (1.25, 0.0))
 
 
 @pytest.mark.parametrize("algorithm", [1, 2])

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
@@ -74,7 +75,8 @@ class AutoSchedule(IterationObserver):
         self._memory = memory
         self._say = say
         self._planned: dict[tuple[int, int], Schedule] = {}  # by ranks and microbatches
-        self._first: dict[tuple[int, int], Schedule] = {}
+        self._first: dict[tuple[int, int, bool], Schedule] = {}
+        self._recomputes = False
         self._costs: PassCosts | None = None
         self._hopeless: set[tuple[int, int]] = set()
         self._timelines: list[Timeline] = []
@@ -90,15 +92,17 @@ class AutoSchedule(IterationObserver):
         size = num_ranks, num_microbatches
         if size in self._planned:
             return self._planned[size]
-        if size not in self._first:
+        if (first := (*size, self._recomputes)) not in self._first:
             options = self._options
-            source = ScheduleSource.automatic(options.placement, num_ranks, options.slices, options.vocabulary)
-            self._first[size] = source.make(num_microbatches)
-        return self._first[size]
+            of_job = options.placement, num_ranks, options.slices, options.vocabulary
+            self._first[first] = ScheduleSource.automatic(*of_job, self._recomputes).make(num_microbatches)
+        return self._first[first]
 
     def begin_iteration(self, start: IterationStart) -> None:
         """Switch to a finished plan, and start to record the passes if this iteration is measured."""
         size = start.group.size(), start.num_microbatches
+        if start.chunks:
+            self._recomputes = get_model_config(start.chunks[0]).recompute_granularity == "full"
         if self._waiting:
             self._switch_if_planned()
         if self._timelines and _size(self._timelines[-1].schedule) != size:
@@ -135,7 +139,7 @@ class AutoSchedule(IterationObserver):
         """After a measurement, log predicted and measured times; rank 0 decides whether to start the planner."""
         timelines, self._timelines = self._timelines, []
         size = group.size(), num_microbatches
-        costs = median_costs(timelines)
+        costs = median_costs(timelines, self._costs)
         memory = self._memory.gather(group)
         replan = False
         if dist.get_rank() == 0:

@@ -25,6 +25,7 @@ from megatron.zero_bubble.costs.units import parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
+from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import job_layers, job_predictions
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -116,13 +117,10 @@ def dry_run(options: argparse.Namespace) -> str:
         _check_memory(options.gpu_memory, memory, costs)
     if host is not None and args.zero_bubble_host_memory is not None:
         _check_host_memory(args.zero_bubble_host_memory, host, costs)
-    slower = _slower(args, timeline, costs)
-    notes = (
-        *(f"{line}." for line in replaced),
-        *((slower,) if slower else ()),
-        *costs.notes,
-        *(() if host is None else (_COPIES,)),
-    )
+    copied = None if host is None else _COPIES
+    recomputed = recomputation.remark(args, args.source, costs.num_microbatches)
+    remarks = filter(None, (_slower(args, timeline, costs), copied, recomputed))
+    notes = (*(f"{line}." for line in replaced), *costs.notes, *remarks)
     sections = [
         groups.text() + groups.warning(),
         _ranks_text(groups, stage_names(layers, job_predictions(args)), timeline, costs, memory, host),

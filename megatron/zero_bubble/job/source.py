@@ -17,7 +17,7 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import read_plan_file
-from megatron.zero_bubble.ir import Placement, Schedule, Slices
+from megatron.zero_bubble.ir import Kind, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
@@ -122,8 +122,13 @@ class ScheduleSource:
         num_ranks: int,
         slices: Slices | None = None,
         vocabulary: Algorithm | None = None,
+        fused: bool = False,
     ) -> ScheduleSource:
-        """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones."""
+        """The placement of ``zb-auto``, and the schedules that run while it measures, before the planned ones.
+
+        With ``fused``, these split only the backward of the last microbatch, from which W can be measured: for jobs in
+        which W needs much memory, such as those with full recomputation.
+        """
         if slices is None or len(slices) == 1:
             first = cls.by_name(FIRST_SCHEDULE[placement], num_ranks, vocabulary=vocabulary)
         elif placement == "linear":
@@ -131,7 +136,22 @@ class ScheduleSource:
         else:
             vee = Placement.vee(num_ranks)
             first = cls(AUTO, vee, functools.cache(functools.partial(_on_a_vee, vee, slices)))
-        return cls(AUTO, first.placement, first.make, vocabulary)
+        make = functools.cache(lambda count: fused_but_last(first.make(count))) if fused else first.make
+        return cls(AUTO, first.placement, make, vocabulary)
+
+
+def fused_but_last(schedule: Schedule) -> Schedule:
+    """Fuse all backwards but those of the last microbatch, in the place of their B; the other passes stay."""
+    last = schedule.num_microbatches - 1
+    order = tuple(
+        tuple(
+            p._replace(kind=Kind.BW) if p.kind is Kind.B and p.microbatch < last else p
+            for p in row
+            if p.kind is not Kind.W or p.microbatch == last
+        )
+        for row in schedule.order
+    )
+    return replace(schedule, name=f"{schedule.name}, all backwards but the last fused", order=order)
 
 
 def _with_units(

@@ -36,27 +36,32 @@ def gather_trace(name: str, marks: Marks, group: dist.ProcessGroup) -> Trace:
     return Trace.of(name, tuple(rows)) if ran is None else Trace.of(name, tuple(rows), ran.slices, ran.make_flow)
 
 
-def median_costs(timelines: list[Timeline]) -> PassCosts:
+def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> PassCosts:
     """Costs from measured iterations: the median pass times of every stage and the median transfer time, those of
     vocabulary parallelism if the schedule has its passes, those of copies to the host and back of every stage of which
     something moves, and those of the gathers and reductions of every stage that is sharded.
 
-    A fused BW counts as B with W = 0. If sequences are cut, the shares of attention follow from how much longer later
+    A fused BW counts only for a stage without split backwards: in the parts that B and W had ``before``, else as B with
+    W = 0. If sequences are cut, the shares of attention follow from how much longer later
     slices take than their tokens alone would explain. A transfer can be measured only if its receiver was idle; its
     time is from the end of the producer to the start of the consumer.
 
     Args:
         timelines: measured iterations of one placement, without the first ones (cold caches, allocations).
+        before: what an earlier measurement of the same stages gave, if there was one.
     """
     durations: dict[tuple[int, Kind], dict[int, list[float]]] = {}
     transfers = _Transfers()
     for timeline in timelines:
         for row in timeline.spans:
             for work, start, end in row:
-                kind = Kind.B if work.kind is Kind.BW else work.kind
-                durations.setdefault((work.stage, kind), {}).setdefault(work.slice, []).append(end - start)
+                durations.setdefault((work.stage, work.kind), {}).setdefault(work.slice, []).append(end - start)
         transfers.add(timeline)
     schedule = timelines[0].schedule
+    for stage in range(schedule.num_stages):
+        if (stage, Kind.B) not in durations:
+            for kind, of_slices in _parts(durations.get((stage, Kind.BW), {}), stage, before).items():
+                durations[stage, kind] = of_slices
 
     def medians(kind: Kind) -> list[list[float]]:
         """Per stage, the median time of each slice; no slices for a pass that did not run."""
@@ -76,6 +81,18 @@ def median_costs(timelines: list[Timeline]) -> PassCosts:
     s, t, i, j = (tuple(map(sum, medians(kind)[ranks])) for kind in (Kind.S, Kind.T, Kind.I, Kind.J))
     collective_ms = max(0.0, transfers.collective_ms(algorithm) - comm_ms)
     return replace(costs, vocabulary=VocabularyCosts(s, t, i, j, collective_ms))
+
+
+def _parts(
+    fused: dict[int, list[float]], stage: int, before: PassCosts | None
+) -> dict[Kind, dict[int, list[float]]]:
+    """Divide the times of fused backwards, by slice, into those of B and W."""
+    b, w = (1.0, 0.0) if before is None else (before.backward_ms[stage], before.wgrad_ms[stage])
+    of = {Kind.B: b, Kind.W: w} if w else {Kind.B: 1.0}
+    return {
+        kind: {at: [ms * part / sum(of.values()) for ms in times] for at, times in fused.items()}
+        for kind, part in of.items()
+    }
 
 
 def _copies_ms(timelines: list[Timeline]) -> tuple[float, ...]:

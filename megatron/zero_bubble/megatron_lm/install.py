@@ -15,6 +15,7 @@ from typing import Any
 import megatron.core
 
 from megatron.zero_bubble.errors import PatchError
+from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.job.post_validation import forecast
@@ -177,6 +178,8 @@ def _put_in_force(
     say(f"schedule {source.name} in megatron-core {megatron.core.__version__}, in place of {taken}")
     if layout := getattr(args, "pipeline_model_parallel_layout", None):
         say(f"layers by stage: {layout}")
+    if (sentence := recomputation.remark(args, source, in_training(args)[-1])) is not None:
+        say(sentence)
     if readers:
         say(f"sharded units save less memory, because weights stay whole between iterations: {', '.join(readers)}")
     if config.post_validation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from operator import gt
 from typing import Literal
 
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
@@ -200,7 +201,9 @@ def auto_with_vocabulary(
         costs: with the times of the passes of the vocabulary.
     """
     variant, limit = Variant(algorithm, costs), costs.limit(memory_limit)
-    source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=algorithm)
+    memory = costs.on(Placement.linear(costs.num_ranks))[1]
+    grows = any(map(gt, memory.wgrad, memory.activation))
+    source = ScheduleSource.automatic(placement, costs.num_ranks, vocabulary=algorithm, fused=grows)
     first = replace(source.make(costs.num_microbatches), name=f"{AUTO} (vocabulary {algorithm})")
     if memory_limit == DEFAULT_LIMIT:
         limit = max(limit, peak_memory(timeline_of(first, *costs.on(first.placement)), costs))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.flags import records
 from megatron.zero_bubble.job.installed import check_installed
 from megatron.zero_bubble.job.post_validation import forecast
@@ -189,6 +190,8 @@ def _print_start(
     if args.zero_bubble_post_validation:
         sizes = args.batch_sizes
         print(f"zero-bubble: {forecast(args.source, sizes.final // sizes.granule)}", flush=True)
+    if (sentence := recomputation.remark(args, args.source, args.batch_sizes.final // args.batch_sizes.granule)) is not None:
+        print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
         print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)
 
