@@ -175,6 +175,27 @@ def test_v_sets_two_stages_per_rank(ranks: RankPool) -> None:
     ranks.run(1, with_fake_megatron, sets_the_jobs_stages)
 
 
+def says_what_recomputation_costs() -> None:
+    from megatron.zero_bubble.megatron_lm import install as megatron_lm
+
+    for name, is_said in (("zb-h1", True), ("1f1b", False), ("zb-auto", False)):
+        said: list[str] = []
+        flags = ["--zero-bubble-schedule", name]
+        job = "--pipeline-model-parallel-size 2 --num-experts 4 --recompute-granularity full"
+        sys.argv = ["job.py", *job.split(), *flags]
+        megatron_lm.install(parse_ours(flags)[0], said.append)
+        try:
+            sys.modules[MODULES[1]].initialize_megatron()  # type: ignore[attr-defined]
+        finally:
+            megatron_lm.revert()
+        lines = [line for line in said if "--recompute-granularity full, zb-h1 keeps more activations" in line]
+        assert len(lines) == is_said, name
+
+
+def test_job_says_what_full_recomputation_costs(ranks: RankPool) -> None:
+    ranks.run(1, with_fake_megatron, says_what_recomputation_costs)
+
+
 def accepts_one_weight_shard_per_rank() -> None:
     from megatron.zero_bubble.megatron_lm import install as megatron_lm
 

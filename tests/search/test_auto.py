@@ -55,7 +55,6 @@ def test_zb_auto_is_valid_within_the_limit_or_names_the_least_limit(p: int, m: i
 @given(st.integers(1, 5), st.integers(1, 12), st.sampled_from(["linear", "auto"]), st.data())
 def test_zb_auto_is_never_longer_than_1f1b_in_its_memory(p: int, m: int, placement: str, data) -> None:
     """Whatever B leaves for W: with full recomputation, it is many times what F has saved."""
-    on = Placement.linear(p)
 
     def figures(values: st.SearchStrategy[float]) -> tuple[float, ...]:
         return data.draw(st.one_of(values.map(lambda one: (one,) * p), st.tuples(*[values] * p)))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.zero_bubble.__main__ import main
 from megatron.zero_bubble.training.data.corpus import write_documents
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import SMALL, losses, run, train
@@ -88,6 +89,19 @@ def screen(rank: int, num_ranks: int, words: list[str]) -> str:
     with redirect_stdout(StringIO()) as out:
         run(rank, num_ranks, words)
     return out.getvalue()
+
+
+def test_start_and_dry_run_say_what_full_recomputation_costs(
+    ranks: RankPool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recompute = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    job = f"{SMALL} --mock-data --pipeline-model-parallel-size 2 --train-iters 1 {recompute} --zero-bubble-schedule"
+    shown = "".join(ranks.run(2, screen, 2, f"{job} zb-h1".split(), timeout=100))
+    (sentence,) = re.findall("zero-bubble: (with --recompute-granularity full, .*)", shown)
+    assert "zb-h1 keeps an estimated" in sentence
+    for schedule in ("zb-h1", "1f1b"):
+        assert main(["dry-run", "--gpus-per-node", "2", "--", *f"{job} {schedule}".split()]) == 0
+        assert (f"\n{sentence}\n" in capsys.readouterr().out) == (schedule == "zb-h1")
 
 
 @pytest.mark.parametrize("flags", ["", "--zero-bubble-schedule zb-h1 --zero-bubble-post-validation"])

@@ -47,10 +47,10 @@ def check_host_memory(
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] <= parse_bytes(limit):
         return
-    node = f"{_shown(max(_of_nodes(needs, args, node_size)))} on a node of {node_size} rank{'s' * (node_size > 1)}"
+    node = f"{shown(max(_of_nodes(needs, args, node_size)))} on a node of {node_size} rank{'s' * (node_size > 1)}"
     raise UserError(
         f"activations in host memory must fit in --zero-bubble-host-memory, {limit} per rank; {schedule.name} needs an "
-        f"estimated {_shown(needs[fullest])} on pipeline rank {fullest}, and {node}; raise the limit, or "
+        f"estimated {shown(needs[fullest])} on pipeline rank {fullest}, and {node}; raise the limit, or "
         "lower the percentage of --zero-bubble-offload"
     )
 
@@ -65,6 +65,7 @@ def _of_nodes(needs: Sequence[float], args: Any, node_size: int) -> list[float]:
     return [sum(of_ranks[first : first + node_size]) for first in range(0, len(world), node_size)]
 
 
-def _shown(num_bytes: float) -> str:
+def shown(num_bytes: float) -> str:
+    """Write an amount of memory for people."""
     size, unit = next((each for each in _UNITS if num_bytes >= each[0]), _UNITS[-1])
     return f"{num_bytes / size:.3g} {unit}"

@@ -13,13 +13,13 @@ from megatron.zero_bubble.analysis.memory import peaks_in_order
 from megatron.zero_bubble.costs.estimate import DEVICES, layer_costs
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.passes import W
+from megatron.zero_bubble.job.host_memory import shown
 from megatron.zero_bubble.job.model import model_of
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.cut import even
 
 _NOT_ESTIMATED = ("num_moe_experts", "num_experts", "fp8", "fp4")
-_GIB = 2**30
 
 
 def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> str | None:
@@ -33,21 +33,21 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
         source: the schedules of the job; None for Megatron's own.
         num_microbatches: of a training iteration.
     """
-    if args.recompute_granularity != "full" or source is None or source.name == AUTO:
+    if getattr(args, "recompute_granularity", None) != "full" or source is None or source.name == AUTO:
         return None  # zb-auto plans within its limit
     schedule = source.make(num_microbatches)
     if all(p.kind is not W for p in schedule.passes()):
         return None
     keeps = "more activations than 1F1B"
     if _is_estimated(args, schedule):
-        ours, theirs = _layers_gib(args, schedule), _layers_gib(args, _1f1b(schedule))
+        ours, theirs = _of_layers(args, schedule), _of_layers(args, _1f1b(schedule))
         if ours <= theirs * (1 + 1e-9):
             return None
-        keeps = f"an estimated {ours:.3g} GiB of activations in the layers of a rank, 1F1B {theirs:.3g} GiB"
+        keeps = f"an estimated {shown(ours)} of activations in the layers of a rank, 1F1B {shown(theirs)}"
     return (
         f"with --recompute-granularity full, {schedule.name} keeps {keeps}, because B computes whole layers again and "
-        "what their weight gradients need stays until W; use --zero-bubble-schedule zb-auto, which fuses B with W where "
-        "W does not fit into --zero-bubble-memory-limit, or --recompute-granularity selective"
+        "what their weight gradients need stays until W; use --zero-bubble-schedule zb-auto, which fuses B with W "
+        "where W does not fit into --zero-bubble-memory-limit, or --recompute-granularity selective"
     )
 
 
@@ -58,13 +58,13 @@ def _is_estimated(args: Any, schedule: Schedule) -> bool:
     return args.recompute_method == "uniform" or int(args.recompute_num_layers or 0) >= most
 
 
-def _layers_gib(args: Any, schedule: Schedule) -> float:
-    """The activations of the layers on the fullest rank."""
+def _of_layers(args: Any, schedule: Schedule) -> float:
+    """Return the bytes of the layers' activations on the fullest rank."""
     layout = even(schedule.placement, args.num_layers)
     sequence = args.seq_length // args.context_parallel_size
     model = replace(model_of(args, layout), sequence=sequence, vocabulary=0)
     _, memory = layer_costs(model, DEVICES["a100"]).on(layout)
-    return max(peaks_in_order(schedule, memory)) / _GIB
+    return max(peaks_in_order(schedule, memory))
 
 
 def _1f1b(schedule: Schedule) -> Schedule:

@@ -83,9 +83,7 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> 
     return replace(costs, vocabulary=VocabularyCosts(s, t, i, j, collective_ms))
 
 
-def _parts(
-    fused: dict[int, list[float]], stage: int, before: PassCosts | None
-) -> dict[Kind, dict[int, list[float]]]:
+def _parts(fused: dict[int, list[float]], stage: int, before: PassCosts | None) -> dict[Kind, dict[int, list[float]]]:
     """Divide the times of fused backwards, by slice, into those of B and W."""
     b, w = (1.0, 0.0) if before is None else (before.backward_ms[stage], before.wgrad_ms[stage])
     of = {Kind.B: b, Kind.W: w} if w else {Kind.B: 1.0}

@@ -187,10 +187,10 @@ def _print_start(
         f"{args.expert_model_parallel_size}; {config.transformer_impl} layers; {schedule}",
         flush=True,
     )
+    num_microbatches = args.batch_sizes.final // args.batch_sizes.granule
     if args.zero_bubble_post_validation:
-        sizes = args.batch_sizes
-        print(f"zero-bubble: {forecast(args.source, sizes.final // sizes.granule)}", flush=True)
-    if (sentence := recomputation.remark(args, args.source, args.batch_sizes.final // args.batch_sizes.granule)) is not None:
+        print(f"zero-bubble: {forecast(args.source, num_microbatches)}", flush=True)
+    if (sentence := recomputation.remark(args, args.source, num_microbatches)) is not None:
         print(f"zero-bubble: {sentence}", flush=True)
     if args.pipeline_model_parallel_layout:
         print(f"zero-bubble: layers by stage: {args.pipeline_model_parallel_layout}", flush=True)

@@ -24,6 +24,7 @@ _NUMBERS = {
     "save-interval": None,
     "seq-length": 32,
     "data-parallel-size": 1,
+    "num-experts": None,
 }
 _SWITCHES = (
     "sequence-parallel",
@@ -39,7 +40,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in (*_SWITCHES, "account-for-loss-in-pipeline-split"):
         parser.add_argument(f"--{name}", action="store_true")
-    for name in ("pipeline-model-parallel-layout", "hybrid-layer-pattern", "save", "load"):
+    for name in ("pipeline-model-parallel-layout", "hybrid-layer-pattern", "save", "load", "recompute-granularity"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--ckpt-format", default="torch_dist")
     parser.add_argument("--rampup-batch-size", nargs=3, type=int)
