@@ -152,7 +152,7 @@ def _parse() -> argparse.Namespace:
 
 def _setting(options: argparse.Namespace) -> tuple[Setting, list[str]]:
     """The setting of a rank that is neither first nor last, and the assumptions in sentences."""
-    model, _, _ = read_model(options.config, None, flash=True)
+    model, *_ = read_model(options.config, None, flash=True)
     f, b, w = _times(options, model)
     device = DEVICES[options.gpu]
     latency_ms = device.latency_ms if options.latency_us is None else options.latency_us / 1e3

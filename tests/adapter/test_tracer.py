@@ -38,7 +38,10 @@ def test_chosen_iterations_are_recorded(ranks: RankPool, tmp_path: Path, schedul
     assert min(recording.memory.activation) > 1000
     written, memory = read_costs_file(tmp_path / "costs.json").on(placement)
     assert (written, memory) == (recording.costs, recording.memory)
-    tokens = read_costs_file(tmp_path / "costs.json").tokens
+    file = read_costs_file(tmp_path / "costs.json")
+    assert file.layers_per_stage == ((2,) * 4 if schedule == "zb-v" else (4, 4))
+    assert file.layer_costs() is not None and not file.halves(Placement.interleaved(2, 3))
+    tokens = file.tokens
     assert tokens is not None
     assert tokens.sequence == 32
     assert tokens.least in (1, 2, 4, 8, 16, 32)

@@ -10,8 +10,10 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
+from megatron.zero_bubble.errors import UserError
 
 PUBLISHED = Path(__file__).parents[2] / "configs/published/zero_bubble_table5.csv"
+IN_VEE = (1, *(2,) * 14, 1)
 SHAPES = {"1.5B": (24, 2304, 24, 6), "6.2B": (32, 4096, 32, 3), "14.6B": (48, 5120, 40, 1), "28.3B": (64, 6144, 48, 1)}
 """Layers, hidden size, heads and microbatch size (arXiv 2401.10241, table 3). The first and last rank have one layer
 less than ``layers / p``."""
@@ -72,14 +74,23 @@ def test_times_are_within_5_percent_of_the_papers_profiles(row: dict[str, str]) 
 
 
 def test_output_layer_is_on_the_last_stage_of_any_placement() -> None:
-    model = published("1.5B", 8)
+    model = published("6.2B", 8)
     linear, kept = estimate(model, DEVICES["h100"], Placement.linear(8))
-    vee, kept_in_vee = estimate(model, DEVICES["h100"], Placement.vee(8))
+    vee, kept_in_vee = estimate(replace(model, layers=IN_VEE), DEVICES["h100"], Placement.vee(8))
     assert linear.forward_ms[7] > linear.forward_ms[0]
-    assert vee.forward_ms[15] - vee.forward_ms[14] == pytest.approx(linear.forward_ms[7] - linear.forward_ms[0])
+    assert vee.forward_ms[15] - vee.forward_ms[0] == pytest.approx(linear.forward_ms[7] - linear.forward_ms[0])
     assert sum(vee.forward_ms) == pytest.approx(sum(linear.forward_ms))
     assert sum(kept_in_vee.activation) == pytest.approx(sum(kept.activation))
     assert kept.activation[7] > kept.activation[0]
+
+
+def test_layers_are_not_divided() -> None:
+    model = published("6.2B", 8)
+    merged, _ = estimate(replace(model, layers=IN_VEE), DEVICES["h100"], Placement.linear(8))
+    assert merged.forward_ms == pytest.approx(estimate(model, DEVICES["h100"], Placement.linear(8))[0].forward_ms)
+    for make in (lambda: estimate(model, DEVICES["h100"], Placement.vee(8)), lambda: model.weights(Placement.vee(8))):
+        with pytest.raises(UserError, match="the layers of 8 stages cannot be divided among 16 stages"):
+            make()
 
 
 def test_tensor_parallelism_divides_work_and_memory() -> None:
@@ -100,10 +111,10 @@ def test_weights_of_gated_and_grouped_layers() -> None:
     model = replace(published("6.2B", 8), gated=True, groups=8, ffn=11_008)
     h = model.hidden
     assert model.layer_weights == 2 * h * h + 2 * h * h // 4 + 3 * h * 11_008
-    linear, vee = model.weights(Placement.linear(8)), model.weights(Placement.vee(8))
+    linear, vee = model.weights(Placement.linear(8)), replace(model, layers=IN_VEE).weights(Placement.vee(8))
     assert (linear[0], linear[3]) == (3 * model.layer_weights + 51_200 * h, 4 * model.layer_weights)
-    # The first rank of a V has both ends of the model, with half of the layers of each end.
-    assert vee[0] == 3 * model.layer_weights + 2 * 51_200 * h
+    # The first rank of a V has both ends of the model.
+    assert vee[0] == 2 * model.layer_weights + 2 * 51_200 * h
     assert sum(vee) == sum(linear)
 
 

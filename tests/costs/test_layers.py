@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble import Placement
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.costs.layers import LayerCosts, Part, of_stages
 from megatron.zero_bubble.errors import UserError
@@ -81,3 +81,25 @@ def test_figures_are_checked() -> None:
         Part(-1.0)
     with pytest.raises(UserError, match="forward_attention is a share"):
         Part(1.0, forward_attention=1.5)
+
+
+def test_a_recorded_layout_has_its_recorded_figures() -> None:
+    """So a plan for these stages is the same with layers and without."""
+    times = ((1.0, 6.1, 3.9, 9.0), (2.0, 6.0, 4.1, 9.5), (0.4, 3.0, 2.0, 1.1))
+    costs = PassCosts(*times, host_ms=(0.5, 1.5, 1.0, 0.6), gather_ms=(0.1, 0.3, 0.2, 0.1))
+    costs = costs.with_attention((0.1, 0.5, 0.4, 0.05))
+    memory = PassMemory((20.0, 31.0, 19.0, 25.0), (6.0, 18.0, 12.0, 9.0), (1.0, 6.0, 4.0, 2.0))
+    again, kept = of_stages(costs, memory, (1, 3, 2, 1)).on((1, 3, 2, 1))
+    for name in ("forward_ms", "backward_ms", "wgrad_ms", "host_ms", "gather_ms", "forward_attention"):
+        assert getattr(again, name) == pytest.approx(getattr(costs, name)), name
+    for name in ("activation", "wgrad", "history"):
+        assert getattr(kept, name) == pytest.approx(getattr(memory, name)), name
+    finer, _ = of_stages(costs, memory, (1, 3, 2, 1)).on((1, 1, 1, 1, 1, 1, 0, 1))
+    assert finer.forward_ms == pytest.approx((1.0, 6.1 / 3, 6.1 / 3, 6.1 / 3, 3.9 / 2, 3.9 / 2, 0.0, 9.0))
+
+
+def test_two_stages_are_assumed_to_have_no_embedding_to_compute() -> None:
+    """They do not tell it from layers; what the last takes beyond its layers is the output layer's."""
+    layers = of_stages(LayerCosts((LAYER,) * 5, loss=ENDS[1]).on((3, 2))[0], None, (3, 2))
+    assert (layers.embedding.work_ms, layers.loss.work_ms) == pytest.approx((0.0, ENDS[1].work_ms))
+    assert layers.layers[0].work_ms == pytest.approx(LAYER.work_ms)

@@ -64,7 +64,7 @@ class PublishedRun:
 
     def layers(self) -> LayerCosts:
         """The costs of its layers; memory is estimated from the shapes, with the scores of attention."""
-        model, _, _ = read_model(str(self.config), None, flash=False)
+        model, *_ = read_model(str(self.config), None, flash=False)
         of_rank = {f"{name}_ms": self.profile[f"t_{name[0]}_ms"] for name in ("forward", "backward", "wgrad")}
         own = layer_costs(model, DEVICES["a100"])
         each = replace(own.layers[0], **{name: ms / max(model.layers) for name, ms in of_rank.items()})

@@ -14,10 +14,12 @@ from megatron.core import parallel_state
 
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.costs import SliceTokens
+from megatron.zero_bubble.costs.layers import whole_stages
 from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.formats.trace import Recording, trace_to_json
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.layers import gather_layers
 from megatron.zero_bubble.measure.recorder import Marks, Recorder
 from megatron.zero_bubble.measure.slice_tokens import gather_least_tokens
 from megatron.zero_bubble.render.html import render_html
@@ -109,6 +111,11 @@ class Tracer(IterationObserver):
         self._recorded.clear()
         traces = {iteration: gather_trace(self._name, marks, group) for iteration, marks in recorded}
         memory = pipeline.memory.gather(group) if pipeline is not None and traces else None
+        layers: tuple[int, ...] = ()
+        if traces and costs_file:
+            placement = next(iter(traces.values())).timeline.schedule.placement
+            layers = gather_layers(self._chunks, placement, group)
+            layers = layers if whole_stages(layers) else ()
         tokens = None
         if pipeline is not None and traces and costs_file:
             # Vocabulary parallelism does not support slices.
@@ -129,7 +136,7 @@ class Tracer(IterationObserver):
                     _write(Recording(costs, traces, memory), target)
                 else:
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_text(costs_to_json(costs, memory, tokens), encoding="utf-8")
+                    target.write_text(costs_to_json(costs, memory, tokens, layers), encoding="utf-8")
             except OSError as error:
                 said.append(f"cannot write the recorded iterations to {target}: {error.strerror}; they are lost")
             else:

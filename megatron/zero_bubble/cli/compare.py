@@ -13,6 +13,7 @@ from itertools import chain, groupby, pairwise
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
+from megatron.zero_bubble.cli.divisions import division_lines, mark, needed_layout
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
@@ -49,7 +50,8 @@ class Row:
     sharded; ``static_bytes`` is what weights, gradients and optimizer take on the rank that needs most in total, and
     ``replica_bytes`` what a rank sends to its replicas. With ``--tensor-bandwidth``, ``tensor_parallel`` is the number
     of GPUs that divide a layer instead of replicas, and ``tensor_bytes`` what a rank sends to them; None where layers
-    are whole.
+    are whole. ``is_lower_bound`` is true where the costs of a stage were divided without knowing its layers, and
+    ``needed_layout`` is the layout without which a job has other layers per stage.
     """
 
     schedule: str
@@ -76,6 +78,8 @@ class Row:
     replica_bytes: float | None = None
     tensor_parallel: int | None = None
     tensor_bytes: float | None = None
+    is_lower_bound: bool = False
+    needed_layout: str | None = None
 
 
 @dataclass(frozen=True)
@@ -285,6 +289,8 @@ def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None
         replica_bytes=None if sent is None else max(sent),
         tensor_parallel=made.tensor_parallel,
         tensor_bytes=made.tensor_bytes,
+        is_lower_bound=costs.halves(schedule.placement),
+        needed_layout=needed_layout(costs, schedule.placement) if made.layout is None else None,
     )
 
 
@@ -349,13 +355,13 @@ def _text(table: Table, costs: Figures) -> str:
         line += _collectives(row) if units else ""
         line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
         line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
-        lines.append(line if row.within_limit else f"{line}   over the limit")
+        lines.append(line + ("" if row.within_limit else "   over the limit") + mark(row))
     whole = " of whole sequences" if any(row.num_slices > 1 for row in table.rows) else ""
     whole += " of equally many layers per stage" if any(row.layout for row in table.rows) else ""
     for of, bounds in ((whole, table.lower_bound_ms), (" of these slices", table.sliced_lower_bound_ms)):
         for placement, ms in bounds.items():
             lines.append(f"no {placement} schedule{of} within the limit has a {table.objective} below {ms:.3f} ms")
-    lines += _layouts(table)
+    lines += chain(division_lines(table.rows), _layouts(table))
     lines += (f"not compared: {reason}" for reason in table.absent)
     if not compiled():
         lines.append(f"planned{SLOW}")

@@ -136,7 +136,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     _refuse(options, (*_TIMES, "attention_share", *_MEMORY, "costs"), "--config estimates times and memory")
     device = DEVICES[options.gpu or "a100"]
     by_cost = getattr(options, "layout", None) == BY_COST
-    model, microbatches, assumed = read_model(
+    model, microbatches, assumed, division = read_model(
         options.config, num_ranks, not options.no_flash_attention, by_cost, num_microbatches
     )
     attention = "uses flash kernels" if model.flash else "stores its scores"
@@ -145,6 +145,9 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     def weight_bytes(of_stages: tuple[int, ...]) -> Callable[[Placement], tuple[float, ...]]:
         own = replace(model, layers=of_stages)
         return lambda placement: tuple(_BYTES_PER_PARAMETER * count for count in own.weights(placement))
+
+    def on(placement: Placement, of: Model = model) -> Model:
+        return replace(of, layers=division.on(placement))
 
     notes = [
         f"Estimated from the shapes in {options.config}, not measured; the costs file of a run is more accurate.",
@@ -158,7 +161,9 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         notes.append(_tensor_note(model, count, replicas(options)))
 
     def stage_bytes(of: Model) -> Callable[[Placement], StageBytes]:
-        return lambda on: StageBytes.of(of.stage_weights(on), _WEIGHT, _GRADIENT, _OPTIMIZER)
+        return lambda placement: StageBytes.of(
+            on(placement, of).stage_weights(placement), _WEIGHT, _GRADIENT, _OPTIMIZER
+        )
 
     def tensor(degree: int, bytes_per_ms: float) -> Divided:
         divided = TensorParallel(model, degree)
@@ -167,7 +172,7 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
         own = Figures(
             len(model.layers),
             samples,
-            lambda placement: divided.costs(device, placement, bytes_per_ms),
+            lambda placement: replace(divided, whole=on(placement)).costs(device, placement, bytes_per_ms),
             memory_given=True,
             message_bytes=divided.model.message_bytes,
             stage_bytes=stage_bytes(divided.model),
@@ -177,17 +182,18 @@ def _of_model(options: argparse.Namespace, num_ranks: int | None, num_microbatch
     return Figures(
         len(model.layers),
         count,
-        lambda placement: estimate(model, device, placement),
+        lambda placement: estimate(on(placement), device, placement),
         memory_given=True,
         message_bytes=model.message_bytes,
         most_layers=max(model.layers),
-        weight_bytes=weight_bytes(model.layers),
+        weight_bytes=lambda placement: weight_bytes(division.on(placement))(placement),
         notes=(*notes, *assumed),
         sequence=model.sequence,
         layers=layer_costs(model, device),
         layout_weight_bytes=weight_bytes,
         stage_bytes=stage_bytes(model),
         tensor=tensor if model.tensor_parallel == 1 else None,
+        division=division,
     )
 
 

@@ -13,7 +13,7 @@ from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.layers import job_predictions
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
-from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.figures import HALVED, Figures
 
 
 def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:
@@ -67,10 +67,14 @@ def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: t
     """Return the costs in a file; those per layer are for the layout of the job."""
     read = read_costs_file(file)
     read.check_links(placement.num_ranks)
-    costs, memory = read.on(placement) if read.layers is None else read.layers.on(layers)
+    own = read.layer_costs()
+    costs, memory = read.on(placement) if own is None else own.on(layers)
     kept = PassMemory.uniform(placement) if memory is None else memory
     return Figures(
-        *sizes, lambda on: (costs.fit(on), kept.fit(on)), memory is not None, notes=(f"Costs are from {file}.",)
+        *sizes,
+        lambda on: (costs.fit(on), kept.fit(on)),
+        memory is not None,
+        notes=(f"Costs are from {file}.", *((HALVED,) if read.halves(placement) else ())),
     )
 
 

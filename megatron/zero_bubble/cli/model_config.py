@@ -8,14 +8,15 @@ from megatron.zero_bubble.costs.estimate import Model
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
-from megatron.zero_bubble.job.model import VOCABULARY, model_of
-from megatron.zero_bubble.search.cut import even
+from megatron.zero_bubble.job.division import Division
+from megatron.zero_bubble.job.model import VOCABULARY, model_of, stated_vocabulary
 
 
 def read_model(
     file: str, num_ranks: int | None, flash: bool, any_layers: bool = False, num_microbatches: int | None = None
-) -> tuple[Model, int, tuple[str, ...]]:
-    """Read a model: its shapes, the number of microbatches per iteration, and the assumptions made, as sentences.
+) -> tuple[Model, int, tuple[str, ...], Division]:
+    """Read a model: its shapes with one stage per rank, the number of microbatches per iteration, the assumptions made,
+    as sentences, and how its layers are divided among the stages of other placements.
 
     ``num_ranks`` and ``num_microbatches`` override the sizes of ``file``. With ``any_layers``, the layers per rank that
     ``file`` gives are ignored, and the layers need not divide evenly.
@@ -46,28 +47,28 @@ def read_model(
     batch = args.global_batch_size or args.micro_batch_size
     count = max(1, batch // args.micro_batch_size)
     check_size(p, count if num_microbatches is None else num_microbatches)
-    layers = even(Placement.linear(p), args.num_layers) if any_layers else _layers(args, p, file)
-    model = model_of(args, layers, flash)
+    if not any_layers:
+        _check_divided(args, p, file)
+    division = Division(args.num_layers) if any_layers else Division.of_job(args, stated_vocabulary(args))
+    model = model_of(args, division.on(Placement.linear(p)), flash)
     assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
     if args.global_batch_size:
         assumed.append(
             f"One data-parallel rank is assumed to run the global batch of {batch}; --num-microbatches overrides this."
         )
-    return model, count, tuple(assumed)
+    return model, count, tuple(assumed), division
 
 
-def _layers(args: argparse.Namespace, num_ranks: int, file: str) -> tuple[int, ...]:
-    """Return the layers per rank: the first and last as given, the others divided evenly."""
+def _check_divided(args: argparse.Namespace, num_ranks: int, file: str) -> None:
+    """Check that the layers that are not on the first or last rank by their flags divide evenly among the others."""
+    if num_ranks == 1 or args.pipeline_model_parallel_layout is not None:
+        return
     first, last = args.num_layers_in_first_pipeline_stage, args.num_layers_in_last_pipeline_stage
-    if num_ranks == 1:
-        return (args.num_layers,)
     given = [count for count in (first, last) if count is not None]
-    left, ranks = args.num_layers - sum(given), num_ranks - len(given)
+    counted = args.account_for_embedding_in_pipeline_split + args.account_for_loss_in_pipeline_split
+    left, ranks = args.num_layers + counted - sum(given), num_ranks - len(given)
     if left < 0 or (left % ranks if ranks else left):
         raise UserError(
             f"layers must divide evenly among the ranks without a given number; {file} leaves {left} layers to {ranks} "
             "ranks; set decoder-first-pipeline-num-layers and decoder-last-pipeline-num-layers, or --num-ranks"
         )
-    each = left // ranks if ranks else 0
-    middle = (each,) * ranks
-    return (*(() if first is None else (first,)), *middle, *(() if last is None else (last,)))

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+from megatron.zero_bubble.cli.divisions import division_content, division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
 from megatron.zero_bubble.cli.offload import (
@@ -149,13 +150,15 @@ def plan(options: argparse.Namespace) -> str:
         return zoomable(render_svg(timeline))
     layouts, moved = made.layouts, made.offloaded
     if options.format == "json":
-        content = {} if layouts is None else layout_content(layouts)
+        own = division_content(costs, timeline.schedule.placement)
+        content = own if layouts is None else layout_content(layouts)
         moves = {} if moved is None else offload_content(moved, options.offload)
         more = {} if made.shards is None else shard_content(options, made.shards, costs)
         known = costs.message_bytes
         sent = {} if known is None else {"message_peak": message_memory(timeline.schedule, known)}
         return plan_to_json(timeline, certificate, {**sent, **content, **moves, **more})
-    text = plan_text(timeline, costs) + ("" if layouts is None else layout_summary(layouts))
+    divided = division_text(costs, timeline.schedule.placement)
+    text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
     if layouts is None and made.shards is None and algorithm_of(timeline.schedule) is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"

@@ -10,12 +10,12 @@ the element-wise kernels.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
-from megatron.zero_bubble.costs.units import recut
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
 Recompute = Literal["none", "selective", "full"]
@@ -61,7 +61,7 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Model:
-    """The shapes of a GPT. ``layers`` is the number of layers per pipeline rank in order, with one stage per rank.
+    """The shapes of a GPT. ``layers`` is the number of layers of every stage in model order.
 
     ``heads * head_size`` need not equal ``hidden``; ``groups`` is the number of key-value heads; a ``gated`` MLP has
     three matrices. ``tensor_parallel`` divides all of it; the activations between matrix products are divided only with
@@ -95,7 +95,11 @@ class Model:
         return self.hidden * (2 * queries + 2 * keys) + (3 if self.gated else 2) * self.hidden * self.ffn
 
     def weights(self, placement: Placement) -> tuple[float, ...]:
-        """Weights per rank (the part of one tensor-parallel rank); see ``stage_weights``."""
+        """Weights per rank (the part of one tensor-parallel rank); see ``stage_weights``.
+
+        Raises:
+            UserError: as ``layers_on``.
+        """
         of_stages = self.stage_weights(placement)
         return tuple(
             sum(of_stages[stage] for stage in placement.stages_of(rank)) for rank in range(placement.num_ranks)
@@ -104,12 +108,28 @@ class Model:
     def stage_weights(self, placement: Placement) -> tuple[float, ...]:
         """Weights per stage (the part of one tensor-parallel rank): its layers, the embedding on the first stage, and
         the output layer on the last one.
+
+        Raises:
+            UserError: as ``layers_on``.
         """
-        parts = placement.num_stages // len(self.layers)
-        per_stage = [self.layers[stage // parts] / parts * self.layer_weights for stage in range(placement.num_stages)]
+        per_stage = [float(count * self.layer_weights) for count in self.layers_on(placement)]
         per_stage[0] += self.vocabulary * self.hidden
         per_stage[-1] += self.vocabulary * self.hidden
         return tuple(count / self.tensor_parallel for count in per_stage)
+
+    def layers_on(self, placement: Placement) -> tuple[int, ...]:
+        """The layers of every stage of ``placement``, which may merge neighbouring stages of ``layers``.
+
+        Raises:
+            UserError: for another number of stages, because layers cannot be divided.
+        """
+        parts, rest = divmod(len(self.layers), placement.num_stages)
+        if rest or not parts:
+            raise UserError(
+                f"the layers of {len(self.layers)} stages cannot be divided among {placement.num_stages} stages, as "
+                "a layer is whole; give the number of layers of every stage"
+            )
+        return tuple(sum(self.layers[s * parts : (s + 1) * parts]) for s in range(placement.num_stages))
 
     @property
     def message_bytes(self) -> float:
@@ -136,42 +156,18 @@ class _Layer:
 
 
 def estimate(model: Model, device: Device, placement: Placement) -> tuple[PassCosts, PassMemory]:
-    """Estimate costs in ms and memory in bytes on ``placement``, whose stages are a multiple of the ranks.
+    """Estimate costs in ms and memory in bytes on ``placement``, whose stages have the layers ``model.layers``.
 
     The output layer and the loss are on the last stage. The embedding look-up is assumed to cost nothing.
 
     Raises:
-        UserError: when the number of stages is not a multiple of the ranks in ``model.layers``.
+        UserError: as ``Model.layers_on``.
     """
-    body, head = _transformer_layer(model), _output_layer(model)
-    rate = _rate(model, device)
-    f, b, w = (tuple(count * ms for count in model.layers) for ms in _milliseconds(body, model, device))
-    costs = PassCosts(f, b, w, _transfer_ms(model, device)).fit(placement)
-    kept = PassMemory(
-        tuple(count * body.activation or model.message_bytes for count in model.layers),
-        tuple(count * body.kept_for_wgrad for count in model.layers),
-        tuple(count * body.history for count in model.layers),
-        recomputed=model.recompute == "full",
-    ).fit(placement)
-    counts = recut(tuple(map(float, model.layers)), placement.num_stages)
-    head_f, head_b, head_w = _milliseconds(head, model, device)
-    times = PassCosts(
-        _plus_last(costs.forward_ms, head_f),
-        _plus_last(costs.backward_ms, head_b),
-        _plus_last(costs.wgrad_ms, head_w),
-        costs.comm_ms,
-    )
-    shares = (
-        tuple(count * scores / rate / ms if ms else 0.0 for count, ms in zip(counts, of_stages, strict=True))
-        for scores, of_stages in ((body.forward_scores, times.forward_ms), (body.backward_scores, times.backward_ms))
-    )
-    activation = _plus_last(kept.activation, head.activation)
-    wgrad = _plus_last(kept.wgrad, head.kept_for_wgrad)
-    return times.with_attention(*shares), replace(kept, activation=activation, wgrad=wgrad)
+    return layer_costs(model, device).on(model.layers_on(placement))
 
 
 def layer_costs(model: Model, device: Device) -> LayerCosts:
-    """Estimate what ``estimate`` does, per layer, for any layout of the layers of ``model``."""
+    """Estimate the costs of the layers of ``model``, for any division among stages."""
     body, head = _transformer_layer(model), _output_layer(model)
     rate, (f, b, w) = _rate(model, device), _milliseconds(body, model, device)
     layer = Part(
@@ -211,10 +207,6 @@ def _milliseconds(layer: _Layer, model: Model, device: Device) -> tuple[float, f
 
 def _transfer_ms(model: Model, device: Device) -> float:
     return device.latency_ms + model.message_bytes / (device.link_gbs * 1e6)
-
-
-def _plus_last(stages: tuple[float, ...], extra: float) -> tuple[float, ...]:
-    return (*stages[:-1], stages[-1] + extra)
 
 
 def _transformer_layer(m: Model) -> _Layer:

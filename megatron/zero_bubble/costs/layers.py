@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import fsum
 
-from megatron.zero_bubble.costs.memory import MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import HOST, TIMES, PassCosts
+from megatron.zero_bubble.costs.memory import HISTORY, MEMORY, PassMemory
+from megatron.zero_bubble.costs.passes import HOST, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
+_AMOUNTS = (*TIMES, HOST, *SHARDS, *MEMORY, HISTORY)
+"""The figures of a stage that are sums over its parts."""
 _SHARES = ("forward_attention", "backward_attention")
 _NEARLY_NOTHING = 1e-3
 """Activation of a stage that keeps nothing known, relative to the largest layer."""
@@ -27,6 +29,7 @@ class Part:
         activation, wgrad, history: memory, as in ``PassMemory``.
         forward_attention, backward_attention: shares of attention in F and B, as in ``PassCosts``.
         host_ms: time to copy what F saves to host memory, or back; 0 if unknown.
+        gather_ms, reduce_ms: times of the collectives of sharded units, as in ``PassCosts``; 0 if unknown.
 
     Raises:
         UserError: for a negative, huge or non-finite figure, or a share above 1.
@@ -41,6 +44,8 @@ class Part:
     forward_attention: float = 0.0
     backward_attention: float = 0.0
     host_ms: float = 0.0
+    gather_ms: float = 0.0
+    reduce_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -100,8 +105,9 @@ class LayerCosts:
                 f"the layers per stage must add up to {self.num_layers}; got {', '.join(map(str, layout))}; change them"
             )
         forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
-        host = self._summed(layout, HOST)
-        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, host_ms=host)
+        host, gather, reduce = (self._summed(layout, name) for name in (HOST, *SHARDS))
+        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links)
+        costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
         if self._has_attention:
             of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
             of_b = zip(self._products(layout, _SHARES[1], TIMES[1]), backward, strict=True)
@@ -109,7 +115,7 @@ class LayerCosts:
         least = self.input_memory or _NEARLY_NOTHING * max(layer.activation for layer in self.layers)
         activation, wgrad = (self._summed(layout, name) for name in MEMORY)
         kept = tuple(max(least, amount) for amount in activation)
-        return costs, PassMemory(kept, wgrad, self._summed(layout, "history"), self.recomputed)
+        return costs, PassMemory(kept, wgrad, self._summed(layout, HISTORY), self.recomputed)
 
     @cached_property
     def _has_attention(self) -> bool:
@@ -119,7 +125,7 @@ class LayerCosts:
     def _columns(self) -> dict[str, tuple[float, ...]]:
         """Every figure of all parts in model order."""
         parts = (self.embedding, *self.layers, self.loss)
-        names = (*TIMES, HOST, *MEMORY, "history", *_SHARES, "work_ms")
+        names = (*_AMOUNTS, *_SHARES, "work_ms")
         columns = {name: tuple(getattr(part, name) for part in parts) for name in names}
         for share, ms in zip(_SHARES, TIMES, strict=False):
             columns[share + ms] = tuple(a * b for a, b in zip(columns[share], columns[ms], strict=True))
@@ -140,39 +146,53 @@ class LayerCosts:
         return tuple(map(fsum, self._parts_of(layout, share + ms)))
 
 
-def of_stages(costs: PassCosts, memory: PassMemory | None, layout: Sequence[int]) -> LayerCosts:
-    """Derive the parts of a model of equal layers from figures of its stages.
+def whole_stages(layout: Sequence[int]) -> tuple[int, ...]:
+    """The stages that have nothing but layers, from which the costs of a layer are taken; of two stages, the first."""
+    last = len(layout) - 1
+    return tuple(s for s in (range(1, last) if last > 1 else range(last)) if layout[s])
 
-    The stages between the first and the last give the mean of a layer; what the first and the last take beyond their
-    layers is the embedding's, and the output layer's. Without memory figures, all layers keep the same.
+
+def of_stages(costs: PassCosts, memory: PassMemory | None, layout: Sequence[int]) -> LayerCosts:
+    """Derive the parts of a model from figures of its stages; with ``layout``, they give the same figures again.
+
+    The layers of a stage share its figures equally. The layers of the first and of the last stage are as the mean of
+    the others, and what these two take beyond their layers is the embedding's, and the output layer's. Of only two
+    stages, the first is assumed to take nothing beyond its layers. Without memory figures, all layers keep the same.
 
     Raises:
-        UserError: when the layout is for another number of stages, or no stage between the ends has layers.
+        UserError: when the layout is for another number of stages, or no stage gives the time of a layer.
     """
-    inner = range(1, len(layout) - 1)
-    count = sum(layout[s] for s in inner)
+    known, last = whole_stages(layout), len(layout) - 1
     if len(layout) != costs.num_stages:
         raise UserError(
             f"layers_per_stage must have one number for each of the {costs.num_stages} stages of the lists; got "
             f"{len(layout)}; give as many"
         )
-    if not count:
+    if not known:
         raise UserError(
-            "layers_per_stage must give layers to a stage between the first and the last, from which the time of a "
-            f"layer is taken; got {', '.join(map(str, layout))}; give the costs per layer instead"
+            "layers_per_stage must give layers to a stage between the first and the last, or to the first of two, from "
+            f"which the time of a layer is taken; got {', '.join(map(str, layout))}; give the costs per layer instead"
         )
-    columns = {name: getattr(costs, name) for name in (*TIMES, HOST)}
+    figures = {name: getattr(costs, name) for name in (*TIMES, HOST, *SHARDS)}
     if memory is not None:
-        columns |= {name: getattr(memory, name) for name in (*MEMORY, "history")}
-    layer = {name: fsum(figures[s] for s in inner) / count for name, figures in columns.items()}
-    embedding, loss = (
-        Part(**{name: max(0.0, figures[s] - layout[s] * layer[name]) for name, figures in columns.items()})
-        for s in (0, -1)
-    )
+        figures |= {name: getattr(memory, name) for name in (*MEMORY, HISTORY)}
     for share, ms in zip(_SHARES, TIMES, strict=False):
-        both = zip(getattr(costs, share), getattr(costs, ms), strict=True)
-        attention = [a * b for a, b in both]
-        layer[share] = min(1.0, fsum(attention[s] for s in inner) / count / layer[ms]) if layer[ms] else 0.0
-    if memory is None:
-        layer |= dict.fromkeys(MEMORY, 1.0)
-    return LayerCosts((Part(**layer),) * sum(layout), embedding, loss, costs.comm_ms, costs.links)
+        figures[share] = tuple(a * b for a, b in zip(getattr(costs, share), getattr(costs, ms), strict=True))
+    mean = {name: fsum(of[s] for s in known) / sum(layout[s] for s in known) for name, of in figures.items()}
+
+    def part(amounts: Mapping[str, float]) -> Part:
+        times = dict(zip(_SHARES, TIMES, strict=False))
+        shares = {share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in times.items()}
+        return Part(**{**amounts, **shares})
+
+    def layer(stage: int) -> Part:
+        of_stage = {name: of[stage] / layout[stage] for name, of in figures.items()}
+        if stage in (0, last):  # of an end that takes less than its layers, all is theirs
+            of_stage = {name: min(mean[name], own) for name, own in of_stage.items()}
+        return part(of_stage if memory is not None else of_stage | dict.fromkeys(MEMORY, 1.0))
+
+    def beyond(stage: int) -> Part:
+        return part({name: max(0.0, of[stage] - layout[stage] * mean[name]) for name, of in figures.items()})
+
+    layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
+    return LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from megatron.zero_bubble.costs.estimate import Device, Model, estimate
 from megatron.zero_bubble.costs.memory import PassMemory
 from megatron.zero_bubble.costs.passes import PassCosts
-from megatron.zero_bubble.costs.units import recut
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 
@@ -67,7 +66,7 @@ class TensorParallel:
     def costs(self, device: Device, placement: Placement, bytes_per_ms: float) -> tuple[PassCosts, PassMemory]:
         """As ``estimate``, with the all-reduces in F and B. Shares of attention are left out: sequences are whole."""
         costs, memory = estimate(self.model, device, placement)
-        layers = recut(tuple(map(float, self.whole.layers)), placement.num_stages)
+        layers = self.whole.layers_on(placement)
         forward, backward = (count * self.all_reduce_bytes / bytes_per_ms for count in self.all_reduces)
         return PassCosts(
             tuple(ms + count * forward for ms, count in zip(costs.forward_ms, layers, strict=True)),

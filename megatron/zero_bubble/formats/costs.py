@@ -11,7 +11,8 @@ host memory, or back), and only sharded units ``gather_ms`` and ``reduce_ms`` (t
 reduce the gradients).
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
-figures of passes, or are derived from lists per stage with ``layers_per_stage``.
+figures of passes, or are derived from lists per stage with ``layers_per_stage``. With them, no layer is ever divided;
+without, a list for fewer stages than a placement has is divided evenly, which is too short if the stages differ.
 """
 
 from __future__ import annotations
@@ -47,17 +48,25 @@ from megatron.zero_bubble.search.cut import even
 Figure = float | tuple[float, ...]
 """A figure as written in the file: one number, for a rank's whole share, or one number per stage."""
 
+_LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, "layers_per_stage", *KEYS)
+_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, _LAYOUT, *KEYS)
 _KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, "comm_ms", "links"))
 _WHAT = "costs file"
+_ALIKE = 0.01
+"""Relative difference of figures up to which stages count as alike."""
 
 
-def costs_to_json(costs: PassCosts, memory: PassMemory | None = None, tokens: SliceTokens | None = None) -> str:
+def costs_to_json(
+    costs: PassCosts,
+    memory: PassMemory | None = None,
+    tokens: SliceTokens | None = None,
+    layers_per_stage: Sequence[int] = (),
+) -> str:
     """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
 
-    Shares of attention and the history are left out where they are all 0.
+    Shares of attention and the history are left out where they are all 0, and the layers per stage if they are unknown.
     """
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     if any(any(getattr(costs, name)) for name in ATTENTION):
@@ -72,6 +81,8 @@ def costs_to_json(costs: PassCosts, memory: PassMemory | None = None, tokens: Sl
     content |= vocabulary_content(costs, memory)
     if tokens is not None:
         content |= {key: number for key, number in zip(TOKENS, tokens, strict=True) if number is not None}
+    if layers_per_stage:
+        content[_LAYOUT] = list(layers_per_stage)
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
 
 
@@ -102,6 +113,15 @@ class CostsFile:
     layers: LayerCosts | None = None
     layers_per_stage: tuple[int, ...] = ()
     vocabulary: VocabularyFigures | None = None
+
+    def halves(self, placement: Placement) -> bool:
+        """Whether ``on`` divides stages that differ, without knowing their layers: schedules then seem too short."""
+        if self.layers is not None or self.layers_per_stage:
+            return False
+        given = {**self.times, **(self.memory or {})}
+        lists = (figures for name in (*TIMES, *MEMORY) if isinstance(figures := given.get(name), tuple))
+        # Only a multiple of the stages of the placement can be merged.
+        return any(len(each) % placement.num_stages and max(each) > min(each) * (1 + _ALIKE) for each in lists)
 
     @property
     def num_stages(self) -> int | None:
@@ -199,6 +219,8 @@ class CostsFile:
             self.check_links(placement.num_ranks)
             if self.layers is not None:
                 return self.layers.on(even(placement, self.layers.num_layers))
+            if self.layers_per_stage and placement.num_stages != len(self.layers_per_stage):
+                return self._by_layers(placement)
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
             host, gather, reduce = (
                 _per_stage(name, self.times[name], placement) if name in self.times else () for name in (HOST, *SHARDS)
@@ -214,6 +236,15 @@ class CostsFile:
             kept = {name: _per_stage(name, figure, placement) for name, figure in self.memory.items()}
             logits = () if self.vocabulary is None else self.vocabulary.memory(placement.num_ranks)
             return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()), logits=logits)
+
+    def _by_layers(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
+        """Return what ``on`` does, for another number of stages than the lists have, with layers as they are."""
+        layers = of_stages(*self.on(Placement.linear(len(self.layers_per_stage))), self.layers_per_stage)
+        costs, memory = layers.on(even(placement, layers.num_layers))
+        if self.vocabulary is not None:
+            costs = replace(costs, vocabulary=self.vocabulary.costs(placement.num_ranks))
+            memory = replace(memory, logits=self.vocabulary.memory(placement.num_ranks))
+        return costs, None if self.memory is None else memory
 
     def _shares(self, key: str, times: str, placement: Placement) -> tuple[float, ...]:
         """Return the shares under ``key`` per stage; those of merged stages are averaged by the times of their passes.
@@ -277,7 +308,7 @@ def _check_length(name: str, figures: Sequence[float], placement: Placement) -> 
 
 
 def _layout(content: dict[str, Any]) -> tuple[int, ...]:
-    key = "layers_per_stage"
+    key = _LAYOUT
     if key not in content:
         return ()
     form = "a list with the number of layers of every stage"

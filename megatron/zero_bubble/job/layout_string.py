@@ -88,13 +88,18 @@ def _check_predictions(text: str, stages: Sequence[str], num_ranks: int, wanted:
         raise UserError(f"each t of {FLAG} must precede every m; got {text!r}; move m behind the last t")
 
 
+def layout_layers(text: str) -> tuple[int, ...]:
+    """Return the number of transformer layers on every stage of a layout."""
+    return tuple(stage.count("t") for stage in read_layout(text))
+
+
 def layers_of(text: str, num_stages: int, num_layers: int) -> tuple[int, ...]:
-    """Return the number of transformer layers on every stage of a layout.
+    """Return ``layout_layers``, checked.
 
     Raises:
         UserError: the number of stages or layers differs from the job's, or a letter has no meaning.
     """
-    counts = tuple(stage.count("t") for stage in read_layout(text))
+    counts = layout_layers(text)
     if (len(counts), sum(counts)) != (num_stages, num_layers):
         raise UserError(
             f"{FLAG} has {len(counts)} stages and {sum(counts)} layers, but the job has {num_stages} stages and "

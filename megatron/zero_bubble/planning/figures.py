@@ -13,8 +13,19 @@ from megatron.zero_bubble.costs.units import parse_memory_limit, spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.job.division import Division
 from megatron.zero_bubble.search.cut import even
 
+HALVED = (
+    "A lower bound: the stages of the costs differ, and are divided evenly into stages of a finer placement, but an "
+    "output layer or a layer cannot be divided; record the costs under a schedule with as many stages per rank, or add "
+    "layers_per_stage to the costs file."
+)
+"""What is said of a schedule with more stages than its costs were measured for."""
+_TWO_STAGES = (
+    "The embedding is assumed to take no time, because costs of two stages do not tell it from layers: what the last "
+    "stage takes beyond its layers is the output layer's."
+)
 _BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -37,6 +48,8 @@ class Figures:
         tensor: the figures with tensor parallelism instead of replicas, given the number of GPUs that divide a layer,
             and the bytes per ms with which they send to each other; None if unknown.
         unit: M_B, if it is not that of ``on``: with layouts, that of the even split, so that all have the same limit.
+        division: which layers are on which stage; None if unknown.
+        halves: whether ``on`` divides stages that differ, for a placement with more stages than there are figures for.
     """
 
     num_ranks: int
@@ -54,9 +67,20 @@ class Figures:
     unit: float | None = None
     stage_bytes: Callable[[Placement], StageBytes] | None = None
     tensor: Callable[[int, float], Divided] | None = None
+    division: Division | None = None
+    halves: Callable[[Placement], bool] = lambda _: False
+
+    def layout(self, placement: Placement) -> tuple[int, ...]:
+        """The layers per stage that a job gets.
+
+        Raises:
+            UserError: for too few layers.
+        """
+        assert self.layers is not None, "only costs per layer have layouts"
+        return even(placement, self.layers.num_layers) if self.division is None else self.division.on(placement)
 
     def evenly(self) -> Figures:
-        """Return the costs of Megatron's even split, from the costs per layer; layouts are made from these.
+        """Return the costs of the layout that a job gets without another one; layouts by cost are made from these.
 
         Raises:
             UserError: without costs per layer, or for too few layers.
@@ -67,7 +91,7 @@ class Figures:
                 "a layout by cost needs costs per layer; got those of whole ranks or stages; give --config, or a costs "
                 "file with layers and parts, or with layers_per_stage"
             )
-        own = replace(self, on=lambda placement: layers.on(even(placement, layers.num_layers)), unit=None)
+        own = replace(self, on=lambda placement: layers.on(self.layout(placement)), unit=None)
         return replace(own, unit=own.microbatch)
 
     def laid_out(self, placement: Placement, layout: tuple[int, ...]) -> Figures:
@@ -167,19 +191,32 @@ def measured(
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         # Figures for half ranks cannot be divided into thirds; figures for whole ranks can be divided into any number.
-        fits = placement.num_stages in (num_ranks, 2 * num_ranks, file.num_stages) or file.layers is not None
+        known = file.layers is not None or file.layers_per_stage
+        fits = placement.num_stages in (num_ranks, 2 * num_ranks, file.num_stages) or known
         read_as = placement if fits else Placement.linear(num_ranks)
         costs, kept = file.on(read_as)
         if memory is not None:
             kept = memory(read_as)
         elif kept is None:
-            kept = PassMemory.uniform(read_as)
+            kept = PassMemory.uniform(read_as) if own is None or division is None else own.on(division.on(read_as))[1]
         return (costs, kept) if read_as == placement else (costs.fit(placement), kept.fit(placement))
 
+    own = file.layer_costs()
+    division = None if own is None else Division(own.num_layers, given=file.layers_per_stage)
     given = memory is not None or file.on(Placement.linear(num_ranks))[1] is not None
     sequence, least = file.tokens or (None, None)
-    own = file.layer_costs()
-    return Figures(num_ranks, num_microbatches, on, given, sequence=sequence, least_slice_tokens=least, layers=own)
+    return Figures(
+        num_ranks,
+        num_microbatches,
+        on,
+        given,
+        notes=(_TWO_STAGES,) if len(file.layers_per_stage) == 2 else (),
+        sequence=sequence,
+        least_slice_tokens=least,
+        layers=own,
+        division=division,
+        halves=file.halves,
+    )
 
 
 def beyond_floats(error: OverflowError) -> str:

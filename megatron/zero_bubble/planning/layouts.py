@@ -15,7 +15,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.job.layers import layout_text
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.search.cut import cut, even, is_less, least_layers
+from megatron.zero_bubble.search.cut import cut, is_less, least_layers
 from megatron.zero_bubble.search.layout import Layout, Trial, best_layout
 from megatron.zero_bubble.search.timed import timed
 
@@ -206,7 +206,7 @@ class _Desk:
             UserError: when there is no schedule for any layout.
         """
         layers = self.layers
-        evenly = even(self.placement, layers.num_layers)
+        evenly = self.costs.layout(self.placement)
         known = {EVEN: evenly, MOVED: moved(layers, self.placement, evenly)}
         least_work = cut(self.placement, layers.work_ms, layers.embedding.work_ms, layers.loss.work_ms)
         starts = tuple(dict.fromkeys((least_work, *known.values())))

@@ -9,6 +9,7 @@ from functools import partial
 from megatron.zero_bubble.analysis.bounds import Bound, lower_bound, lower_bound_with_offload
 from megatron.zero_bubble.analysis.memory import message_peaks, most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.formats.plan import Certificate
 from megatron.zero_bubble.ir import WHOLE, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.sizes import check_size
@@ -60,7 +61,13 @@ def auto(
     if len(slices) > 1:
         return _sliced_auto(costs, limit, placement, objective, finest, slices)
     sizes = costs.num_ranks, costs.num_microbatches
-    return zb_auto(*costs.on(finest), *sizes, limit, placement=placement, objective=objective, effort=effort)
+    on, linear = costs.on(finest), _of_ranks(costs, placement)
+    return zb_auto(*on, *sizes, limit, placement=placement, objective=objective, effort=effort, linear=linear)
+
+
+def _of_ranks(costs: Figures, placement: PlacementChoice) -> tuple[PassCosts, PassMemory] | None:
+    """The figures with one stage per rank, where both placements are searched and layers are not divided alike."""
+    return None if costs.layers is None or placement != "auto" else costs.on(Placement.linear(costs.num_ranks))
 
 
 def _sliced_auto(
@@ -74,7 +81,8 @@ def _sliced_auto(
         if recipe.sliced and recipe.shape == "linear"
     ]
     placements = [PLACEMENTS[name](costs.num_ranks) for name in names]
-    return sliced_auto(*costs.on(finest), placements, costs.num_microbatches, limit, slices, objective, known)
+    on, linear = costs.on(finest), _of_ranks(costs, placement)
+    return sliced_auto(*on, placements, costs.num_microbatches, limit, slices, objective, known, linear)
 
 
 def bound(

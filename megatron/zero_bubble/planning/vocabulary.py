@@ -22,7 +22,6 @@ from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.planning.plans import auto, fitted, peak_memory
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.auto import PlacementChoice
-from megatron.zero_bubble.search.cut import even
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary
 
 Choice = Literal["off", "1", "2", "auto"]
@@ -74,7 +73,7 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
     shards = divide(costs.layers, costs.num_ranks, algorithm, recompute_logits)
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
-        times, memory = shards.layers.on(even(placement, shards.layers.num_layers))
+        times, memory = shards.layers.on(costs.layout(placement))
         times = replace(times, vocabulary=shards.vocabulary)
         if not costs.memory_given:
             return times, PassMemory.uniform(placement)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import itemgetter
@@ -42,6 +42,7 @@ def zb_auto(
     objective: Metric = "span",
     effort: float = 1.0,
     start: Schedule | None = None,
+    linear: tuple[PassCosts, PassMemory] | None = None,
 ) -> Schedule:
     """Search for the schedule with the smallest ``objective`` within ``memory_limit``; equal on every machine.
 
@@ -57,6 +58,8 @@ def zb_auto(
         effort: the budget of the search in placed passes, relative to the default; it is not a time, so that the result
             does not depend on the machine.
         start: a known schedule to start from; the result is not longer, if this schedule is within the limit.
+        linear: figures with one stage per rank, if layers are divided in such a way that neighbouring stages of
+            ``costs`` and ``memory`` together are not those of a rank.
 
     Raises:
         UserError: for counts below 1, figures for another number of stages, or a limit that admits no schedule; the
@@ -67,8 +70,10 @@ def zb_auto(
             raise UserError(f"{name} must be 1 or more; got {count}")
     limit = _limits(memory_limit, num_ranks)
     names = tuple(PLACEMENTS) if placement == "auto" else (placement,)
+    figures = {name: linear if linear is not None and name == "linear" else (costs, memory) for name in names}
     problems = [
-        Problem.of(PLACEMENTS[name](num_ranks), num_microbatches, costs, memory, limit, objective) for name in names
+        Problem.of(PLACEMENTS[name](num_ranks), num_microbatches, *own, limit, objective)
+        for name, own in figures.items()
     ]
     feasible = [problem for problem in problems if problem.is_feasible]
     if not feasible:
@@ -76,7 +81,8 @@ def zb_auto(
     known = [
         _Known(problem.rows(start), problem) for problem in feasible if start and start.placement == problem.placement
     ]
-    bound = partial(_least, costs=costs, memory=memory, limit=limit, objective=objective)
+    of = {problem.placement: own for problem, own in zip(problems, figures.values(), strict=True)}
+    bound = partial(_least, figures=of, limit=limit, objective=objective)
     best, is_shortest = _planned_as_few(feasible, bound, effort, known)
     if best is None or not is_shortest:
         known += [best] if best is not None else []
@@ -152,10 +158,14 @@ def fit(schedule: Schedule, costs: PassCosts, memory: PassMemory, *, objective: 
 
 
 def _least(
-    problem: Problem, costs: PassCosts, memory: PassMemory, limit: tuple[float, ...], objective: Metric
+    problem: Problem,
+    figures: Mapping[Placement, tuple[PassCosts, PassMemory]],
+    limit: tuple[float, ...],
+    objective: Metric,
 ) -> float:
     """Return a lower bound for the placement of ``problem``, from the bounds in closed form, which are cheap."""
     on, m = problem.placement, problem.num_microbatches
+    costs, memory = figures[on]
     return lower_bound(costs.fit(on), memory.fit(on), on, m, limit, objective, effort=0).value_ms
 
 

@@ -1,0 +1,63 @@
+"""What a plan says about the layers of its stages: the layout that it needs, or that they are unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, Protocol
+
+from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.planning.figures import HALVED, Figures
+
+_MARK = "   lower bound"
+
+
+class Divided(Protocol):
+    """A row of a table with these figures."""
+
+    @property
+    def schedule(self) -> str: ...
+
+    @property
+    def is_lower_bound(self) -> bool: ...
+
+    @property
+    def needed_layout(self) -> str | None: ...
+
+
+def needed_layout(costs: Figures, placement: Placement) -> str | None:
+    """The ``--pipeline-model-parallel-layout`` that gives a job these layers per stage; None if it needs none."""
+    return None if costs.division is None else costs.division.needed_layout(placement)
+
+
+def mark(row: Divided) -> str:
+    """The end of the line of a row whose times are a lower bound."""
+    return _MARK if row.is_lower_bound else ""
+
+
+def division_lines(rows: Iterable[Divided]) -> Iterator[str]:
+    """Yield the layouts that rows need, and what a lower bound means."""
+    listed = list(rows)
+    needing = sorted((row for row in listed if row.needed_layout), key=lambda row: str(row.needed_layout))
+    for layout, of in groupby(needing, key=attrgetter("needed_layout")):
+        yield f"{_needs(layout)}: {', '.join(row.schedule for row in of)}"
+    if any(row.is_lower_bound for row in listed):
+        yield f"lower bound: {HALVED[HALVED.index(':') + 2 :]}"
+
+
+def division_text(costs: Figures, placement: Placement) -> str:
+    """The same for one plan."""
+    layout = needed_layout(costs, placement)
+    return (f"{_needs(layout)}\n" if layout else "") + (f"{HALVED}\n" if costs.halves(placement) else "")
+
+
+def division_content(costs: Figures, placement: Placement) -> dict[str, Any]:
+    """The same as keys of a plan's JSON."""
+    layout = needed_layout(costs, placement)
+    needed = {} if layout is None else {"needed_layout": layout}
+    return {**needed, **({"is_lower_bound": True} if costs.halves(placement) else {})}
+
+
+def _needs(layout: str) -> str:
+    return f"needs --pipeline-model-parallel-layout '{layout}', as the layers do not divide otherwise"
