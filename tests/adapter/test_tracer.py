@@ -39,7 +39,7 @@ def test_chosen_iterations_are_recorded(ranks: RankPool, tmp_path: Path, schedul
     written, memory = read_costs_file(tmp_path / "costs.json").on(placement)
     assert (written, memory) == (recording.costs, recording.memory)
     file = read_costs_file(tmp_path / "costs.json")
-    assert file.layers_per_stage == ((2,) * 4 if schedule == "zb-v" else (4, 4))
+    assert file.layers_per_stage == ((1,) * 4 if schedule == "zb-v" else (2, 2))
     assert file.layer_costs() is not None and not file.halves(Placement.interleaved(2, 3))
     tokens = file.tokens
     assert tokens is not None

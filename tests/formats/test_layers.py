@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.zero_bubble import Placement
-from megatron.zero_bubble.costs.layers import Part
+from megatron.zero_bubble import PassCosts, PassMemory, Placement
+from megatron.zero_bubble.costs.layers import Part, of_stages
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.costs import CostsFile, read_costs_file
+from megatron.zero_bubble.formats.costs import CostsFile, costs_to_json, read_costs_file
 
 DENSE = {"forward_ms": 2.0, "backward_ms": 4.0, "wgrad_ms": 1.0}
 MEMORY = {"activation": 8.0, "wgrad": 4.0}
@@ -114,3 +114,48 @@ def test_invalid_layers_per_stage_are_rejected(content: dict[str, object], messa
     with pytest.raises(UserError, match=message) as failure:
         read_costs_file(file).layer_costs()
     assert str(failure.value).startswith(f"costs file {file}: ")
+
+
+def test_recorded_ends_are_written_and_may_be_corrected() -> None:
+    costs = PassCosts((4.0, 5.0), (4.0, 6.0), (4.0, 7.0)).with_attention((0.5, 0.4))
+    memory = PassMemory((8.0, 9.0), (4.0, 6.0))
+    text = costs_to_json(costs, memory, layers_per_stage=(4, 4))
+    content = json.loads(text)
+    assert content["embedding"] == {}, "two stages do not tell the embedding from layers"
+    assert content["loss"] == {
+        "forward_ms": 1.0,
+        "backward_ms": 2.0,
+        "wgrad_ms": 3.0,
+        "activation": 1.0,
+        "wgrad": 2.0,
+    }
+    assert CostsFile.parse(text).layer_costs() == of_stages(costs, memory, (4, 4))
+    content["embedding"] = {"forward_ms": 1.0, "wgrad_ms": 2.0}
+    content["loss"] |= {"forward_ms": 2.0, "wgrad_ms": 5.0}
+    layers = parse(content).layer_costs()
+    assert layers is not None
+    assert [part.forward_ms for part in layers.layers] == [0.75] * 8
+    again, kept = layers.on((4, 4))
+    assert (again.forward_ms, again.backward_ms, again.wgrad_ms) == ((4.0, 5.0), (4.0, 6.0), (4.0, 7.0))
+    assert (kept.activation, kept.wgrad) == ((8.0, 9.0), (4.0, 6.0))
+    for wrong, message in (
+        ({"loss": 3}, "loss must be an object with the figures"),
+        ({"loss": {"forward": 3}}, "allowed keys of parts.loss are"),
+        ({"layers_per_stage": None}, "embedding needs layers_per_stage"),
+    ):
+        own = {key: value for key, value in (content | wrong).items() if value is not None}
+        with pytest.raises(UserError, match=message):
+            parse(own)
+
+
+def test_figures_of_ranks_stay_with_another_number_of_stages() -> None:
+    """Recorded on a V: the times of the vocabulary are per rank, those of the layers per stage."""
+    times = {name: [1.0, 2.0, 2.0, 1.0] for name in ("forward_ms", "backward_ms", "wgrad_ms")}
+    shards = {"output_ms": [1, 2], "output_wgrad_ms": [3, 4], "activation": [1.0] * 4, "wgrad": [1.0] * 4, "logits": 7}
+    file = parse({**times, **shards, "layers_per_stage": [1, 2, 2, 1]})
+    assert file.layer_costs() is not None
+    for placement in (Placement.linear(2), Placement.vee(2), Placement.interleaved(2, 3)):
+        costs, memory = file.on(placement)
+        assert costs.vocabulary is not None and costs.vocabulary.output_ms == (1.0, 2.0)
+        assert memory is not None and memory.logits == (7.0, 7.0)
+        assert sum(costs.forward_ms) == pytest.approx(6.0)

@@ -152,12 +152,19 @@ def whole_stages(layout: Sequence[int]) -> tuple[int, ...]:
     return tuple(s for s in (range(1, last) if last > 1 else range(last)) if layout[s])
 
 
-def of_stages(costs: PassCosts, memory: PassMemory | None, layout: Sequence[int]) -> LayerCosts:
+def of_stages(
+    costs: PassCosts,
+    memory: PassMemory | None,
+    layout: Sequence[int],
+    embedding: Part | None = None,
+    loss: Part | None = None,
+) -> LayerCosts:
     """Derive the parts of a model from figures of its stages; with ``layout``, they give the same figures again.
 
-    The layers of a stage share its figures equally. The layers of the first and of the last stage are as the mean of
-    the others, and what these two take beyond their layers is the embedding's, and the output layer's. Of only two
-    stages, the first is assumed to take nothing beyond its layers. Without memory figures, all layers keep the same.
+    The layers of a stage share its figures equally. Where ``embedding`` or ``loss`` is unknown, the layers of its stage
+    are as the mean of those between the first and the last stage, and it is what the stage takes beyond them. Of only
+    two stages, the first is then assumed to take nothing beyond its layers. Without memory figures, all layers keep the
+    same.
 
     Raises:
         UserError: when the layout is for another number of stages, or no stage gives the time of a layer.
@@ -173,26 +180,46 @@ def of_stages(costs: PassCosts, memory: PassMemory | None, layout: Sequence[int]
             "layers_per_stage must give layers to a stage between the first and the last, or to the first of two, from "
             f"which the time of a layer is taken; got {', '.join(map(str, layout))}; give the costs per layer instead"
         )
-    figures = {name: getattr(costs, name) for name in (*TIMES, HOST, *SHARDS)}
-    if memory is not None:
-        figures |= {name: getattr(memory, name) for name in (*MEMORY, HISTORY)}
-    for share, ms in zip(_SHARES, TIMES, strict=False):
-        figures[share] = tuple(a * b for a, b in zip(getattr(costs, share), getattr(costs, ms), strict=True))
+    given = {stage: part for stage, part in ((0, embedding), (last, loss)) if part is not None}
+    figures = _figures_of(costs, memory)
+    for stage, end in given.items():
+        for name, amount in _amounts(end).items():
+            if name in figures:
+                figures[name][stage] = max(0.0, figures[name][stage] - amount)
     mean = {name: fsum(of[s] for s in known) / sum(layout[s] for s in known) for name, of in figures.items()}
-
-    def part(amounts: Mapping[str, float]) -> Part:
-        times = dict(zip(_SHARES, TIMES, strict=False))
-        shares = {share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in times.items()}
-        return Part(**{**amounts, **shares})
 
     def layer(stage: int) -> Part:
         of_stage = {name: of[stage] / layout[stage] for name, of in figures.items()}
-        if stage in (0, last):  # of an end that takes less than its layers, all is theirs
+        if stage in (0, last) and stage not in given:  # of an end that takes less than its layers, all is theirs
             of_stage = {name: min(mean[name], own) for name, own in of_stage.items()}
-        return part(of_stage if memory is not None else of_stage | dict.fromkeys(MEMORY, 1.0))
+        return _part(of_stage if memory is not None else of_stage | dict.fromkeys(MEMORY, 1.0))
 
     def beyond(stage: int) -> Part:
-        return part({name: max(0.0, of[stage] - layout[stage] * mean[name]) for name, of in figures.items()})
+        left = {name: max(0.0, of[stage] - layout[stage] * mean[name]) for name, of in figures.items()}
+        return given[stage] if stage in given else _part(left)
 
     layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
     return LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links)
+
+
+def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[float]]:
+    """Figures that add up over the parts of a stage, by stage; instead of a share of attention, its time."""
+    figures = {name: list(getattr(costs, name)) for name in (*TIMES, HOST, *SHARDS)}
+    if memory is not None:
+        figures |= {name: list(getattr(memory, name)) for name in (*MEMORY, HISTORY)}
+    for share, ms in zip(_SHARES, TIMES, strict=False):
+        figures[share] = [a * b for a, b in zip(getattr(costs, share), getattr(costs, ms), strict=True)]
+    return figures
+
+
+def _amounts(part: Part) -> dict[str, float]:
+    """The figures of one part, as in ``_figures_of``."""
+    times = dict(zip(_SHARES, TIMES, strict=False))
+    return {name: value * getattr(part, times[name]) if name in times else value for name, value in vars(part).items()}
+
+
+def _part(amounts: Mapping[str, float]) -> Part:
+    """The inverse of ``_amounts``."""
+    times = dict(zip(_SHARES, TIMES, strict=False))
+    shares = {share: min(1.0, amounts[share] / amounts[ms]) if amounts[ms] else 0.0 for share, ms in times.items()}
+    return Part(**{**amounts, **shares})

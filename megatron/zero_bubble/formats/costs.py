@@ -25,7 +25,7 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from megatron.zero_bubble.costs.layers import LayerCosts, of_stages
+from megatron.zero_bubble.costs.layers import LayerCosts, Part, of_stages
 from megatron.zero_bubble.costs.memory import HISTORY, LOGITS, MEMORY, PassMemory
 from megatron.zero_bubble.costs.passes import ATTENTION, HOST, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
@@ -40,7 +40,7 @@ from megatron.zero_bubble.costs.units import (
 )
 from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.formats.files import json_object, naming, read_file, read_key
-from megatron.zero_bubble.formats.layers import LAYERS, PARTS, layers_from
+from megatron.zero_bubble.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
 from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.search.cut import even
@@ -51,7 +51,7 @@ Figure = float | tuple[float, ...]
 _LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
-_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, _LAYOUT, *KEYS)
+_OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS)
 _KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, "comm_ms", "links"))
 _WHAT = "costs file"
 _ALIKE = 0.01
@@ -67,6 +67,7 @@ def costs_to_json(
     """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
 
     Shares of attention and the history are left out where they are all 0, and the layers per stage if they are unknown.
+    With these, the parts ``embedding`` and ``loss`` are derived by ``of_stages``.
     """
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     if any(any(getattr(costs, name)) for name in ATTENTION):
@@ -83,6 +84,7 @@ def costs_to_json(
         content |= {key: number for key, number in zip(TOKENS, tokens, strict=True) if number is not None}
     if layers_per_stage:
         content[_LAYOUT] = list(layers_per_stage)
+        content |= ends_content(of_stages(costs, memory, layers_per_stage))
     return "{\n" + ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in content.items()) + "\n}\n"
 
 
@@ -100,6 +102,7 @@ class CostsFile:
         tokens: tokens of a sequence, and the fewest of a slice; None if the file does not have them.
         layers: costs per layer, if the file has them instead of figures of passes.
         layers_per_stage: the layout of the lists per stage; empty if unknown.
+        ends: the embedding and the output layer with the loss, as far as known besides the lists.
         vocabulary: figures of vocabulary parallelism; None if the file has none.
     """
 
@@ -112,7 +115,14 @@ class CostsFile:
     tokens: SliceTokens | None = None
     layers: LayerCosts | None = None
     layers_per_stage: tuple[int, ...] = ()
+    ends: Mapping[str, Part] = field(default_factory=dict)
     vocabulary: VocabularyFigures | None = None
+
+    @property
+    def embedding_is_known(self) -> bool:
+        """Whether the time of the embedding is not just assumed to be 0, as that of a file of two stages is."""
+        given = self.ends.get("embedding")
+        return len(self.layers_per_stage) != 2 or (given is not None and given.work_ms > 0)
 
     def halves(self, placement: Placement) -> bool:
         """Whether ``on`` divides stages that differ, without knowing their layers: schedules then seem too short."""
@@ -168,6 +178,7 @@ class CostsFile:
             shares=shares,
             tokens=_tokens(content),
             layers_per_stage=_layout(content),
+            ends=ends_from(content),
             vocabulary=vocabulary_from(content),
         )
 
@@ -206,7 +217,7 @@ class CostsFile:
         if self.layers is not None or not self.layers_per_stage:
             return self.layers
         with nullcontext() if self.path is None else naming(_WHAT, self.path):
-            return of_stages(*self.on(Placement.linear(len(self.layers_per_stage))), self.layers_per_stage)
+            return self._parts()
 
     def on(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
         """Return the costs of the stages of ``placement``, and their memory if the file has any.
@@ -237,9 +248,14 @@ class CostsFile:
             logits = () if self.vocabulary is None else self.vocabulary.memory(placement.num_ranks)
             return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()), logits=logits)
 
+    def _parts(self) -> LayerCosts:
+        """Derive the costs per layer from those of the stages of the lists; figures of ranks have no part in it."""
+        on = replace(self, vocabulary=None, path=None).on(Placement.linear(len(self.layers_per_stage)))
+        return of_stages(*on, self.layers_per_stage, *(self.ends.get(end) for end in ENDS))
+
     def _by_layers(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
         """Return what ``on`` does, for another number of stages than the lists have, with layers as they are."""
-        layers = of_stages(*self.on(Placement.linear(len(self.layers_per_stage))), self.layers_per_stage)
+        layers = self._parts()
         costs, memory = layers.on(even(placement, layers.num_layers))
         if self.vocabulary is not None:
             costs = replace(costs, vocabulary=self.vocabulary.costs(placement.num_ranks))

@@ -2,7 +2,7 @@
 
 ``"layers"`` lists the kinds of the layers in model order, where ``"moe*58"`` stands for 58 layers of the kind ``moe``.
 ``"parts"`` has the figures of every kind, and, optionally, those of ``embedding`` and ``loss`` (the output layer with
-the loss).
+the loss). With figures of stages and ``layers_per_stage``, these two are keys of the file itself.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, Part
 from megatron.zero_bubble.costs.memory import MEMORY
-from megatron.zero_bubble.costs.passes import HOST, TIMES, backward_share
+from megatron.zero_bubble.costs.passes import HOST, SHARDS, TIMES, backward_share
 from megatron.zero_bubble.costs.units import refuse_no_time
 from megatron.zero_bubble.errors import UserError, nearest
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS
 
 LAYERS, PARTS = "layers", "parts"
-_ENDS = ("embedding", "loss")
-_FIGURES = (*TIMES, HOST, *MEMORY, "history", "attention", "backward_attention")
+ENDS = ("embedding", "loss")
+_FIGURES = (*TIMES, HOST, *SHARDS, *MEMORY, "history", "attention", "backward_attention")
 
 
 def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple[int, int], float]) -> LayerCosts:
@@ -33,17 +33,44 @@ def layers_from(content: Mapping[str, Any], comm_ms: float, links: Mapping[tuple
     if not isinstance(parts, dict) or not all(isinstance(part, dict) for part in parts.values()):
         raise UserError(f"{PARTS} must be an object with the figures of every kind of layer; got {parts!r:.40}")
     kinds = _kinds(content.get(LAYERS))
-    known = sorted(parts.keys() - set(_ENDS))
+    known = sorted(parts.keys() - set(ENDS))
     for kind in kinds:
         if kind not in known:
             raise UserError(f"{LAYERS} must name kinds of {PARTS}, which are {', '.join(known)}; got {kind!r}")
-    if unused := sorted(parts.keys() - {*kinds, *_ENDS}):
+    if unused := sorted(parts.keys() - {*kinds, *ENDS}):
         raise UserError(f"every kind in {PARTS} must occur in {LAYERS}; {unused[0]!r} does not; remove it")
     with_memory = any(part.keys() & {*MEMORY} for part in parts.values())
     read = {kind: _part(kind, part, with_memory) for kind, part in parts.items()}
-    embedding, loss = (read.get(end, Part()) for end in _ENDS)
+    embedding, loss = (read.get(end, Part()) for end in ENDS)
     refuse_no_time(*(getattr(part, name) for part in read.values() for name in TIMES))
     return LayerCosts(tuple(read[kind] for kind in kinds), embedding, loss, comm_ms, links)
+
+
+def ends_from(content: Mapping[str, Any]) -> dict[str, Part]:
+    """Read the keys ``embedding`` and ``loss`` of a file with figures of stages, each of which is optional.
+
+    Raises:
+        UserError: when one of them is invalid, or there is no ``layers_per_stage``.
+    """
+    for end in ENDS:
+        if end in content and "layers_per_stage" not in content:
+            raise UserError(
+                f"{end} needs layers_per_stage, by which the rest of its stage is divided; add it, or remove {end}"
+            )
+        if end in content and not isinstance(content[end], dict):
+            raise UserError(f"{end} must be an object with the figures of one kind of part; got {content[end]!r:.40}")
+    return {end: _part(end, content[end], with_memory=False) for end in ENDS if end in content}
+
+
+def ends_content(layers: LayerCosts) -> dict[str, dict[str, float]]:
+    """Return the keys that ``ends_from`` reads."""
+    return {end: _figures(getattr(layers, end)) for end in ENDS}
+
+
+def _figures(part: Part) -> dict[str, float]:
+    """The figures of a part that are not 0, by the keys of the file."""
+    named = vars(part) | {"attention": part.forward_attention}
+    return {name: named[name] for name in _FIGURES if named[name]}
 
 
 def _kinds(listed: object) -> list[str]:
@@ -65,7 +92,7 @@ def _kinds(listed: object) -> list[str]:
 
 def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:
     """Read the figures of one kind; those of a layer must have all times, and memory if any part has."""
-    is_layer = kind not in _ENDS
+    is_layer = kind not in ENDS
     if unknown := sorted(figures.keys() - set(_FIGURES)):
         if (meant := nearest(unknown[0], _FIGURES)) is not None:
             raise UserError(

@@ -210,7 +210,7 @@ def measured(
         num_microbatches,
         on,
         given,
-        notes=(_TWO_STAGES,) if len(file.layers_per_stage) == 2 else (),
+        notes=() if file.embedding_is_known else (_TWO_STAGES,),
         sequence=sequence,
         least_slice_tokens=least,
         layers=own,
