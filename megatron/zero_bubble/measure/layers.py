@@ -1,4 +1,4 @@
-"""How many layers a run has on every stage."""
+"""The layers of every stage of a run."""
 
 from __future__ import annotations
 
