@@ -103,13 +103,14 @@ def test_rows_name_the_layout_that_the_flags_of_a_model_do_not_give(capsys: Capt
 
 
 def test_one_search_over_both_placements_has_the_layers_of_each(capsys: Capture) -> None:
-    """22 layers on 16 stages of a V: two neighbours together are not what a rank of a line has."""
-    sizes = ["--config", "configs/gpt_1.5b.yaml", "--num-microbatches", "8", "--memory-limit", "1p", "--format", "json"]
+    """Its flags give the last rank fewer layers, but not the last stages of a V: neighbours there are no rank's."""
+    sizes = ["--config", "configs/llama_8b.yaml", "--num-microbatches", "24", "--memory-limit", "1p"]
     lengths = {}
     for placement in ("linear", "vee", "auto"):
-        assert main(["plan", "--schedule", "zb-auto", "--placement", placement, *sizes]) == 0
+        assert main(["plan", "--schedule", "zb-auto", "--placement", placement, *sizes, "--format", "json"]) == 0
         lengths[placement] = json.loads(capsys.readouterr().out)["span_ms"]
-    assert lengths["auto"] == pytest.approx(min(lengths["linear"], lengths["vee"]), rel=0.005)
+    assert lengths["auto"] == pytest.approx(lengths["linear"], rel=0.005)
+    assert lengths["linear"] < 0.97 * lengths["vee"]
 
 
 def test_costs_of_two_stages_say_what_they_assume(tmp_path: Path, capsys: Capture) -> None:
