@@ -89,6 +89,12 @@ class LayerCosts:
         """Time of F, B and W together, per layer."""
         return tuple(layer.work_ms for layer in self.layers)
 
+    def averaged(self) -> LayerCosts:
+        """The same model with equal layers, each the mean of all."""
+        amounts = [_amounts(layer) for layer in self.layers]
+        mean = {name: fsum(of[name] for of in amounts) / len(amounts) for name in amounts[0]}
+        return replace(self, layers=(_part(mean),) * len(amounts))
+
     def rank_work_ms(self, placement: Placement, layout: Sequence[int]) -> tuple[float, ...]:
         """Time of F, B and W of one microbatch, per rank."""
         per_stage = [fsum(part) for part in self._parts_of(layout, "work_ms")]

@@ -198,7 +198,7 @@ def measured(
         if memory is not None:
             kept = memory(read_as)
         elif kept is None:
-            kept = PassMemory.uniform(read_as) if own is None or division is None else own.on(division.on(read_as))[1]
+            kept = PassMemory.uniform(read_as)
         return (costs, kept) if read_as == placement else (costs.fit(placement), kept.fit(placement))
 
     own = file.layer_costs()

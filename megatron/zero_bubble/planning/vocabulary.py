@@ -70,7 +70,9 @@ def _divided(costs: Figures, algorithm: Algorithm, recompute_logits: bool) -> Fi
             "vocabulary parallelism needs the times of its passes; got costs without them; give --output-ms and "
             "--output-wgrad-ms, a costs file with output_ms and output_wgrad_ms or with costs per layer, or --config"
         )
-    shards = divide(costs.layers, costs.num_ranks, algorithm, recompute_logits)
+    is_recorded = costs.division is not None and costs.division.given  # stages of equal layers differ by noise
+    layers = costs.layers.averaged() if is_recorded else costs.layers
+    shards = divide(layers, costs.num_ranks, algorithm, recompute_logits)
 
     def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
         times, memory = shards.layers.on(costs.layout(placement))
