@@ -4,8 +4,8 @@ There are two views. In both, the parts add up to the whole difference, because 
 
 * By rank. A rank may be idle before a pass. As long as the input has not arrived, this is waiting; the part that
   exceeds the waiting in the plan is *late*. The rest of the idle time is the *host* gap: the input is present, but
-  nothing runs. The pass is *slow* by the time that it takes beyond its plan. The *end* is the time after the last pass,
-  in which only other ranks run.
+  nothing runs. In the plan, this is the time that messages take (``message_ms``). The pass is *slow* by the time that
+  it takes beyond its plan. The *end* is the time after the last pass, in which only other ranks run.
 * Along the measured critical chain, from the last pass back to the first. Each pass follows the previous one on its
   rank, or the one whose output it had to wait for; this chain determines the length of the iteration. Idle time in the
   plan of this chain absorbs delays: *slack*, at most 0.
@@ -79,7 +79,7 @@ class Link(NamedTuple):
     Attributes:
         after: the previous pass of the chain; None for the first.
         transfer_ms: time from the end of ``after`` to the arrival of its output, minus the planned transfer time.
-        host_ms: time from that arrival to the start of the pass.
+        host_ms: time from that arrival to the start of the pass, minus the planned time of messages.
     """
 
     pass_: Pass
@@ -171,12 +171,15 @@ def explain(planned: Timeline, measured: Trace, costs: PassCosts) -> Difference:
 
 
 class _Place(NamedTuple):
-    """One pass in both timelines, with times relative to their starts, and the previous pass on the rank."""
+    """One pass in both timelines, with times relative to their starts, the previous pass on the rank, and the planned
+    times of messages before and after the pass, which are not part of its spans.
+    """
 
     planned: Span
     measured: Span
     before: Pass | None
     rank: int
+    messages: tuple[float, float]
 
 
 class _Input(NamedTuple):
@@ -195,8 +198,10 @@ class _Both:
         for rank, rows in enumerate(zip(planned.spans, measured.timeline.spans, strict=True)):
             before = None
             for due, ran in zip(*rows, strict=True):
-                self._places[due.pass_] = _Place(_from(due, planned), _from(ran, measured.timeline), before, rank)
-                before = due.pass_
+                p = due.pass_
+                spans = _from(planned.computing(due), planned), _from(ran, measured.timeline)
+                self._places[p] = _Place(*spans, before, rank, planned.message_ends(p))
+                before = p
 
     def rank(self, rank: int) -> RankDifference:
         steps = tuple(self._step(self._places[span.pass_]) for span in self._planned.spans[rank])
@@ -209,14 +214,14 @@ class _Both:
         planned_free, measured_free = self._free(place)
         needs = self._input(place)
         waited = needs.arrived_ms - needs.awaited_ms if needs else 0.0
-        due, ran = place.planned, place.measured
+        due, ran, messages = place.planned, place.measured, self._messages_ms(place, place.before)
         return Step(
             ran.pass_,
             needs.producer if needs else None,
             waited,
             _length(ran) - _length(due),
-            waited - (due.start_ms - planned_free),
-            ran.start_ms - measured_free - waited,
+            waited - (due.start_ms - planned_free - messages),
+            ran.start_ms - measured_free - waited - messages,
         )
 
     def chain(self) -> Iterator[Link]:
@@ -249,15 +254,15 @@ class _Both:
                 transfer = needs.arrived_ms - measured_free - comm
             else:
                 transfer, comm = needs.arrived_ms - needs.awaited_ms, 0.0
-        due, ran = place.planned, place.measured
+        due, ran, messages = place.planned, place.measured, self._messages_ms(place, after)
         return Link(
             ran.pass_,
             place.rank,
             after,
             _length(ran) - _length(due),
             transfer,
-            ran.start_ms - measured_free - comm - transfer,
-            -(due.start_ms - planned_free - comm),
+            ran.start_ms - measured_free - comm - transfer - messages,
+            -(due.start_ms - planned_free - comm - messages),
         )
 
     def _free(self, place: _Place) -> tuple[float, float]:
@@ -266,6 +271,10 @@ class _Both:
             return 0.0, 0.0
         before = self._places[place.before]
         return before.planned.end_ms, before.measured.end_ms
+
+    def _messages_ms(self, place: _Place, after: Pass | None) -> float:
+        """Return the planned time of messages between ``after`` and the pass of ``place``."""
+        return place.messages[0] + (0.0 if after is None else self._places[after].messages[1])
 
     def _input(self, place: _Place) -> _Input | None:
         """Return the input of a pass from another rank, the last one if there are several."""

@@ -2,18 +2,21 @@
 
 Every rank starts its ops in order. An op starts when the rank has reached it, its lane is free, and its inputs are
 available; a result of another rank is available one transfer later, and a transfer occupies no lane. The rank proceeds
-when the op ends, or immediately if the op is on a lane other than that of the passes.
+when the op ends, or immediately if the op is on a lane other than that of the passes. The span of a pass includes the
+time that its messages take from the rank (``costs.messages``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from megatron.zero_bubble.analysis.deadlock import deadlock
 from megatron.zero_bubble.analysis.memory import peaks
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance, steps, steps_of
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Plan, Schedule, Token
 from megatron.zero_bubble.ir.collection import without_collection
@@ -53,8 +56,9 @@ def simulate(plan: Plan | Schedule, costs: PassCosts, memory: PassMemory | None 
             f"the ranks of this plan for {schedule.name!r} wait for each other; prove() shows where"
         ) from None
     spans, lanes = tuple(map(tuple, run.spans)), tuple(map(tuple, run.lanes))
-    timeline = Timeline(schedule, spans, lanes=lanes if any(lanes) else ())
-    return Timeline(schedule, spans, peaks(timeline, memory), timeline.lanes)
+    messages = costs.messages_on(schedule.placement) if costs.message_ms else ()
+    timeline = Timeline(schedule, spans, lanes=lanes if any(lanes) else (), messages=messages)
+    return replace(timeline, peak_activation=peaks(timeline, memory))
 
 
 class Run:
@@ -68,7 +72,7 @@ class Run:
 
     def __init__(self, rows: Sequence[Iterable[Step]], schedule: Schedule, costs: PassCosts) -> None:
         self._steps = rows
-        self._costs, self._slices = costs, schedule.slices
+        self._costs, self._slices = occupied(costs, schedule.placement), schedule.slices
         self.free = [0.0] * len(rows)
         self._lane_free: list[dict[str, float]] = [{} for _ in rows]
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 from typing import Literal, NamedTuple
 
+from megatron.zero_bubble.costs.messages import NO_MESSAGES, ends_of
 from megatron.zero_bubble.ir import Op, Pass, Schedule
 from megatron.zero_bubble.ir.ops import COMPUTE
 
@@ -40,12 +42,15 @@ class Timeline:
 
     ``peak_activation[rank]`` is in units of one microbatch's memory on that rank; ``peak_activation`` is empty if
     unknown. ``lanes[rank]`` has the timed ops of a rank that are not passes; ``lanes`` is empty if no rank has any.
+    ``messages`` has the times of the messages that spans include, as ``PassCosts.messages_on``; it is empty if they
+    include none.
     """
 
     schedule: Schedule
     spans: tuple[tuple[Span, ...], ...]
     peak_activation: tuple[float, ...] = ()
     lanes: tuple[tuple[LaneSpan, ...], ...] = ()
+    messages: tuple[tuple[float, float], ...] = ()
 
     @cached_property
     def timed_lanes(self) -> tuple[str, ...]:
@@ -71,12 +76,30 @@ class Timeline:
 
     @cached_property
     def work_ms(self) -> float:
-        """Computing time of the busiest rank."""
-        passes = [sum(end - start for _, start, end in row) for row in self.spans]
+        """Computing time of the busiest rank; messages are not work."""
+        spans = (map(self.computing, row) for row in self.spans) if self.messages else self.spans
+        return max(self._busy_ms(spans), default=0.0)
+
+    @cached_property
+    def busy_ms(self) -> float:
+        """The longest time for which passes, with their messages, occupy a rank."""
+        return max(self._busy_ms(self.spans), default=0.0)
+
+    def _busy_ms(self, spans: Iterable[Iterable[Span]]) -> list[float]:
+        passes = [sum(end - start for _, start, end in row) for row in spans]
         more = [sum(end - start for lane, _, start, end, _ in row if lane == COMPUTE) for row in self.lanes]
-        return max((a + b for a, b in zip_longest(passes, more, fillvalue=0.0)), default=0.0)
+        return [a + b for a, b in zip_longest(passes, more, fillvalue=0.0)]
+
+    def message_ends(self, p: Pass) -> tuple[float, float]:
+        """The time in ms that the messages of ``p`` take at the start of its span, and at its end."""
+        return ends_of(p, self.messages) if self.messages else NO_MESSAGES
+
+    def computing(self, span: Span) -> Span:
+        """The part of ``span`` in which its pass computes."""
+        before, after = self.message_ends(span.pass_)
+        return Span(span.pass_, span.start_ms + before, span.end_ms - after)
 
     def bubble_rate(self, metric: Metric) -> float:
-        """Share of ``metric`` in which the busiest rank is idle: (cost - work) / cost."""
+        """Share of ``metric`` in which the busiest rank does not compute: (cost - work) / cost."""
         cost = self.makespan_ms if metric == "makespan" else self.span_ms
         return (cost - self.work_ms) / cost if cost > 0 else 0.0

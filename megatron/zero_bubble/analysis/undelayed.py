@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from megatron.zero_bubble.analysis.memory import peaks
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span, Timeline
@@ -39,8 +40,8 @@ def undelayed(before: Timeline, plan: Plan, costs: PassCosts, memory: PassMemory
         if not row.runs(ops):
             return None
         lanes.append(tuple(row.found))
-    timeline = Timeline(before.schedule, before.spans, lanes=tuple(lanes) if any(lanes) else ())
-    return Timeline(before.schedule, before.spans, peaks(timeline, memory), timeline.lanes)
+    timeline = replace(before, lanes=tuple(lanes) if any(lanes) else ())
+    return replace(timeline, peak_activation=peaks(timeline, memory))
 
 
 class _Row:

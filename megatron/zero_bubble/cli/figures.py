@@ -47,6 +47,13 @@ def add_figures(verb: argparse.ArgumentParser, or_file: str = "") -> None:
     )
     verb.add_argument("--comm-ms", type=float, metavar="C", help="transfer time between two ranks, in ms (default: 0)")
     verb.add_argument(
+        "--message-ms",
+        type=float,
+        metavar="T",
+        help="time that a message takes from the passes of its sender, and from those of its receiver, in ms (default: "
+        "that of --costs, or 0)",
+    )
+    verb.add_argument(
         "--activation-memory",
         type=float,
         metavar="A",
@@ -85,6 +92,12 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     Raises:
         UserError: when figures are missing, given twice, or invalid.
     """
+    found = _without_messages(options, num_ranks, num_microbatches)
+    return found if options.message_ms is None else found.with_messages(options.message_ms)
+
+
+def _without_messages(options: argparse.Namespace, num_ranks: int | None, num_microbatches: int | None) -> Figures:
+    """The figures; ``message_ms`` is that of a costs file."""
     num_ranks = options.num_ranks if num_ranks is None else num_ranks
     num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
     for name, count in (("num_ranks", num_ranks), ("num_microbatches", num_microbatches)):

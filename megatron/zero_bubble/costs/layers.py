@@ -69,7 +69,7 @@ class LayerCosts:
         layers: one part per layer.
         input_memory: memory of a stage's input, which a stage keeps at least; 0 if unknown.
         recomputed: as in ``PassMemory``.
-        comm_ms, links: as in ``PassCosts``.
+        comm_ms, links, message_ms: as in ``PassCosts``.
     """
 
     layers: tuple[Part, ...]
@@ -79,6 +79,7 @@ class LayerCosts:
     links: Mapping[tuple[int, int], float] = field(default_factory=dict, hash=False)
     input_memory: float = 0.0
     recomputed: bool = False
+    message_ms: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -112,7 +113,7 @@ class LayerCosts:
             )
         forward, backward, wgrad = (self._summed(layout, name) for name in TIMES)
         host, gather, reduce = (self._summed(layout, name) for name in (HOST, *SHARDS))
-        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links)
+        costs = PassCosts(forward, backward, wgrad, self.comm_ms, self.links, message_ms=self.message_ms)
         costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
         if self._has_attention:
             of_f = zip(self._products(layout, _SHARES[0], TIMES[0]), forward, strict=True)
@@ -205,7 +206,8 @@ def of_stages(
         return given[stage] if stage in given else _part(left)
 
     layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
-    return LayerCosts(layers, beyond(0), beyond(last), costs.comm_ms, costs.links)
+    of_ranks = costs.comm_ms, costs.links
+    return LayerCosts(layers, beyond(0), beyond(last), *of_ranks, message_ms=costs.message_ms)
 
 
 def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[float]]:

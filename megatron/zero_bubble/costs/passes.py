@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from operator import mul
 
 from megatron.zero_bubble.costs.units import (
@@ -23,6 +24,7 @@ TIMES = ("forward_ms", "backward_ms", "wgrad_ms")
 ATTENTION = ("forward_attention", "backward_attention")
 HOST = "host_ms"
 SHARDS = ("gather_ms", "reduce_ms")
+COMM, MESSAGE = "comm_ms", "message_ms"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,10 @@ class PassCosts:
     ``links`` overrides ``comm_ms`` for (source rank, destination rank). A transfer is pure latency: it delays the
     receiver and does not occupy any rank.
 
+    ``message_ms`` is the time for which a message occupies the rank at each of its ends (default: 0): an F, B or BW
+    whose input comes from another rank takes this much longer before it computes, and one whose output goes to another
+    rank takes this much longer before the transfer begins. ``duration`` does not include it; ``costs.messages`` does.
+
     Raises:
         UserError: for a negative or non-finite figure, a share above 1, or when the lists differ in length.
     """
@@ -59,6 +65,7 @@ class PassCosts:
     host_ms: tuple[float, ...] = ()
     gather_ms: tuple[float, ...] = ()
     reduce_ms: tuple[float, ...] = ()
+    message_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ATTENTION:
@@ -70,7 +77,8 @@ class PassCosts:
         for name in (*TIMES, HOST, *SHARDS):
             object.__setattr__(self, name, checked_figures(name, getattr(self, name)))
         check_same_length(self, (*TIMES, *ATTENTION, HOST, *SHARDS))
-        object.__setattr__(self, "comm_ms", checked_figure("comm_ms", self.comm_ms))
+        for name in (COMM, MESSAGE):
+            object.__setattr__(self, name, checked_figure(name, getattr(self, name)))
         links = {link: checked_figure(f"links{list(link)}", ms) for link, ms in self.links.items()}
         object.__setattr__(self, "links", links)
 
@@ -115,8 +123,9 @@ class PassCosts:
         forward, backward = (
             self._recut_shares(times, shares, placement) for times, shares in zip(TIMES, ATTENTION, strict=False)
         )
-        more = (recut(getattr(self, name), placement.num_stages) for name in (HOST, *SHARDS))
-        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *more)
+        host, gather, reduce = (recut(getattr(self, name), placement.num_stages) for name in (HOST, *SHARDS))
+        lanes = host, gather, reduce, self.message_ms
+        return PassCosts(f, b, w, self.comm_ms, self.links, forward, backward, self.vocabulary, *lanes)
 
     def _recut_shares(self, times: str, shares: str, placement: Placement) -> tuple[float, ...]:
         """Convert shares to the stages of ``placement``: merged stages get the mean, weighted by time."""
@@ -167,6 +176,15 @@ class PassCosts:
 
         stages = range(placement.num_stages)
         return tuple(hop(Pass(s, F, 0)) for s in stages), tuple(hop(Pass(s, B, 0)) for s in stages)
+
+    def messages_on(self, placement: Placement) -> tuple[tuple[float, float], ...]:
+        """For every stage of a chain, the time in ms that a message to or from the stage above takes from a pass, and
+        one to or from the stage below; 0 for neighbours on the same rank. An F receives from above and sends below, a
+        B does the opposite.
+        """
+        ranks = placement.stage_to_rank
+        times = (0.0, *(self.message_ms if a != b else 0.0 for a, b in pairwise(ranks)), 0.0)
+        return tuple(pairwise(times))
 
     def comm(self, source_rank: int, destination_rank: int) -> float:
         """Milliseconds from the end of a pass on one rank to its result on another; 0 within a rank."""

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from megatron.zero_bubble.costs import PassCosts
+from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.emulate.clock import VirtualClock, sleep_until
 from megatron.zero_bubble.ir import Message, Pass, Schedule
 from megatron.zero_bubble.runtime.handlers import Stage
@@ -28,7 +29,7 @@ class VirtualStage:
 
     def __init__(self, schedule: Schedule, costs: PassCosts, clock: VirtualClock, num_elements: int = 1) -> None:
         self._schedule = schedule
-        self._costs = costs
+        self._costs = occupied(costs, schedule.placement)
         self._clock = clock
         self._num_elements = num_elements
 
@@ -51,9 +52,10 @@ class SleepingStage:
     def __init__(self, schedule: Schedule, costs: PassCosts, shape: tuple[int, ...]) -> None:
         ends, flow = schedule.slices.in_tokens(shape[0]), schedule.flow
         self._tensors = [torch.zeros(end - start, *shape[1:]) for start, end in pairwise((0, *ends))]
+        took = occupied(costs, schedule.placement)
         # Computed in advance, so that a pass of any length adds as little as possible to its time.
         self._passes = {
-            work: (costs.duration(work, schedule.slices) / 1e3, [self._tensors[work.slice]] * len(flow.outputs(work)))
+            work: (took.duration(work, schedule.slices) / 1e3, [self._tensors[work.slice]] * len(flow.outputs(work)))
             for work in schedule.passes()
         }
 

@@ -1,14 +1,14 @@
 """The costs file.
 
 A costs file is JSON with the keys ``forward_ms``, ``backward_ms``, ``wgrad_ms`` and, optionally, ``comm_ms``, ``links``
-(a list of ``[source rank, destination rank, ms]``) and both ``activation`` and ``wgrad`` (memory). Each figure of a
-pass is either one number, for a rank's whole share of the model, or a list with one number per stage. A list for
-another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need ``attention`` and
-``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys and values),
-``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice). Only vocabulary
-parallelism needs the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F saves to
-host memory, or back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights, and to
-reduce the gradients).
+(a list of ``[source rank, destination rank, ms]``), ``message_ms``, and both ``activation`` and ``wgrad`` (memory).
+Each figure of a pass is either one number, for a rank's whole share of the model, or a list with one number per stage.
+A list for another number of chunks per rank is converted, as ``PassCosts.fit`` does. Only sequence slices need
+``attention`` and ``backward_attention`` (the shares of F and B that attention takes), ``history`` (the memory of keys
+and values), ``sequence_length`` and ``least_slice_tokens`` (tokens of a sequence, and the fewest of a slice). Only
+vocabulary parallelism needs the keys of ``formats/vocabulary.py``, only offloading ``host_ms`` (the time to copy what F
+saves to host memory, or back), and only sharded units ``gather_ms`` and ``reduce_ms`` (the times to gather the weights,
+and to reduce the gradients).
 
 Costs per layer, from which layouts are made, are in ``layers`` and ``parts`` (see ``formats/layers.py``) instead of
 figures of passes, or are derived from lists per stage with ``layers_per_stage``. With them, no layer is ever divided;
@@ -27,7 +27,7 @@ from typing import Any
 
 from megatron.zero_bubble.costs.layers import LayerCosts, Part, of_stages
 from megatron.zero_bubble.costs.memory import HISTORY, LOGITS, MEMORY, PassMemory
-from megatron.zero_bubble.costs.passes import ATTENTION, HOST, SHARDS, TIMES, PassCosts
+from megatron.zero_bubble.costs.passes import ATTENTION, COMM, HOST, MESSAGE, SHARDS, TIMES, PassCosts
 from megatron.zero_bubble.costs.slice_tokens import LEAST_SLICE_TOKENS, SEQUENCE_LENGTH, TOKENS, SliceTokens
 from megatron.zero_bubble.costs.units import (
     checked_figure,
@@ -52,7 +52,7 @@ _LAYOUT = "layers_per_stage"
 _SHARES = {"attention": "forward_attention", "backward_attention": "backward_attention"}
 """The keys of shares, and the attributes of ``PassCosts`` that they give; ``ATTENTION`` has them in the same order."""
 _OF_STAGES = (*TIMES, *MEMORY, HISTORY, HOST, *SHARDS, *_SHARES, _LAYOUT, *ENDS, *KEYS)
-_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, "comm_ms", "links"))
+_KEYS = frozenset((*_OF_STAGES, LAYERS, PARTS, *TOKENS, COMM, "links", MESSAGE))
 _WHAT = "costs file"
 _ALIKE = 0.01
 """Relative difference of figures up to which stages count as alike."""
@@ -66,15 +66,17 @@ def costs_to_json(
 ) -> str:
     """Write a costs file with one figure per stage; ``CostsFile.parse`` reads it back unchanged.
 
-    Shares of attention and the history are left out where they are all 0, and the layers per stage if they are unknown.
-    With these, the parts ``embedding`` and ``loss`` are derived by ``of_stages``.
+    Shares of attention, the history and ``message_ms`` are left out where they are all 0, and the layers per stage if
+    they are unknown. With these, the parts ``embedding`` and ``loss`` are derived by ``of_stages``.
     """
     content: dict[str, Any] = {name: list(getattr(costs, name)) for name in TIMES}
     if any(any(getattr(costs, name)) for name in ATTENTION):
         content |= {key: list(getattr(costs, name)) for key, name in _SHARES.items()}
     content |= {name: list(getattr(costs, name)) for name in (HOST, *SHARDS) if any(getattr(costs, name))}
-    content["comm_ms"] = costs.comm_ms
+    content[COMM] = costs.comm_ms
     content["links"] = [[source, destination, ms] for (source, destination), ms in costs.links.items()]
+    if costs.message_ms:
+        content[MESSAGE] = costs.message_ms
     if memory is not None:
         content |= {name: list(getattr(memory, name)) for name in MEMORY}
         if any(memory.history):
@@ -96,7 +98,7 @@ class CostsFile:
         times: figures of the passes, by key; also of copies to the host, if the file has them.
         memory: figures of memory, by key; None when the file has none.
         comm_ms: duration of a transfer between two ranks.
-        links: as in ``PassCosts``.
+        links, message_ms: as in ``PassCosts``.
         path: path of the file, for error messages.
         shares: shares of attention, by key; the same on every stage, or one per stage.
         tokens: tokens of a sequence, and the fewest of a slice; None if the file does not have them.
@@ -117,6 +119,7 @@ class CostsFile:
     layers_per_stage: tuple[int, ...] = ()
     ends: Mapping[str, Part] = field(default_factory=dict)
     vocabulary: VocabularyFigures | None = None
+    message_ms: float = 0.0
 
     @property
     def embedding_is_known(self) -> bool:
@@ -161,7 +164,7 @@ class CostsFile:
         passes = {name: _figure(content, name) for name in TIMES}
         refuse_no_time(*passes.values())
         times = passes | _given(content, (HOST, *SHARDS))
-        comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
+        comm_ms, message_ms = (checked_figure(name, content.get(name, 0.0)) for name in (COMM, MESSAGE))
         links = _links(content.get("links", []))
         memory = None
         if content.keys() & {*MEMORY, HISTORY, LOGITS}:
@@ -180,6 +183,7 @@ class CostsFile:
             layers_per_stage=_layout(content),
             ends=ends_from(content),
             vocabulary=vocabulary_from(content),
+            message_ms=message_ms,
         )
 
     @classmethod
@@ -189,10 +193,10 @@ class CostsFile:
                 f"a costs file has either figures per layer ({LAYERS} and {PARTS}) or figures of passes; got "
                 f"{both[0]} as well as {LAYERS} or {PARTS}; remove one of them"
             )
-        refuse_huge(comm_ms=content.get("comm_ms"))
-        comm_ms = checked_figure("comm_ms", content.get("comm_ms", 0.0))
+        refuse_huge(**{name: content.get(name) for name in (COMM, MESSAGE)})
+        comm_ms, message_ms = (checked_figure(name, content.get(name, 0.0)) for name in (COMM, MESSAGE))
         links = _links(content.get("links", []))
-        layers = layers_from(content, comm_ms, links)
+        layers = replace(layers_from(content, comm_ms, links), message_ms=message_ms)
         return cls({}, None, comm_ms, links, tokens=_tokens(content), layers=layers)
 
     def check_links(self, num_ranks: int) -> None:
@@ -236,7 +240,8 @@ class CostsFile:
             host, gather, reduce = (
                 _per_stage(name, self.times[name], placement) if name in self.times else () for name in (HOST, *SHARDS)
             )
-            costs = PassCosts(f, b, w, self.comm_ms, self.links, host_ms=host, gather_ms=gather, reduce_ms=reduce)
+            costs = PassCosts(f, b, w, self.comm_ms, self.links, message_ms=self.message_ms)
+            costs = replace(costs, host_ms=host, gather_ms=gather, reduce_ms=reduce)
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)

@@ -20,7 +20,7 @@ from megatron.zero_bubble.analysis.trace import RankTrace, Received, Sent, Settl
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.memory import HISTORY, MEMORY
-from megatron.zero_bubble.costs.passes import ATTENTION, TIMES
+from megatron.zero_bubble.costs.passes import ATTENTION, COMM, MESSAGE, TIMES
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
 from megatron.zero_bubble.formats.plan import VOCABULARY, flow_from
@@ -90,7 +90,8 @@ def trace_to_json(recording: Recording) -> str:
         **({} if (algorithm := algorithm_of(schedule)) is None else {VOCABULARY: algorithm}),
         **{key: getattr(costs, key) for key in TIMES},
         **{key: getattr(costs, key) for key in ATTENTION if any(getattr(costs, key))},
-        "comm_ms": costs.comm_ms,
+        COMM: costs.comm_ms,
+        **({MESSAGE: costs.message_ms} if costs.message_ms else {}),
         **({key: getattr(memory, key) for key in MEMORY} if memory else {}),
         **({HISTORY: memory.history} if memory and any(memory.history) else {}),
         **vocabulary_content(costs, memory),
@@ -137,8 +138,9 @@ def trace_from_json(text: str) -> Recording:
     figures = vocabulary_from(content)
     num_ranks = next(iter(traces.values())).timeline.schedule.num_ranks
     of_vocabulary = None if figures is None else figures.costs(num_ranks)
-    comm_ms = read_key(content, "comm_ms", "a number", _is_number)
-    costs = PassCosts(f, b, w, comm_ms, {}, forward, backward, of_vocabulary)
+    comm_ms = read_key(content, COMM, "a number", _is_number)
+    message_ms = read_key(content, MESSAGE, "a number", _is_number) if MESSAGE in content else 0.0
+    costs = PassCosts(f, b, w, comm_ms, {}, forward, backward, of_vocabulary, message_ms=message_ms)
     memory = None
     if content.keys() & set(MEMORY):
         activation, wgrad = (_per_stage(content, key) for key in MEMORY)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
+from megatron.zero_bubble.costs.passes import MESSAGE
 from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.costs.units import parse_memory_limit, spread
+from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
@@ -132,6 +133,27 @@ class Figures:
             return replace(costs, host_ms=copies), memory
 
         return replace(self, on=on)
+
+    def with_messages(self, message_ms: float) -> Figures:
+        """Return these figures with the time in ms that a message takes from the passes of each of its ranks.
+
+        Raises:
+            UserError: for a negative or non-finite time.
+        """
+        refuse_huge(message_ms=message_ms)
+        ms, divided = checked_figure(MESSAGE, message_ms), self.tensor
+
+        def on(placement: Placement) -> tuple[PassCosts, PassMemory]:
+            costs, memory = self.on(placement)
+            return replace(costs, message_ms=ms), memory
+
+        def tensor(degree: int, bytes_per_ms: float) -> Divided:
+            assert divided is not None
+            costs, sent = divided(degree, bytes_per_ms)
+            return Divided(costs.with_messages(ms), sent)
+
+        layers = None if self.layers is None else replace(self.layers, message_ms=ms)
+        return replace(self, on=on, layers=layers, tensor=None if divided is None else tensor)
 
     @property
     def microbatch(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -198,7 +199,7 @@ def _by_loops(schedule: Schedule, objective: Metric, with_memory: bool) -> Run |
         nonlocal rows
         if True in fused:  # the search runs a fused backward as a B and a W: here, the B takes all of its time
             whole = tuple(b + w for b, w in zip(costs.backward_ms, costs.wgrad_ms, strict=True))
-            costs = PassCosts(costs.forward_ms, whole, (0.0,) * len(whole), costs.comm_ms, costs.links)
+            costs = replace(costs, backward_ms=whole, wgrad_ms=(0.0,) * len(whole))
         problem = Problem.of(placement, m, costs, memory, unlimited, objective)
         rows = problem.rows(schedule) if rows is None else rows
         loop = loops(problem)

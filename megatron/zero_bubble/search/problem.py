@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain, repeat
 from math import ceil
+from operator import add
 from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Metric
@@ -79,10 +80,10 @@ def _routes(rank_of: tuple[int, ...]) -> tuple[list[int], list[int], list[int], 
 class Problem:
     """A scheduling problem: costs, memory, memory limit and objective.
 
-    ``forward``, ``backward`` and ``wgrad`` are ms per stage; ``activation_hop[s]`` is the transfer time of an
-    activation into stage s, and ``gradient_hop[s]`` that of a gradient; ``kept`` and ``kept_by_wgrad`` are memory from
-    F to B and from B to W per stage; ``limit`` is memory per rank. The cost of a schedule is the maximum over ranks of
-    (end of the rank - ``origin[rank]``).
+    ``forward``, ``backward`` and ``wgrad`` are ms per stage, with the messages of a pass; ``activation_hop[s]`` is the
+    transfer time of an activation into stage s, and ``gradient_hop[s]`` that of a gradient; ``kept`` and
+    ``kept_by_wgrad`` are memory from F to B and from B to W per stage; ``limit`` is memory per rank. The cost of a
+    schedule is the maximum over ranks of (end of the rank - ``origin[rank]``).
     """
 
     placement: Placement
@@ -109,16 +110,18 @@ class Problem:
     ) -> Problem:
         """Make the problem for ``placement``; ``costs`` and ``memory`` are converted to its stages."""
         costs, memory = costs.fit(placement), memory.fit(placement)
+        messages = tuple(map(sum, costs.messages_on(placement)))
+        forward, backward = (tuple(map(add, ms, messages)) for ms in (costs.forward_ms, costs.backward_ms))
         activation_hop, gradient_hop = costs.hops(placement)
         arrival = [0.0]
         for s in range(1, placement.num_stages):
-            arrival.append(arrival[-1] + costs.forward_ms[s - 1] + activation_hop[s])
+            arrival.append(arrival[-1] + forward[s - 1] + activation_hop[s])
         starts = tuple(arrival[placement.stages_of(rank)[0]] for rank in range(placement.num_ranks))
         return cls(
             placement,
             num_microbatches,
-            costs.forward_ms,
-            costs.backward_ms,
+            forward,
+            backward,
             costs.wgrad_ms,
             activation_hop,
             gradient_hop,
@@ -167,7 +170,7 @@ class Problem:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Computing time of each rank in ms."""
+        """The time in ms for which its passes, with their messages, occupy each rank."""
         per_stage = [sum(passes) for passes in zip(self.forward, self.backward, self.wgrad, strict=True)]
         stages_of = self.placement.stages_of
         return tuple(self.num_microbatches * sum(per_stage[s] for s in stages_of(r)) for r in range(self.num_ranks))

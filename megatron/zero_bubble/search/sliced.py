@@ -23,6 +23,7 @@ from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Chain, Pass, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.passes import BW, B, F, W
@@ -137,7 +138,7 @@ class _Search:
         eagerness: float,
         fused: bool,
     ) -> None:
-        self._costs, self._memory, self._slices = costs, memory, slices
+        self._costs, self._memory, self._slices = occupied(costs, placement), memory, slices
         self._placement, self._num_microbatches = placement, num_microbatches
         self._eagerness, self._fused = eagerness, fused
         self._flow = Chain(placement.num_stages, len(slices))

@@ -40,7 +40,8 @@ def timed(schedule: Schedule, costs: PassCosts, memory: PassMemory) -> Timeline:
         spans.append(tuple(map(Span, passes, begun, ends)))
         most = max(accumulate([delta[code] for code in row]), default=0.0)
         peaks.append(most / sum(memory.activation[stage] for stage in on.stages_of(rank)))
-    return Timeline(schedule, tuple(spans), tuple(peaks))
+    messages = costs.messages_on(on) if costs.message_ms else ()
+    return Timeline(schedule, tuple(spans), tuple(peaks), messages=messages)
 
 
 def _rows(schedule: Schedule) -> Rows | None:

@@ -52,7 +52,7 @@ def with_vocabulary(
     assert isinstance(flow, Vocabulary)
     timeline = simulate(schedule if delay else forwards_ahead(schedule, flow.barriers), _positive(clock))
     # The time after which the steady state repeats is the work of the busiest rank per microbatch.
-    period = timeline.work_ms / schedule.num_microbatches
+    period = timeline.busy_ms / schedule.num_microbatches
     clock_ms = _Clock(timeline, period, flow, lag * period, flow.barriers * period if delay else 0.0)
     rows = tuple(tuple(p for *_, p in sorted(clock_ms.row(rank))) for rank in range(schedule.num_ranks))
     return replace(made, order=rows)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from operator import add
 
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
@@ -27,7 +28,8 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Setting:
-    """One instance: durations ``f``, ``b``, ``w`` (ms) and memory ``a`` (F to B), ``g`` (B to W) of every stage.
+    """One instance: durations ``f``, ``b``, ``w`` (ms), with the messages of a pass, and memory ``a`` (F to B), ``g``
+    (B to W) of every stage.
 
     ``activation_hop[s]`` is the transfer time from stage s to s+1 and ``gradient_hop[s]`` that from s+1 to s.
     ``limit[rank]`` is the memory limit of a rank.
@@ -56,9 +58,11 @@ class Setting:
     ) -> Setting:
         """Convert costs and memory to the form that the bounds use."""
         into_forward, into_backward = costs.hops(placement)
-        b, w, g = costs.backward_ms, costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
+        messages = tuple(map(sum, costs.messages_on(placement)))
+        f, b = (tuple(map(add, ms, messages)) for ms in (costs.forward_ms, costs.backward_ms))
+        w, g = costs.wgrad_ms, tuple(map(min, memory.wgrad, memory.activation))
         hops = into_forward[1:], into_backward[:-1]
-        split = cls(placement, m, costs.forward_ms, b, w, memory.activation, g, *hops, limit)
+        split = cls(placement, m, f, b, w, memory.activation, g, *hops, limit)
         return split.with_fused(range(len(b))) if fused else split
 
     def with_fused(self, stages: Collection[int]) -> Setting:
@@ -99,7 +103,7 @@ class Setting:
 
     @cached_property
     def work(self) -> tuple[float, ...]:
-        """Computing time per rank."""
+        """The time for which all passes, with their messages, occupy a rank."""
         one = [sum(self.f[s] + self.b[s] + self.w[s] for s in self.stages(rank)) for rank in range(self.num_ranks)]
         return tuple(self.m * ms for ms in one)
 

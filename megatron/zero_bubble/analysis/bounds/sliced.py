@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.costs import PassCosts, PassMemory
+from megatron.zero_bubble.costs.messages import occupied
 from megatron.zero_bubble.ir import Pass, Placement, Slices
 from megatron.zero_bubble.ir.passes import BW, B, F, Kind, W
 
@@ -37,7 +38,7 @@ def by_slices(
     fused: bool,
 ) -> SlicedBound:
     """The best of the bounds of all ranks; ``limits`` has the memory limit of each."""
-    setting = _Setting(costs, memory, placement, num_microbatches, slices, fused)
+    setting = _Setting(occupied(costs, placement), memory, placement, num_microbatches, slices, fused)
     bounds = (bound for rank in range(placement.num_ranks) for bound in setting.bounds(rank, limits[rank], objective))
     return max(bounds, key=lambda bound: bound.value_ms)
 

@@ -35,7 +35,8 @@ from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 _FLAGS = (
     *("schedule", "equal-passes", "num-chunks", "num-ranks", "num-microbatches", "placement", "objective"),
-    *("forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "activation-memory", "wgrad-memory", "memory-limit"),
+    *("forward-ms", "backward-ms", "wgrad-ms", "comm-ms", "message-ms"),
+    *("activation-memory", "wgrad-memory", "memory-limit"),
     *("num-slices", "slice-cuts", "attention-share"),
     *("vocabulary", "output-ms", "output-wgrad-ms", "embedding-ms", "embedding-wgrad-ms", "collective-ms"),
     *("offload", "host-ms"),

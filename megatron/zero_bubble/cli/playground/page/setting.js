@@ -9,6 +9,8 @@ const CONTROLS = [
   {key: "B", flag: "backward-ms", label: "B input gradient", unit: "ms", start: "10", min: 0.5, max: 40, step: 0.5},
   {key: "W", flag: "wgrad-ms", label: "W weight gradient", unit: "ms", start: "10", min: 0, max: 40, step: 0.5},
   {key: "comm", flag: "comm-ms", label: "communication", unit: "ms", start: "0.5", min: 0, max: 10, step: 0.1},
+  {key: "message", flag: "message-ms", label: "message", hint: "taken from the passes of sender and receiver", unit: "ms",
+    start: "0", min: 0, max: 5, step: 0.1},
   {key: "limit", flag: "memory-limit", label: "memory limit", hint: "1 p is the peak of 1F1B; empty for no limit",
     unit: "p", start: "1", min: 0.3, max: 2.05, step: 0.05},
   {key: "v", flag: "num-chunks", label: "stages per rank v", hint: "for the interleaved schedules", start: "2", min: 2,
@@ -136,8 +138,9 @@ function queryOf(own, setting) {
     const {key, flag} = control;
     if (!applies(control, setting)) continue;
     if (key === "v" || (key === "a" && (!own["num-slices"] || setting.a === "0"))) continue;
+    if (key === "message" && setting.message === "0") continue;
     if (key === "limit") query.set(flag, `${setting.limit || setting.m}p`);
-    else if (setting[key] !== "") query.set(flag, setting[key]);
+    else if ((setting[key] ?? "") !== "") query.set(flag, setting[key]);
   }
   for (const key of ["objective", "vocabulary", "offload"]) {
     if ((setting[key] ?? CHOICES[key]) !== CHOICES[key]) query.set(key, setting[key]);

@@ -1,0 +1,47 @@
+"""The time that messages take from the passes of their ranks: ``PassCosts.message_ms``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from megatron.zero_bubble.costs.passes import PassCosts
+from megatron.zero_bubble.ir import WHOLE, Pass, Placement, Slices
+from megatron.zero_bubble.ir.passes import BW, B, F
+
+Messages = Sequence[tuple[float, float]]
+"""For every stage, the time in ms of a message to or from the stage above, and to or from the stage below."""
+NO_MESSAGES = 0.0, 0.0
+
+
+def ends_of(p: Pass, messages: Messages) -> tuple[float, float]:
+    """Milliseconds by which its messages make ``p`` longer, before it computes and after it."""
+    if p.kind is F:
+        return messages[p.stage]
+    if p.kind is B or p.kind is BW:
+        above, below = messages[p.stage]
+        return below, above
+    return NO_MESSAGES
+
+
+@dataclass(frozen=True)
+class Occupied(PassCosts):
+    """Costs on one placement, whose durations include the messages of a pass.
+
+    Attributes:
+        messages: those of the placement.
+    """
+
+    messages: tuple[tuple[float, float], ...] = ()
+
+    def duration(self, p: Pass, slices: Slices = WHOLE) -> float:
+        """Milliseconds for which ``p`` occupies its rank, from the handling of its input to that of its output."""
+        return super().duration(p, slices) + sum(ends_of(p, self.messages))
+
+
+def occupied(costs: PassCosts, placement: Placement) -> PassCosts:
+    """Return ``costs`` with durations that include messages; unchanged if these take no time."""
+    if not costs.message_ms or isinstance(costs, Occupied):
+        return costs
+    figures = {each.name: getattr(costs, each.name) for each in fields(PassCosts)}
+    return Occupied(**figures, messages=costs.messages_on(placement))
