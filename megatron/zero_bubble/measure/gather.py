@@ -21,6 +21,7 @@ from megatron.zero_bubble.ir.offload import Evict, Fetch
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.ir.shards import Gather, Reduce
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.measure.messages import measured_message_ms
 from megatron.zero_bubble.measure.recorder import Marks
 
 
@@ -44,7 +45,8 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> 
     A fused BW counts only for a stage without split backwards: in the parts that B and W had ``before``, else as B with
     W = 0. If sequences are cut, the shares of attention follow from how much longer later
     slices take than their tokens alone would explain. A transfer can be measured only if its receiver was idle; its
-    time is from the end of the producer to the start of the consumer.
+    time is from the end of the producer to the start of the consumer, without the time of a message on both ranks
+    (``measured_message_ms``), which can be measured only if the receiver was not idle.
 
     Args:
         timelines: measured iterations of one placement, without the first ones (cold caches, allocations).
@@ -71,8 +73,11 @@ def median_costs(timelines: list[Timeline], before: PassCosts | None = None) -> 
     f, b, w = (medians(kind) for kind in (Kind.F, Kind.B, Kind.W))
     forward, backward, wgrad = (tuple(map(sum, times)) for times in (f, b, w))
     shares = (tuple(attention_share(times, schedule.slices) for times in of_stages) for of_stages in (f, b))
-    comm_ms = median(transfers.messages) if transfers.messages else 0.0
-    costs = PassCosts(forward, backward, wgrad, comm_ms, host_ms=_copies_ms(timelines)).with_attention(*shares)
+    transfer_ms = median(transfers.messages) if transfers.messages else 0.0
+    message_ms = measured_message_ms(timelines, transfer_ms)
+    comm_ms = max(0.0, transfer_ms - 2 * message_ms)
+    costs = PassCosts(forward, backward, wgrad, comm_ms, host_ms=_copies_ms(timelines), message_ms=message_ms)
+    costs = costs.with_attention(*shares)
     costs = replace(costs, gather_ms=_of_stages_ms(timelines, Gather), reduce_ms=_of_stages_ms(timelines, Reduce))
     algorithm = algorithm_of(schedule)
     if algorithm is None:
