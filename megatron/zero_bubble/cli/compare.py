@@ -12,6 +12,7 @@ from itertools import chain, groupby, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
+from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
 from megatron.zero_bubble.cli.divisions import division_lines, mark, needed_layout
 from megatron.zero_bubble.cli.figures import add_figures, figures
@@ -88,7 +89,8 @@ class Table:
 
     ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
     Both are for equally many layers per stage. ``gain_of_vocabulary`` is the share by which the shortest schedule with
-    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either.
+    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either. ``break_even`` is
+    the time of a message from which on another schedule is shorter than the first row.
     """
 
     objective: Metric
@@ -100,6 +102,7 @@ class Table:
     rows: tuple[Row, ...]
     absent: tuple[str, ...]
     gain_of_vocabulary: float | None
+    break_even: BreakEven | None = None
 
     def shortest(self, *, divided: bool) -> Row | None:
         """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost."""
@@ -181,7 +184,7 @@ def compare(options: argparse.Namespace) -> str:
         listed = [with_offload(each, move, limit, options.objective) for each in zip(*makes, strict=True)]
     else:
         listed = list(candidates(comparison))
-    rows, absent, best = _simulated(listed, limit, options.objective, replicas)
+    rows, absent, best, break_even = _simulated(listed, limit, options.objective, replicas)
     bounds_of = partial(_bounds, options.objective, placements, limit, offload)
     with working("computing lower bounds"):
         bounds = _least(bounds_of(variant) for variant in variants)
@@ -196,6 +199,7 @@ def compare(options: argparse.Namespace) -> str:
         rows=_with_speedups(rows, options.objective),
         absent=tuple(absent),
         gain_of_vocabulary=None,
+        break_even=break_even,
     )
     table = replace(table, gain_of_vocabulary=_gain(table))
     costs = variants[-1].costs
@@ -206,12 +210,13 @@ def compare(options: argparse.Namespace) -> str:
 
 def _simulated(
     candidates: Sequence[Candidate], limit: float, objective: Metric, replicas: Replicas | None = None
-) -> tuple[list[Row], list[str], Timeline | None]:
-    """Return the rows, the reasons why schedules are missing, and the shortest timeline within the limit.
+) -> tuple[list[Row], list[str], Timeline | None, BreakEven | None]:
+    """Return the rows, the reasons why schedules are missing, the shortest timeline within the limit, and how long a
+    message must take for another schedule to be shorter.
 
     No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
     """
-    rows, absent, best = [], [], None
+    rows, absent, best, contenders = [], [], None, Contenders(objective)
     with progress("planning", [(each.name, each.make) for each in candidates]) as makers:
         for make in makers:
             try:
@@ -222,9 +227,11 @@ def _simulated(
                     absent.append(str(error))
                 continue
             rows.append(_row(timeline, made, limit, replicas))
-            if rows[-1].within_limit and (best is None or _ms(timeline, objective) < _ms(best, objective)):
-                best = timeline
-    return rows, absent, best
+            if rows[-1].within_limit:
+                contenders.add(made, rows[-1].messages, _ms(timeline, objective))
+                if best is None or _ms(timeline, objective) < _ms(best, objective):
+                    best = timeline
+    return rows, absent, best, contenders.break_even()
 
 
 def _least(bounds: Iterable[dict[PlacementChoice, float]]) -> dict[PlacementChoice, float]:
@@ -362,6 +369,7 @@ def _text(table: Table, costs: Figures) -> str:
         for placement, ms in bounds.items():
             lines.append(f"no {placement} schedule{of} within the limit has a {table.objective} below {ms:.3f} ms")
     lines += chain(division_lines(table.rows), _layouts(table))
+    lines += [] if table.break_even is None else [str(table.break_even)]
     lines += (f"not compared: {reason}" for reason in table.absent)
     if not compiled():
         lines.append(f"planned{SLOW}")

@@ -1,0 +1,74 @@
+"""From which time of a message on the shortest schedule of ``zero-bubble compare`` loses to one with fewer messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.zero_bubble.analysis.timeline import Metric
+from megatron.zero_bubble.cli.candidates import Made
+
+_STEPS = 5
+"""Steps of the method of false position: between two schedules, the difference of their lengths is nearly linear."""
+_MOST = 0.25
+"""The longest time considered, as a share of the longest pass: the messages of a pass then take as long as it does."""
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """``schedule`` is shorter than ``shortest`` if a message takes more than ``message_ms`` from each of its ranks."""
+
+    message_ms: float
+    shortest: str
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.schedule} is shorter than {self.shortest} if a message takes more than {self.message_ms:.3g} ms"
+
+
+class Contenders:
+    """The shortest of the compared schedules by number of messages.
+
+    Args:
+        objective: the length to compare.
+    """
+
+    def __init__(self, objective: Metric) -> None:
+        self._objective: Metric = objective
+        self._shortest: dict[int, tuple[float, Made]] = {}
+
+    def add(self, made: Made, messages: int, ms: float) -> None:
+        """Add a schedule within the memory limit."""
+        if messages not in self._shortest or ms < self._shortest[messages][0]:
+            self._shortest[messages] = ms, made
+
+    def break_even(self) -> BreakEven | None:
+        """Compare the shortest schedule with the next one that has fewer messages; neither is searched again.
+
+        Returns:
+            None if there is no other, or it stays longer while messages are short compared with passes.
+        """
+        ranked = sorted((ms, messages) for messages, (ms, _) in self._shortest.items())
+        fewer = [each for each in ranked if each[1] < ranked[0][1]]
+        if not fewer:
+            return None
+        (first_ms, first), (second_ms, second) = (self._shortest[messages] for _, messages in (ranked[0], fewer[0]))
+        if any(made.offloaded is not None or made.shards is not None for made in (first, second)):
+            return None  # their plans are made for their costs
+        costs = first.costs.on(first.schedule.placement)[0]
+        low, high = costs.message_ms, costs.message_ms + _MOST * max(*costs.forward_ms, *costs.backward_ms)
+        behind, ahead = first_ms - second_ms, self._difference_ms(first, second, high)
+        if ahead <= 0:
+            return None
+        for _ in range(_STEPS):
+            middle = low + (high - low) * behind / (behind - ahead)
+            difference = self._difference_ms(first, second, middle)
+            if difference > 0:
+                high, ahead = middle, difference
+            else:
+                low, behind = middle, difference
+        return BreakEven(high, first.schedule.name, second.schedule.name)
+
+    def _difference_ms(self, first: Made, second: Made, message_ms: float) -> float:
+        timelines = (made._replace(costs=made.costs.with_messages(message_ms)).timeline() for made in (first, second))
+        a, b = (each.makespan_ms if self._objective == "makespan" else each.span_ms for each in timelines)
+        return a - b
