@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from megatron.zero_bubble.analysis.timeline import Metric
 from megatron.zero_bubble.cli.candidates import Made
 
-_STEPS = 5
-"""Steps of the method of false position: between two schedules, the difference of their lengths is nearly linear."""
+_STEPS = 10
+"""Bisections of the interval of times."""
 _MOST = 0.25
 """The longest time considered, as a share of the longest pass: the messages of a pass then take as long as it does."""
 
@@ -34,12 +34,12 @@ class Contenders:
 
     def __init__(self, objective: Metric) -> None:
         self._objective: Metric = objective
-        self._shortest: dict[int, tuple[float, Made]] = {}
+        self._shortest: dict[int, tuple[float, str, Made]] = {}
 
-    def add(self, made: Made, messages: int, ms: float) -> None:
-        """Add a schedule within the memory limit."""
+    def add(self, made: Made, name: str, messages: int, ms: float) -> None:
+        """Add a schedule within the memory limit, and the name to show for it."""
         if messages not in self._shortest or ms < self._shortest[messages][0]:
-            self._shortest[messages] = ms, made
+            self._shortest[messages] = ms, name, made
 
     def break_even(self) -> BreakEven | None:
         """Compare the shortest schedule with the next one that has fewer messages; neither is searched again.
@@ -47,26 +47,24 @@ class Contenders:
         Returns:
             None if there is no other, or it stays longer while messages are short compared with passes.
         """
-        ranked = sorted((ms, messages) for messages, (ms, _) in self._shortest.items())
+        ranked = sorted((ms, messages) for messages, (ms, *_) in self._shortest.items())
         fewer = [each for each in ranked if each[1] < ranked[0][1]]
         if not fewer:
             return None
-        (first_ms, first), (second_ms, second) = (self._shortest[messages] for _, messages in (ranked[0], fewer[0]))
+        (_, name, first), (_, other, second) = (self._shortest[messages] for _, messages in (ranked[0], fewer[0]))
         if any(made.offloaded is not None or made.shards is not None for made in (first, second)):
             return None  # their plans are made for their costs
         costs = first.costs.on(first.schedule.placement)[0]
         low, high = costs.message_ms, costs.message_ms + _MOST * max(*costs.forward_ms, *costs.backward_ms)
-        behind, ahead = first_ms - second_ms, self._difference_ms(first, second, high)
-        if ahead <= 0:
+        if self._difference_ms(first, second, high) <= 0:
             return None
         for _ in range(_STEPS):
-            middle = low + (high - low) * behind / (behind - ahead)
-            difference = self._difference_ms(first, second, middle)
-            if difference > 0:
-                high, ahead = middle, difference
+            middle = (low + high) / 2
+            if self._difference_ms(first, second, middle) > 0:
+                high = middle
             else:
-                low, behind = middle, difference
-        return BreakEven(high, first.schedule.name, second.schedule.name)
+                low = middle
+        return BreakEven(high, name, other)
 
     def _difference_ms(self, first: Made, second: Made, message_ms: float) -> float:
         timelines = (made._replace(costs=made.costs.with_messages(message_ms)).timeline() for made in (first, second))

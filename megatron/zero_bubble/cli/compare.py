@@ -89,8 +89,7 @@ class Table:
 
     ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
     Both are for equally many layers per stage. ``gain_of_vocabulary`` is the share by which the shortest schedule with
-    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either. ``break_even`` is
-    the time of a message from which on another schedule is shorter than the first row.
+    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either.
     """
 
     objective: Metric
@@ -226,10 +225,11 @@ def _simulated(
                 if str(error) not in absent:  # several schedules may lack the same
                     absent.append(str(error))
                 continue
-            rows.append(_row(timeline, made, limit, replicas))
-            if rows[-1].within_limit:
-                contenders.add(made, rows[-1].messages, _ms(timeline, objective))
-                if best is None or _ms(timeline, objective) < _ms(best, objective):
+            rows.append(row := _row(timeline, made, limit, replicas))
+            if row.within_limit:
+                ms = _ms(row, objective)
+                contenders.add(made, f"{row.schedule} ({row.placement})", row.messages, ms)
+                if best is None or ms < _ms(best, objective):
                     best = timeline
     return rows, absent, best, contenders.break_even()
 
