@@ -23,8 +23,8 @@ def measured_message_ms(timelines: Sequence[Timeline], transfer_ms: float) -> fl
     """The time of a message at each of its ranks in ms: the slope of a line through the median gaps between passes with
     0, 1, 2, ... messages, by least squares; 0 if all gaps have equally many messages.
 
-    Ranks that run other ops between their passes do not count, nor do gaps beside passes of the vocabulary, whose
-    messages are collectives.
+    Ranks that run other ops between their passes do not count, nor do gaps before or after passes of the
+    vocabulary, whose messages are collectives.
 
     Args:
         timelines: measured iterations, whose spans do not include messages.
