@@ -6,20 +6,21 @@ import argparse
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 
 from megatron.zero_bubble.analysis.bounds import least_memory
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
-from megatron.zero_bubble.cli.divisions import division_lines, mark, needed_layout
+from megatron.zero_bubble.cli.compare_table import Row, Table, ms_of, table_text
+from megatron.zero_bubble.cli.divisions import needed_layout
 from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, compared
+from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
 from megatron.zero_bubble.cli.plan import add_search
-from megatron.zero_bubble.cli.plan_text import SLOW, picture
+from megatron.zero_bubble.cli.plan_text import picture
 from megatron.zero_bubble.cli.progress import progress, working
 from megatron.zero_bubble.cli.shards import add_shards, add_tensor, listed_shards
 from megatron.zero_bubble.cli.slices import add_slices, cuts_of
@@ -27,86 +28,12 @@ from megatron.zero_bubble.cli.vocabulary import add_vocabulary, variants_of
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import WHOLE, Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import check_copies
 from megatron.zero_bubble.planning.offload_search import search_limits
 from megatron.zero_bubble.planning.plans import bound, peak_memory, rank_memory
 from megatron.zero_bubble.planning.shards import Replicas
 from megatron.zero_bubble.planning.vocabulary import Variant
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice
-from megatron.zero_bubble.search.loops import compiled
-
-
-@dataclass(frozen=True)
-class Row:
-    """One schedule in the table. Speed-ups compare the objective's length; None if the baseline is missing.
-
-    ``num_slices`` is the number of slices per sequence. ``peak_microbatches`` is in units of a microbatch's activation
-    memory on its rank, ``peak_memory`` in the unit of the costs. ``messages`` is the number of messages between ranks
-    per iteration, ``message_bytes`` their total size; None if the size of a message is unknown. ``layout`` is
-    Megatron's ``--pipeline-model-parallel-layout`` if the layout was chosen by cost. ``vocabulary`` is the algorithm of
-    vocabulary parallelism, if the vocabulary is divided. With ``--offload``, ``offloaded_share`` of the forwards move,
-    and ``host_peak`` is the most host memory of a rank, in the unit of the costs; None without. With
-    ``--shard-weights``, ``gathers`` and ``reductions`` are those of a rank per iteration, None where weights are not
-    sharded; ``static_bytes`` is what weights, gradients and optimizer take on the rank that needs most in total, and
-    ``replica_bytes`` what a rank sends to its replicas. With ``--tensor-bandwidth``, ``tensor_parallel`` is the number
-    of GPUs that divide a layer instead of replicas, and ``tensor_bytes`` what a rank sends to them; None where layers
-    are whole. ``is_lower_bound`` is true where the costs of a stage were divided without knowing its layers, and
-    ``needed_layout`` is the layout without which a job has other layers per stage.
-    """
-
-    schedule: str
-    placement: str
-    num_slices: int
-    span_ms: float
-    makespan_ms: float
-    bubble_rate_span: float
-    bubble_rate_makespan: float
-    peak_microbatches: float
-    peak_memory: float
-    messages: int
-    message_bytes: float | None
-    speedup_over_1f1b: float | None
-    speedup_over_interleaved: float | None
-    within_limit: bool
-    layout: str | None
-    vocabulary: int | None
-    offloaded_share: float | None = None
-    host_peak: float | None = None
-    gathers: int | None = None
-    reductions: int | None = None
-    static_bytes: float | None = None
-    replica_bytes: float | None = None
-    tensor_parallel: int | None = None
-    tensor_bytes: float | None = None
-    is_lower_bound: bool = False
-    needed_layout: str | None = None
-
-
-@dataclass(frozen=True)
-class Table:
-    """The content of ``--format json``; ``lower_bound_ms`` is by placement, ``absent`` explains missing schedules.
-
-    ``lower_bound_ms`` is for whole sequences, ``sliced_lower_bound_ms`` for slices; empty unless all are cut alike.
-    Both are for equally many layers per stage. ``gain_of_vocabulary`` is the share by which the shortest schedule with
-    vocabulary parallelism is shorter than the shortest with a layout by cost; None without either.
-    """
-
-    objective: Metric
-    num_ranks: int
-    num_microbatches: int
-    memory_limit: float
-    lower_bound_ms: dict[PlacementChoice, float]
-    sliced_lower_bound_ms: dict[PlacementChoice, float]
-    rows: tuple[Row, ...]
-    absent: tuple[str, ...]
-    gain_of_vocabulary: float | None
-    break_even: BreakEven | None = None
-
-    def shortest(self, *, divided: bool) -> Row | None:
-        """Return the shortest schedule within the limit with a divided vocabulary, or else with a layout by cost."""
-        rows = (row for row in self.rows if row.within_limit)
-        return next((row for row in rows if (row.vocabulary if divided else row.layout) is not None), None)
 
 
 def add_compare(verb: argparse.ArgumentParser) -> None:
@@ -204,7 +131,7 @@ def compare(options: argparse.Namespace) -> str:
     costs = variants[-1].costs
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
-    return _text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
+    return table_text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
 
 
 def _simulated(
@@ -227,9 +154,9 @@ def _simulated(
                 continue
             rows.append(row := _row(timeline, made, limit, replicas))
             if row.within_limit:
-                ms = _ms(row, objective)
+                ms = ms_of(row, objective)
                 contenders.add(made, f"{row.schedule} ({row.placement})", row.messages, ms)
-                if best is None or ms < _ms(best, objective):
+                if best is None or ms < ms_of(best, objective):
                     best = timeline
     return rows, absent, best, contenders.break_even()
 
@@ -305,7 +232,7 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
     """Sort the rows, and compare each with 1F1B and with the best interleaved schedule."""
 
     def cost(row: Row) -> float:
-        return _ms(row, objective)
+        return ms_of(row, objective)
 
     plain = min((cost(row) for row in rows if row.schedule == "1f1b"), default=None)
     interleaved = (row for row in rows if row.schedule.startswith("interleaved-1f1b") and row.layout is None)
@@ -322,13 +249,9 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
 
 def _gain(table: Table) -> float | None:
     whole, divided = table.shortest(divided=False), table.shortest(divided=True)
-    if whole is None or divided is None or not _ms(whole, table.objective):
+    if whole is None or divided is None or not ms_of(whole, table.objective):
         return None
-    return 1 - _ms(divided, table.objective) / _ms(whole, table.objective)
-
-
-def _ms(of: Row | Timeline, objective: Metric) -> float:
-    return of.makespan_ms if objective == "makespan" else of.span_ms
+    return 1 - ms_of(divided, table.objective) / ms_of(whole, table.objective)
 
 
 def _ratio(baseline: float | None, ms: float) -> float | None:
@@ -338,75 +261,3 @@ def _ratio(baseline: float | None, ms: float) -> float | None:
 def _name(placement: Placement) -> str:
     named = ((name, make(placement.num_ranks)) for name, make in PLACEMENTS.items())
     return next((name for name, own in named if own == placement), "interleaved")
-
-
-def _text(table: Table, costs: Figures) -> str:
-    """Format the table as text columns, followed by the lower bounds."""
-    width = max(22, *(len(row.schedule) + 1 for row in table.rows)) if table.rows else 22
-    head = f"{'':{width}}{'placement':12}{'span ms':>11}{'bubble':>8}{'makespan ms':>13}{'bubble':>8}{'peak':>7}"
-    moves = any(row.offloaded_share is not None for row in table.rows)
-    head += f"{'moved':>8}{'host':>8}" if moves else ""
-    units = any(row.gathers is not None for row in table.rows)
-    head += f"{'gathers':>9}{'reduces':>9}{'static':>8}{'sent':>8}" if units else ""
-    head += f"{'GiB' if costs.in_bytes else '':>8}{'sends':>7}{'GiB' if costs.message_bytes else '':>8}"
-    size = f"{table.num_ranks} ranks, {table.num_microbatches} microbatches"
-    lines = [
-        *costs.notes,
-        f"{size}, memory limit {costs.show(table.memory_limit)}; shortest {table.objective} first",
-        head + f"{'vs 1F1B':>9}{'vs best interleaved':>21}",
-    ]
-    for row in table.rows:
-        line = f"{row.schedule:{width}}{row.placement:12}{row.span_ms:11.3f}{row.bubble_rate_span:8.4f}"
-        line += f"{row.makespan_ms:13.3f}{row.bubble_rate_makespan:8.4f}{row.peak_microbatches:7.4g}"
-        line += _moved(row, costs) if moves else ""
-        line += _collectives(row) if units else ""
-        line += f"{_gib(row.peak_memory if costs.in_bytes else None)}{row.messages:7}{_gib(row.message_bytes)}"
-        line += f"{_percent(row.speedup_over_1f1b):>9}{_percent(row.speedup_over_interleaved):>21}"
-        lines.append(line + ("" if row.within_limit else "   over the limit") + mark(row))
-    whole = " of whole sequences" if any(row.num_slices > 1 for row in table.rows) else ""
-    whole += " of equally many layers per stage" if any(row.layout for row in table.rows) else ""
-    for of, bounds in ((whole, table.lower_bound_ms), (" of these slices", table.sliced_lower_bound_ms)):
-        for placement, ms in bounds.items():
-            lines.append(f"no {placement} schedule{of} within the limit has a {table.objective} below {ms:.3f} ms")
-    lines += chain(division_lines(table.rows), _layouts(table))
-    lines += [] if table.break_even is None else [str(table.break_even)]
-    lines += (f"not compared: {reason}" for reason in table.absent)
-    if not compiled():
-        lines.append(f"planned{SLOW}")
-    return "\n".join(lines) + "\n"
-
-
-def _layouts(table: Table) -> Iterator[str]:
-    """Yield the layouts by cost and their schedules, the best layout, and what a divided vocabulary gains over it."""
-    laid_out = sorted((row for row in table.rows if row.layout is not None), key=lambda row: str(row.layout))
-    for layout, rows in groupby(laid_out, key=lambda row: row.layout):
-        yield f"--pipeline-model-parallel-layout '{layout}': {', '.join(row.schedule for row in rows)}"
-    best, divided = table.shortest(divided=False), table.shortest(divided=True)
-    if best is not None:
-        yield f"best layout: '{best.layout}' with {best.schedule}, {_ms(best, table.objective):.3f} ms"
-    if divided is not None and (gain := table.gain_of_vocabulary) is not None:
-        ms = _ms(divided, table.objective)
-        yield f"vocabulary parallelism, {divided.schedule}, {ms:.3f} ms: {compared(gain)} the best layout"
-
-
-def _moved(row: Row, costs: Figures) -> str:
-    """Format the share that moves, and the peak of host memory, in GiB or microbatches."""
-    if row.offloaded_share is None or row.host_peak is None:
-        return f"{'':16}"
-    host = row.host_peak / (2**30 if costs.in_bytes else costs.microbatch)
-    return f"{row.offloaded_share:8.0%}{host:8.4g}"
-
-
-def _collectives(row: Row) -> str:
-    """Format gathers, reductions, static memory in GiB, and what a rank sends to replicas and to parts of layers."""
-    counts = ("" if count is None else count for count in (row.gathers, row.reductions))
-    sent = None if row.replica_bytes is None else row.replica_bytes + (row.tensor_bytes or 0.0)
-    return "".join(f"{count:>9}" for count in counts) + _gib(row.static_bytes) + _gib(sent)
-
-
-def _gib(amount: float | None) -> str:
-    return f"{'' if amount is None else format(amount / 2**30, '.4g'):>8}"
-
-
-def _percent(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio - 1:+.1%}"
