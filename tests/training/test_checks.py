@@ -111,6 +111,7 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         ),
         ("--num-experts 8 --expert-model-parallel-size 8", 4, "expert-tensor * expert * pipeline parallel size, got 4"),
         ("--overlap-param-gather", 1, "needs --use-distributed-optimizer and --overlap-grad-reduce"),
+        ("--use-distributed-optimizer --optimizer sgd", 1, "--use-distributed-optimizer needs --optimizer adam"),
         ("--bf16 --fp16", 1, "mutually exclusive"),
         ("--min-lr 1", 1, "--min-lr must be at most --lr, got 1.0 and 0.001"),
         ("--lr-warmup-iters 10", 1, "must be shorter than --lr-decay-iters, got 10 and 10"),

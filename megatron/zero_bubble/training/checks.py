@@ -42,7 +42,7 @@ def check(args: argparse.Namespace, world_size: int, node_size: int | None = Non
     check_layout(args, world_size, _REQUIRED)
     _check_recompute(args)
     _check_precision(args)
-    _check_learning_rate(args)
+    _check_optimizer(args)
     _check_tokenizer(args)
     _check_data(args)
     _check_packages(args)
@@ -283,7 +283,12 @@ def _check_precision(args: argparse.Namespace) -> None:
         raise UserError("--grad-reduce-in-bf16 excludes --accumulate-allreduce-grads-in-fp32; keep one of them")
 
 
-def _check_learning_rate(args: argparse.Namespace) -> None:
+def _check_optimizer(args: argparse.Namespace) -> None:
+    if args.use_distributed_optimizer and args.optimizer == "sgd":
+        raise UserError(
+            "--use-distributed-optimizer needs --optimizer adam, because megatron-core's distributed optimizer divides "
+            "the state of no other; got --optimizer sgd; drop one of them"
+        )
     if args.min_lr > args.lr:
         raise UserError(f"--min-lr must be at most --lr, got {args.min_lr} and {args.lr}; change either")
     if args.lr_decay_iters is None:

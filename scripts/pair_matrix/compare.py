@@ -1,0 +1,152 @@
+"""What must be equal to what in a row, as ``docs/exactness.md`` promises it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from megatron.zero_bubble import SCHEDULES
+from pair_matrix.jobs import layout_of, microbatches_of
+from pair_matrix.options import Row, value_of
+from pair_matrix.train import Trained
+
+TOLERANCES = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 2e-2}
+"""Relative differences of losses and gradient norms between the default mode and stock (``docs/exactness.md``)."""
+_ROUNDING = 1e-6
+"""Of a norm whose parts are added in another order."""
+_INVERSE = 1e-3
+"""Of a norm after an Adam update was inverted."""
+Results = Sequence[Mapping[str, Trained]]
+
+
+class Promise(NamedTuple):
+    """How equal two runs are.
+
+    Attributes:
+        kind: ``bits``; ``model``: bits of losses and weights, on whatever rank they are, and norms up to rounding; or
+            ``tolerance``.
+        losses, norms: relative differences; 0 where bits are promised.
+    """
+
+    kind: str
+    losses: float = 0.0
+    norms: float = 0.0
+
+
+def promise_to_stock(row: Row, results: Results) -> Promise:
+    """How equal the schedule is to stock 1F1B."""
+    tolerance = TOLERANCES[row["dtype"]]
+    rounded = Promise("tolerance", tolerance, tolerance)
+    sums_of_units = row["shards"] not in ("off", "one-unit") and microbatches_of(row) > 1
+    if row["wgrad"] == "fused" or row["vocabulary"] != "whole" or is_sliced(row) or sums_of_units:
+        return rounded
+    if row["schedule"] != "zb-auto-on-a-v" and (row["schedule"] == "zb-auto" or _shape(row) == "linear"):
+        return Promise("bits")
+    if _is_clipped(row, results):
+        return rounded
+    return Promise("model", 0.0, _ROUNDING)
+
+
+def promise_to_schedule(row: Row) -> Promise:
+    """How equal the variant is to the schedule without post-validation, offloading and late receives."""
+    if row["step"] == "ahead-inverse":
+        return Promise("tolerance", max(_INVERSE, TOLERANCES[row["dtype"]]), max(_INVERSE, TOLERANCES[row["dtype"]]))
+    return Promise("bits")
+
+
+def is_sliced(row: Row) -> bool:
+    """Whether sequences are cut."""
+    recipe = SCHEDULES.get(row["schedule"])
+    return row["slices"] != "default" or (recipe is not None and recipe.sliced)
+
+
+def _shape(row: Row) -> str:
+    return SCHEDULES[row["schedule"]].shape
+
+
+def _is_clipped(row: Row, results: Results) -> bool:
+    """Whether a step of stock was clipped: by a norm that is a sum in another order on a V."""
+    limit = float(value_of(row, "clip").job.split()[-1])
+    norms = [norm for result in results for norm in _numbers(result["stock"].outcome.grad_norms)]
+    return limit > 0 and any(norm >= limit * (1 - 1e-3) for norm in norms)
+
+
+def differences(row: Row, results: Results) -> list[str]:
+    """What is not as promised, one line each; an empty list if the row passes."""
+    found = [*_unmoved(row, results), *_between("schedule", "stock", promise_to_stock(row, results), row, results)]
+    if "variant" in results[0]:
+        found += _between("variant", "schedule", promise_to_schedule(row), row, results)
+    return found
+
+
+def _unmoved(row: Row, results: Results) -> list[str]:
+    """Parameters whose gradients could be lost without a trace; in 16 bits, a small step may be rounded away."""
+    if row["dtype"] != "fp32":
+        return []
+    names = {name for result in results for name in result["stock"].outcome.unmoved}
+    return [f"stock did not change {', '.join(sorted(names))}"] if names else []
+
+
+def _between(own: str, other: str, promise: Promise, row: Row, results: Results) -> list[str]:
+    lines = {}
+    for rank, result in enumerate(results):
+        lines |= {line: f"rank {rank}" for line in _of_rank(result[own], result[other], promise)}
+    size = layout_of(row).num_ranks // layout_of(row).pipeline
+    for first in range(size):
+        pipeline = results[first::size]
+        for line in _weights(_merged(pipeline, own), _merged(pipeline, other), promise):
+            lines[line] = f"pipeline {first}"
+    return [f"{own} against {other}, {where}: {line}" for line, where in lines.items()]
+
+
+def _of_rank(own: Trained, other: Trained, promise: Promise) -> list[str]:
+    a, b = own.outcome, other.outcome
+    found = []
+    if a.counted != b.counted:
+        found.append(f"samples, learning rates or skipped iterations {a.counted} and {b.counted}")
+    if a.loss_scales != b.loss_scales:
+        found.append(f"loss scales {a.loss_scales} and {b.loss_scales}")
+    pairs = (("losses", a.losses, b.losses, promise.losses), ("norms", a.grad_norms, b.grad_norms, promise.norms))
+    for what, ours, theirs, tolerance in pairs:
+        if tolerance == 0.0:
+            if ours != theirs:
+                found.append(f"{what} differ by {_largest(ours, theirs):.1e}, bits were promised")
+        elif (largest := _largest(ours, theirs)) > tolerance:
+            found.append(f"{what} differ by {largest:.1e}, {tolerance:.0e} was promised")
+    if promise.kind == "bits" and a.states != b.states:
+        found.append("states of the optimizer differ, bits were promised")
+    return found
+
+
+def _merged(results: Results, mode: str) -> dict[str, torch.Tensor]:
+    return {name: weight for result in results for name, weight in result[mode].weights.items()}
+
+
+def _weights(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], promise: Promise) -> list[str]:
+    """Compare the weights of a pipeline; shards of a vocabulary have other shapes than the whole and are left out."""
+    names = [name for name in other if name in own and own[name].shape == other[name].shape]
+    if promise.kind == "tolerance":
+        squares = [((own[name] - other[name]).double().norm() ** 2, other[name].double().norm() ** 2) for name in names]
+        largest = float((sum(d for d, _ in squares) / sum(w for _, w in squares)) ** 0.5)
+        return [] if largest <= promise.losses * 10 else [f"weights are {largest:.1e} of their norm apart"]
+    if own.keys() != other.keys():
+        return [f"weights of {', '.join(sorted(own.keys() ^ other.keys()))} are on one side only"]
+    different = [name for name in names if not torch.equal(own[name], other[name])]
+    return [f"weights differ, bits were promised: {', '.join(different)}"] if different else []
+
+
+def _numbers(texts: Sequence[str]) -> list[float]:
+    """Hexadecimal numbers, which may follow words; skipped steps have none."""
+    words = (text.split()[-1] for text in texts)
+    return [float.fromhex(word) for word in words if word not in ("skipped", "None")]
+
+
+def _largest(own: Sequence[str], other: Sequence[str]) -> float:
+    """The largest relative difference; infinite if one side has other numbers of values, or skipped other steps."""
+    skipped = [[text.split()[-1] in ("skipped", "None") for text in side] for side in (own, other)]
+    if skipped[0] != skipped[1]:
+        return float("inf")
+    pairs = zip(_numbers(own), _numbers(other), strict=True)
+    return max((abs(a - b) / max(abs(b), 1e-30) if a != b else 0.0 for a, b in pairs), default=0.0)

@@ -1,0 +1,52 @@
+"""Run rows on a pool of ranks, and judge them."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+
+from pair_matrix.compare import differences, promise_to_stock
+from pair_matrix.jobs import layout_of, modes_of, refusal
+from pair_matrix.options import Row, text_of
+from pair_matrix.train import Job, train
+from tests.helpers.ranks import RankFailure, RankPool
+
+TIMEOUT_S = 180.0
+_SENTENCE = re.compile(r"^megatron\.zero_bubble\.errors\.UserError: (.*)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of a row.
+
+    Attributes:
+        row: the row as words ``option=value``.
+        status: ``equal``, ``different``, ``refused`` or ``failed``.
+        promise: how equal the schedule had to be to stock: ``bits``, ``model`` or ``tolerance``.
+        details: differences, the sentence of a refusal, or the report of all ranks of a failure.
+    """
+
+    row: str
+    status: str
+    seconds: float
+    promise: str = ""
+    details: list[str] = field(default_factory=list)
+
+
+def run(row: Row, pool: RankPool) -> Verdict:
+    """Run one row; a failure ends the processes of the pool, which starts new ones."""
+    text, began = text_of(row), time.monotonic()
+    reason = refusal(row)
+    if reason is not None and not reason.startswith("run: "):
+        return Verdict(text, "refused", time.monotonic() - began, details=[reason])
+    job = Job(modes_of(row), row["fault"], row["loop"] == "logits")
+    try:
+        results = pool.run(layout_of(row).num_ranks, train, job, timeout=TIMEOUT_S)
+    except RankFailure as failure:
+        sentence = _SENTENCE.search(str(failure))
+        status, details = ("failed", str(failure)) if sentence is None else ("refused", f"run: {sentence[1]}")
+        return Verdict(text, status, time.monotonic() - began, details=[details])
+    found = differences(row, results)
+    kind = promise_to_stock(row, results).kind
+    return Verdict(text, "different" if found else "equal", time.monotonic() - began, kind, found)
