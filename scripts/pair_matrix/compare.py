@@ -92,7 +92,7 @@ def _unmoved(row: Row, results: Results) -> list[str]:
 def _between(own: str, other: str, promise: Promise, row: Row, results: Results) -> list[str]:
     lines = {}
     for rank, result in enumerate(results):
-        lines |= {line: f"rank {rank}" for line in _of_rank(result[own], result[other], promise)}
+        lines |= dict.fromkeys(_of_rank(result[own], result[other], promise), f"rank {rank}")
     size = layout_of(row).num_ranks // layout_of(row).pipeline
     for first in range(size):
         pipeline = results[first::size]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
+
 from pair_matrix.options import OPTIONS, Row, value_of
 from tests.helpers.parity import BASE_FLAGS, Layout
 
 STEPS = 5
 SEQUENCE = 16
+VOCABULARY = 255
+AT_RUN = "run: "
+"""Begins the reason of a refusal by the ranks of a job."""
 _MOST_RANKS = 4
 RUN_RULES: tuple[tuple[dict[str, tuple[str, ...]], str], ...] = (
     (
@@ -45,16 +51,17 @@ def microbatches_of(row: Row) -> int:
     return {"3p": 3 * ranks, "p": ranks, "p-1": ranks - 1, "1": 1}[row["microbatches"]]
 
 
-def modes_of(row: Row) -> dict[str, str | None]:
+def modes_of(row: Row) -> dict[str, str]:
     """The flags of each run: ``stock``, the ``schedule``, and its ``variant`` if the row has one."""
     layout = layout_of(row)
     count = microbatches_of(row)
     parts = [value_of(row, option) for option in OPTIONS]
-    size = 2 * layout.data
+    size = int(row["sequences"]) * layout.data
     words = [
         BASE_FLAGS,
-        f"--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --train-iters {STEPS} --lr 1e-3",
-        layout.flags(count),
+        f"--seq-length {SEQUENCE} --max-position-embeddings {SEQUENCE} --vocab-size {VOCABULARY}",
+        f"--train-iters {STEPS} --lr 1e-3",
+        layout.flags(count, f"--global-batch-size {size * count}"),
         *(part.job for part in parts),
         f"--rampup-batch-size {size} {size} {size * count * 2}" if row["batch"] == "growing" and count > 1 else "",
     ]
@@ -62,7 +69,7 @@ def modes_of(row: Row) -> dict[str, str | None]:
     schedule = " ".join(part.schedule for part in parts if part.schedule)
     variant = " ".join(part.variant for part in parts if part.variant)
     stock = f"{job} --pipeline-model-parallel-layout {_layout(layout)}" if row["layers"] == "uneven" else job
-    modes: dict[str, str | None] = {"stock": stock, "schedule": f"{job} {schedule}"}
+    modes: dict[str, str] = {"stock": stock, "schedule": f"{job} {schedule}"}
     return modes | ({"variant": f"{job} {schedule} {variant}"} if variant else {})
 
 
@@ -81,7 +88,7 @@ def own_refusal(row: Row) -> str | None:
         return "matrix: a batch of one microbatch cannot grow"
     for values, sentence in RUN_RULES:
         if all(row[option] in names for option, names in values.items()):
-            return f"run: {sentence}"
+            return AT_RUN + sentence
     return None
 
 
@@ -93,26 +100,35 @@ def refusal(row: Row) -> str | None:
     reason = own_refusal(row)
     if reason is not None:
         return reason
-    for mode, flags in modes_of(row).items():
-        reason = refused(flags or "", layout_of(row).num_ranks)
+    modes = modes_of(row)
+    # A variant has all flags of the schedule, and more.
+    for mode in ("stock", "variant" if "variant" in modes else "schedule"):
+        reason = refused(modes[mode], layout_of(row).num_ranks)
         if reason is not None:
             return f"{mode}: {reason}"
     return None
 
 
+@functools.cache
 def refused(flags: str, num_ranks: int) -> str | None:
     """The sentence with which a job is refused before its ranks start, or None."""
     import torch
 
     from megatron.zero_bubble.errors import UserError
-    from megatron.zero_bubble.training.arguments import parse
     from megatron.zero_bubble.training.checks import check
     from megatron.zero_bubble.training.model import build_config
 
     try:
-        args = parse(flags.split())
+        args = _parser().parse_args(flags.split())
         check(args, num_ranks)
         build_config(args, torch.device("cpu"))
     except UserError as error:
         return str(error)
     return None
+
+
+@functools.cache
+def _parser() -> argparse.ArgumentParser:
+    from megatron.zero_bubble.training.arguments import build_parser
+
+    return build_parser()

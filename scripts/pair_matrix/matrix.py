@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import islice
+from collections.abc import Iterator
 
 from pair_matrix.array import Chosen, CoveringArray, Space
 from pair_matrix.jobs import RUN_RULES, refusal
-from pair_matrix.options import OPTIONS, Row
+from pair_matrix.options import NEUTRAL, OPTIONS, Row
 
 DEFAULT_JOBS = 10
 REFUSALS = (
@@ -33,30 +32,32 @@ REFUSALS = (
 _MODE = re.compile(r"^(stock|schedule|variant|run): ")
 
 
-@dataclass(frozen=True)
-class Array:
-    """Rows, and what they cover.
+class Matrix:
+    """The rows of a covering array, drawn one by one, and what they cover.
 
     Attributes:
-        pairs, covered: numbers of pairs of values, and of those that the rows have.
-        refused: for each rule, the pairs that it excludes.
+        pairs: number of pairs of values.
     """
 
-    rows: tuple[Row, ...]
-    pairs: int
-    covered: int
-    refused: dict[str, list[str]]
+    def __init__(self, seed: int) -> None:
+        self._array = CoveringArray(space(), seed)
+        self.pairs = len(self._array.uncovered)
 
+    def rows(self) -> Iterator[Row]:
+        """Yield rows until all pairs are covered or refused."""
+        return self._array.rows()
 
-def array_of(seed: int, most: int | None) -> Array:
-    """Draw the array, or its first ``most`` rows."""
-    array = CoveringArray(space(), seed)
-    pairs = len(array.uncovered)
-    rows = tuple(islice(array.rows(), most))
-    refused: dict[str, list[str]] = defaultdict(list)
-    for pair, reason in sorted(array.impossible.items()):
-        refused[rule_of(reason) or reason].append(_text(pair))
-    return Array(rows, pairs, pairs - len(array.uncovered) - len(array.impossible), dict(refused))
+    @property
+    def covered(self) -> int:
+        """Number of pairs that the rows so far have."""
+        return self.pairs - len(self._array.uncovered) - len(self._array.impossible)
+
+    def refused(self) -> dict[str, list[str]]:
+        """For each rule, or each reason that is no known rule, the pairs that it excludes, of those tried so far."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for pair, reason in sorted(self._array.impossible.items()):
+            found[rule_of(reason) or reason].append(_text(pair))
+        return dict(found)
 
 
 def space() -> Space:
@@ -67,6 +68,17 @@ def space() -> Space:
         refusal,
         lambda option, name: needs[option][name],
     )
+
+
+def refused_rows() -> list[Row]:
+    """A row for each rule that only the ranks of a job check."""
+    rows = []
+    for values, _ in RUN_RULES:
+        row = dict(NEUTRAL)
+        for option, names in values.items():
+            row |= {**space().needs(option, names[0]), option: names[0]}
+        rows.append(row)
+    return rows
 
 
 def rule_of(reason: str) -> str | None:

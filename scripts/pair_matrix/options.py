@@ -61,6 +61,7 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
     ),
     "ranks": (Value("2"), Value("3"), Value("4")),
     "microbatches": (Value("3p"), Value("p"), Value("p-1"), Value("1")),
+    "sequences": (Value("2", "--micro-batch-size 2"), Value("1", "--micro-batch-size 1")),
     "dtype": (Value("fp32"), Value("bf16", "--bf16"), Value("fp16", FP16)),
     "wgrad": (Value("exact", schedule="--zero-bubble-exact"), Value("fused", schedule="--zero-bubble-fuse-wgrad")),
     "step": (

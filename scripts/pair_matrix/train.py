@@ -17,7 +17,7 @@ from megatron.zero_bubble.ir import Compute, Kind, Op, Schedule
 from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationObserver
-from tests.helpers.parity import Outcome, _by_name, _splits, _train_once, rebuild_process_groups
+from tests.helpers.parity import Outcome, Tokens, _by_name, _train_once, rebuild_process_groups
 from tests.helpers.shards import read_each
 
 SPIKE = 1e6
@@ -29,7 +29,7 @@ _SPOILED = "decoder.layers.1.input_layernorm.weight", "decoder.layers.2.input_la
 class Job:
     """What the ranks train: flags per mode, the fault, and whether the loop takes logits out of the model."""
 
-    modes: dict[str, str | None]
+    modes: dict[str, str]
     fault: str
     takes_logits: bool
 
@@ -88,7 +88,7 @@ def train(rank: int, job: Job) -> dict[str, Trained]:
         for mode, flags in job.modes.items():
             if mode == "variant":
                 _step_ahead_always(patch)
-            done[mode], start = _train(flags or "", mode == "stock", _FACTORS[job.fault], start)
+            done[mode], start = _train(flags, mode == "stock", _FACTORS[job.fault], start)
     return done
 
 
@@ -124,13 +124,23 @@ def _train(
     else:
         pipeline = apply(args.zero_bubble, faults, say=lambda _line: None, source=args.source)
     try:
-        outcome, start = _train_once(args, _splits(args), start, pipeline, on_start)
+        outcome, start = _train_once(args, _data(args), start, pipeline, on_start)
         assert pipeline is None or pipeline.num_pending == 0, "the run left gradients or messages behind"
         weights: dict[str, torch.Tensor] = {}
         read_each(pipeline and pipeline.units, chunks, partial(_keep, weights))
     finally:
         revert()
     return Trained(replace(outcome, counted=tuple(iterations)), weights), start
+
+
+def _data(args: Any) -> Any:
+    """Samples for training, and for evaluations, whose batches do not begin small."""
+    from megatron.zero_bubble.training.data.batches import Splits, reads_data
+
+    sizes = args.batch_sizes
+    samples = Tokens(max(sizes.samples_after(args.train_iters), sizes.final), args.seq_length, args.vocab_size)
+    read = samples if reads_data(args) else None
+    return Splits(read, read, None, has_valid=True, has_test=False)
 
 
 def _keep(weights: dict[str, torch.Tensor], chunks: Any) -> dict[str, str]:
@@ -192,9 +202,9 @@ def _take_logits(patch: pytest.MonkeyPatch) -> None:
     from megatron.zero_bubble.training import loop
 
     def loss_of(batch: Any, logits: torch.Tensor) -> Any:
-        labels = batch["labels"].t().contiguous()
-        losses = vocab_parallel_cross_entropy(logits.transpose(0, 1).contiguous().float(), labels)
-        return loop._loss(batch, losses.t().contiguous())
+        # Flat, with sequences first: the output layer then gets a transposed gradient, as in most loops of this kind.
+        losses = vocab_parallel_cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        return loop._loss(batch, losses)
 
     class FromLogits(loop.Trainer):
         def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:

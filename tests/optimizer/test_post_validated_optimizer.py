@@ -241,3 +241,20 @@ def test_options_beyond_a_single_gradient_norm_are_rejected(
     check_optimizers([part({}, grad_norm_skip_threshold=float("inf"))])
     with pytest.raises(UserError, match=refusal):
         check_optimizers([part({}), part(tags, **options)])
+
+
+def test_a_chain_of_several_optimizers_is_accepted() -> None:
+    """A rank with a part of the experts has two: a chain of two fails when asked for parameters."""
+    from megatron.core.optimizer import ChainedOptimizer
+
+    from megatron.zero_bubble.errors import UserError
+    from megatron.zero_bubble.optimizer.surface import check_optimizers
+
+    weight = SimpleNamespace()
+    parts: Any = [SimpleNamespace(config=SimpleNamespace(), get_parameters=lambda: [weight]) for _ in range(2)]
+    chain: Any = object.__new__(ChainedOptimizer)
+    chain.config, chain.chained_optimizers = SimpleNamespace(), parts
+    check_optimizers([chain, *parts])
+    weight.grad_norm_group = "mtp"
+    with pytest.raises(UserError, match="--mtp-detach-heads"):
+        check_optimizers([chain, *parts])

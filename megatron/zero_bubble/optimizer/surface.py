@@ -151,7 +151,11 @@ class OptimizerSurface(ABC):
 
 
 def check_optimizers(parts: Sequence[MegatronOptimizer]) -> None:
-    """Raise UserError for options that post-validation does not support."""
+    """Raise UserError for options that post-validation does not support.
+
+    Args:
+        parts: the optimizer, and the parts of a chain.
+    """
     for part in parts:
         if any(of.__name__ == "LayerWiseDistributedOptimizer" for of in type(part).__mro__):
             raise UserError(

@@ -1,0 +1,52 @@
+"""The first jobs of the pair matrix, and jobs that were not equal once; ``scripts/pair_matrix.sh --full`` runs all."""
+
+from __future__ import annotations
+
+import functools
+from itertools import islice
+
+import pytest
+
+from pair_matrix.matrix import DEFAULT_JOBS, Matrix, refused_rows, rule_of
+from pair_matrix.options import Row, row_of
+from pair_matrix.run import run
+from tests.helpers.ranks import RankPool
+
+NOT_EQUAL_ONCE = (
+    "loop=logits sequences=1",  # the gradient of logits that leave the model is transposed
+    "schedule=zb-h2 dtype=fp16 vocabulary=2 step=ahead clip=rarely",  # L before the step that changes the loss scale
+)
+
+
+MATRIX = Matrix(0)
+
+
+@functools.cache
+def first_rows() -> list[Row]:
+    return list(islice(MATRIX.rows(), DEFAULT_JOBS))
+
+
+def check(row: Row, pool: RankPool) -> None:
+    verdict = run(row, pool)
+    assert verdict.passed, "\n".join([f'--only "{verdict.row}" is {verdict.status}', *verdict.details])
+
+
+@pytest.mark.parametrize("number", range(DEFAULT_JOBS))
+def test_jobs_are_equal_to_stock_as_promised(ranks: RankPool, number: int) -> None:
+    check(first_rows()[number], ranks)
+
+
+@pytest.mark.parametrize("text", NOT_EQUAL_ONCE)
+def test_jobs_that_were_not_equal_once(ranks: RankPool, text: str) -> None:
+    check(row_of(text), ranks)
+
+
+def test_what_only_the_ranks_refuse_is_refused(ranks: RankPool) -> None:
+    for row in refused_rows():
+        check(row, ranks)
+
+
+def test_the_first_jobs_cover_many_pairs_and_known_rules_exclude_the_others() -> None:
+    first_rows()
+    assert MATRIX.covered >= 0.4 * MATRIX.pairs
+    assert all(rule_of(reason) is not None for reason in MATRIX.refused())
