@@ -132,7 +132,7 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
     "clip": (Value("off", "--clip-grad 0"), Value("always", "--clip-grad 0.01"), Value("rarely", "--clip-grad 100")),
     "loss": (Value("per-microbatch"), Value("per-token", "--calculate-per-token-loss")),
     "loop": (Value("losses"), Value("logits")),
-    "optimizer": (Value("adam"), Value("sgd", "--optimizer sgd --lr 0.1")),
+    "optimizer": (Value("adam"), Value("sgd", "--optimizer sgd --lr 0.03")),
     "evaluation": (Value("none", "--eval-iters 0"), Value("between", "--eval-iters 1 --eval-interval 2")),
     "batch": (Value("constant"), Value("growing")),
     "model": (
