@@ -129,7 +129,7 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
         Value("uneven", schedule="--zero-bubble-slice-ends 6,12,14,16", needs=SLICED),
         Value("of-one-token", schedule="--zero-bubble-num-slices 16", needs=SLICED),
     ),
-    "clip": (Value("off", "--clip-grad 0"), Value("always", "--clip-grad 0.01"), Value("rarely", "--clip-grad 100")),
+    "clip": (Value("off", "--clip-grad 0"), Value("always", "--clip-grad 0.1"), Value("rarely", "--clip-grad 100")),
     "loss": (Value("per-microbatch"), Value("per-token", "--calculate-per-token-loss")),
     "loop": (Value("losses"), Value("logits")),
     "optimizer": (Value("adam"), Value("sgd", "--optimizer sgd --lr 0.03")),
