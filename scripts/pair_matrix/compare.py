@@ -97,7 +97,7 @@ def _unmoved(row: Row, results: Results) -> list[str]:
 
 
 def _between(own: str, other: str, promise: Promise, row: Row, results: Results) -> list[str]:
-    lines = {}
+    lines: dict[str, str] = {}
     for rank, result in enumerate(results):
         lines |= dict.fromkeys(_of_rank(result[own], result[other], promise), f"rank {rank}")
     size = layout_of(row).num_ranks // layout_of(row).pipeline

@@ -72,7 +72,7 @@ def space() -> Space:
 
 def refused_rows() -> list[Row]:
     """A row for each rule that only the ranks of a job check."""
-    rows = []
+    rows: list[Row] = []
     for values, _ in RUN_RULES:
         row = dict(NEUTRAL)
         for option, names in values.items():
