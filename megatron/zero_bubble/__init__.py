@@ -21,7 +21,7 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.adapter.model_stages import ModelStages
-    from megatron.zero_bubble.patching import apply, report, revert
+    from megatron.zero_bubble.patching.apply import apply, report, revert
     from megatron.zero_bubble.platforms.cpu import use_cpu_ranks
 
 __version__ = "0.1.0"
