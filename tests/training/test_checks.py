@@ -11,6 +11,7 @@ from megatron.zero_bubble.job import installed
 from megatron.zero_bubble.training import checks
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
+from megatron.zero_bubble.training.data import checks as data_checks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = (
@@ -339,7 +340,7 @@ class TestData:
 
     def test_every_prefix_of_every_split_is_checked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[str] = []
-        monkeypatch.setattr(checks, "check_indexed", seen.append)
+        monkeypatch.setattr(data_checks, "check_indexed", seen.append)
         checked("--train-data-path 1 a 2 b --valid-data-path c --test-data-path d e", base=self.base)
         assert seen == ["a", "b", "c", "d", "e"]
 
