@@ -77,6 +77,7 @@ def test_unknown_layers_of_uneven_stages_give_a_lower_bound(tmp_path: Path, caps
     text = capsys.readouterr().out
     marked = [line for line in text.splitlines() if line.endswith("   lower bound")]
     assert len(marked) == sum(row["is_lower_bound"] for row in rows)
+    assert "Shortest within the limit (a lower bound): " in text
     assert "lower bound: the stages of the costs differ" in text and "or add layers_per_stage" in text
     assert main(["plan", "--schedule", "zb-v", *sizes]) == 0
     assert "A lower bound: the stages of the costs differ" in capsys.readouterr().out

@@ -147,6 +147,7 @@ def test_missing_costs_and_layers_are_reported(
 
 def test_parts_that_take_no_time_are_planned(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "costs.json"
-    file.write_text('{"layers": ["a*8"], "parts": {"a": {"forward_ms": 0, "backward_ms": 0, "wgrad_ms": 0}}}')
+    layer, loss = (dict.fromkeys(("forward_ms", "backward_ms", "wgrad_ms"), ms) for ms in (0, 1))
+    file.write_text(json.dumps({"layers": ["a*8"], "parts": {"a": layer, "loss": loss}}))
     plan = run_json(capsys, "plan", "--schedule", "zb-h1", "--layout", "auto", "--costs", str(file), *SIZES)
     assert set(plan["shorter_than"].values()) == {0.0}

@@ -131,7 +131,10 @@ def compare(options: argparse.Namespace) -> str:
     costs = variants[-1].costs
     if options.format == "json":
         return json.dumps(asdict(table), indent=2) + "\n"
-    return table_text(table, costs) + (f"\nShortest within the limit: {picture(best)}" if best else "")
+    if best is None:
+        return table_text(table, costs)
+    bound = " (a lower bound)" if costs.halves(best.schedule.placement) else ""
+    return f"{table_text(table, costs)}\nShortest within the limit{bound}: {picture(best)}"
 
 
 def _simulated(
