@@ -59,7 +59,7 @@ def test_plan_with_a_limit_reports_bound_and_gap(capsys: Capture, objective: str
 
 @pytest.mark.parametrize("command", [["plan", "--schedule", "zb-auto"], ["compare", "--max-chunks", "2"]])
 def test_search_in_python_is_reported(capsys: Capture, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
-    arguments, module = [*command, *SIZES, *TIMES], {"plan": "plan_text"}.get(command[0], command[0])
+    arguments, module = [*command, *SIZES, *TIMES], {"plan": "plan_text", "compare": "compare_table"}[command[0]]
     for compiled in (True, None):
         monkeypatch.setattr(f"megatron.zero_bubble.cli.{module}.compiled", lambda: compiled)  # noqa: B023
         out = run(capsys, *arguments)
