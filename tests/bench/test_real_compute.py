@@ -67,4 +67,5 @@ def test_variants_run_in_the_requested_sizes(tmp_path: Path) -> None:
 
 
 def _costs(figures: dict[str, Any]) -> PassCosts:
-    return PassCosts(*(tuple(figures[name]) for name in ("forward_ms", "backward_ms", "wgrad_ms")), figures["comm_ms"])
+    times = (tuple(figures[name]) for name in ("forward_ms", "backward_ms", "wgrad_ms"))
+    return PassCosts(*times, figures["comm_ms"], message_ms=figures["message_ms"])

@@ -268,7 +268,7 @@ def test_indivisible_layers_are_rejected(capsys: Capture) -> None:
 
 
 def test_passes_of_zero_length_are_drawn(capsys: Capture) -> None:
-    zeros = "--forward-ms 0 --backward-ms 0 --wgrad-ms 0".split()
+    zeros = "--forward-ms 0 --backward-ms 0 --wgrad-ms 1".split()
     assert "bubble rate" in run(capsys, "plan", "--schedule", "zb-h1", *SIZES, *zeros)
 
 

@@ -140,7 +140,7 @@ def test_recorded_ends_are_written_and_may_be_corrected() -> None:
     assert (kept.activation, kept.wgrad) == ((8.0, 9.0), (4.0, 6.0))
     for wrong, message in (
         ({"loss": 3}, "loss must be an object with the figures"),
-        ({"loss": {"forward": 3}}, "allowed keys of parts.loss are"),
+        ({"loss": {"forward": 3}}, "keys of parts.loss must be figures of layers"),
         ({"layers_per_stage": None}, "embedding needs layers_per_stage"),
     ):
         own = {key: value for key, value in (content | wrong).items() if value is not None}
