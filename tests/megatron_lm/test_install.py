@@ -271,9 +271,9 @@ def rejects_the_job(flags: list[str], sentence: str) -> None:
         (
             "--zero-bubble-schedule zb-h9",
             (
-                "unknown schedule 'zb-h9'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1, zb-h2, "
-                "zb-v, v-half, v-min, dualpipe-v, gis, gis-h, pipe-offload, seq-1f1b, "
-                "seq-interleaved-1f1b, seq-zb-h1, zero-pp"
+                "unknown schedule 'zb-h9'; choose one of 1f1b, interleaved-1f1b, breadth-first, zb-h1, "
+                "zb-h2, zb-v, v-half, v-min, dualpipe-v, gis, gis-h, pipe-offload, seq-1f1b, "
+                "seq-interleaved-1f1b, seq-zb-h1, zero-pp, or zb-auto; did you mean zb-h2?"
             ),
         ),
         (
