@@ -71,8 +71,8 @@ def test_jobs_of_megatron_lm_are_checked_with_equal_stages() -> None:
     args = parse([*JOB.split(), "--global-batch-size", "32"])
     check(args, 4, 4)
     del args.recompute_activations
-    vars(args).update(world_size=4, rampup_batch_size=None, eval_iters=0, num_experts=None)
+    args.num_experts = None
     need = 6 * 2 * LAYER // 1024
-    checks.check_offload(args, replace(args.zero_bubble, host_memory=f"{need}KiB"), args.source)
+    checks.check_offload(args, replace(args.zero_bubble, host_memory=f"{need}KiB"), args.source, 16, 4)
     with pytest.raises(UserError, match=r"estimated 12\.8 GiB on pipeline rank 0, and 25\.5 GiB on a node of 4 ranks"):
-        checks.check_offload(args, replace(args.zero_bubble, host_memory=f"{need - 1}KiB"), args.source)
+        checks.check_offload(args, replace(args.zero_bubble, host_memory=f"{need - 1}KiB"), args.source, 16, 4)

@@ -50,8 +50,8 @@ class ModelStages:
     """
 
     def __init__(self, schedule: str | ZeroBubbleConfig, num_ranks: int) -> None:
-        config = ZeroBubbleConfig(schedule=schedule) if isinstance(schedule, str) else schedule
-        source = config.sources()(num_ranks)
+        own = ZeroBubbleConfig(schedule=schedule) if isinstance(schedule, str) else schedule
+        source = own.sources()(num_ranks)
         self._placement, self._divides_vocabulary = source.placement, source.vocabulary is not None
         chunks = self._placement.num_stages // num_ranks
         self.virtual_size = chunks if chunks > 1 else None

@@ -71,7 +71,11 @@ USED: tuple[Used, ...] = (
     _function(_PARALLEL_STATE, "get_embedding_group", "check_initialized"),
     _function(_PARALLEL_STATE, "get_position_embedding_group", "check_initialized"),
     _function(_PARALLEL_STATE, "get_data_parallel_group", "with_context_parallel partial_data_parallel"),
-    *_of("megatron.core.models.gpt", "pre_process post_process share_embeddings_and_output_weights", "GPTModel"),
+    *_of(
+        "megatron.core.models.gpt",
+        "pre_process post_process share_embeddings_and_output_weights sharded_state_dict",
+        "GPTModel",
+    ),
     *_of(
         "megatron.core.transformer.pipeline_parallel_layer_layout",
         "get_num_stages_from_str layout pipeline_model_parallel_size virtual_pipeline_model_parallel_size",
