@@ -41,6 +41,7 @@ def test_jobs_that_were_not_equal_once(ranks: RankPool, text: str) -> None:
     check(row_of(text), ranks)
 
 
+@pytest.mark.full  # each refusal replaces the pool of ranks, which takes 17 s
 def test_what_only_the_ranks_refuse_is_refused(ranks: RankPool) -> None:
     for row in refused_rows():
         check(row, ranks)

@@ -1,4 +1,4 @@
-"""Tests of how a rank starts to watch the others, and of those who connect to it."""
+"""Tests of how a rank starts to watch the others, and of strangers that connect to it."""
 
 from __future__ import annotations
 
