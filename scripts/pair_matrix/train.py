@@ -41,10 +41,12 @@ class Trained:
     Attributes:
         outcome: what can be compared bit for bit; ``counted`` has samples, learning rate and skips of each iteration.
         weights: the parameters after the last step, by their names in the whole model.
+        start: the same before the first step, of all ranks of the pipeline; a divided vocabulary is whole.
     """
 
     outcome: Outcome
     weights: dict[str, torch.Tensor]
+    start: dict[str, torch.Tensor]
 
 
 class _Faults(IterationObserver):
@@ -130,7 +132,8 @@ def _train(
         read_each(pipeline and pipeline.units, chunks, partial(_keep, weights))
     finally:
         revert()
-    return Trained(replace(outcome, counted=tuple(iterations)), weights), start
+    before = {name: weight.detach().float() for name, weight in start.items()}
+    return Trained(replace(outcome, counted=tuple(iterations)), weights, before), start
 
 
 def _data(args: Any) -> Any:
