@@ -72,3 +72,22 @@ def test_pattern_of_a_hybrid_model() -> None:
 
 def test_repetitions_are_written_out() -> None:
     assert read_layout("Et*2|(t|)*2L") == ("Ett", "t", "t", "L")
+
+
+@pytest.mark.parametrize("text", ["Et*99999999999|ttL", "E(t*9999)*9999|ttL", f"Et*{'9' * 5000}|ttL", "E(tt|)*9999L"])
+def test_repetitions_are_limited_before_they_are_made(text: str) -> None:
+    with pytest.raises(UserError, match=r"at most 10,000 letters and \|, repetitions included; got more in 'E"):
+        read_layout(text)
+
+
+@pytest.mark.parametrize("text", ["Et*|tt|tt|ttL", "E(tt|tt|tt|ttL", "Ett|tt)|ttL", "E(tt|)tL", "E()*2L"])
+def test_an_incomplete_repetition_has_its_own_sentence(text: str) -> None:
+    with pytest.raises(
+        UserError, match=r"needs a number after its \*, and each \( needs its \) with a \* and a number"
+    ):
+        read_layout(text)
+
+
+def test_the_allowed_letters_include_repetitions() -> None:
+    with pytest.raises(UserError, match=r"\| between stages, and \*N behind a letter or \( \) to repeat it"):
+        read_layout("Ex|tL")

@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir.sizes import MOST_LAYERS
 
 FLAG = "--pipeline-model-parallel-layout"
 _LETTERS = {
@@ -19,6 +20,7 @@ _LETTERS = {
     "m": "multi-token prediction",
     "L": "output layer with the loss",
 }
+_REPEATED = (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)")
 _HYBRID = {
     "M": "Mamba",
     "G": "gated delta net",
@@ -35,14 +37,37 @@ def read_layout(text: str) -> tuple[str, ...]:
     """Return the letters of every stage, without repetitions: ``Et*2|(t|)*2L`` is ``Ett``, ``t``, ``t``, ``L``.
 
     Raises:
-        UserError: a letter that has no meaning.
+        UserError: a letter that has no meaning, an incomplete repetition, or too many letters.
     """
     unrolled = text.replace(",", "")
-    for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
-        unrolled = re.sub(repeated, lambda match: match[1] * int(match[2]), unrolled)
+    for repeated in _REPEATED:
+        _check_length(text, unrolled, repeated)
+        unrolled = re.sub(repeated, lambda match: match[1] * _count(match[2]), unrolled)
+    if set(unrolled) & set("*()"):
+        raise UserError(
+            f"a repetition in {FLAG} needs a number after its *, and each ( needs its ) with a * and a number; got "
+            f"{text!r:.80}; write t*2 or (t|)*2"
+        )
     stages = tuple(unrolled.split("|"))
-    _check_letters(FLAG, text, stages, _LETTERS)
+    _check_letters(FLAG, text, stages, _LETTERS, ", | between stages, and *N behind a letter or ( ) to repeat it")
     return stages
+
+
+def _check_length(text: str, unrolled: str, repeated: str) -> None:
+    """Check the length that repetitions give before they are made."""
+    matches = list(re.finditer(repeated, unrolled))
+    length = len(unrolled) + sum(len(match[1]) * _count(match[2]) - len(match[0]) for match in matches)
+    if length > MOST_LAYERS or any(_count(match[2]) > MOST_LAYERS for match in matches):
+        raise UserError(
+            f"{FLAG} must have at most {MOST_LAYERS:,} letters and |, repetitions included; got more in {text!r:.80}; "
+            "give smaller numbers"
+        )
+
+
+def _count(digits: str) -> int:
+    """Convert a number; one that is above the limit anyway may have more digits than Python converts."""
+    digits = digits.lstrip("0") or "0"
+    return int(digits) if len(digits) <= len(str(MOST_LAYERS)) else MOST_LAYERS + 1
 
 
 def check_layout(text: str, num_ranks: int, num_layers: int, num_stages: int, num_predictions: int | None) -> None:
@@ -125,13 +150,13 @@ def read_hybrid(text: str) -> tuple[tuple[str, ...], int]:
     """
     layers, *predictions = text.split("/")
     stages = tuple(layers.split("|"))
-    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), _HYBRID)
+    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), _HYBRID, ", and | between stages")
     return stages, len(predictions)
 
 
-def _check_letters(flag: str, text: str, stages: Sequence[str], known: dict[str, str]) -> None:
+def _check_letters(flag: str, text: str, stages: Sequence[str], known: dict[str, str], more: str) -> None:
     if wrong := [letter for stage in stages for letter in stage if letter not in known]:
         raise UserError(
             f"{flag} has the invalid letter {wrong[0]!r} in {text!r}; use only "
-            f"{', '.join(f'{letter} ({what})' for letter, what in known.items())}, and | between stages"
+            f"{', '.join(f'{letter} ({what})' for letter, what in known.items())}{more}"
         )
