@@ -43,7 +43,8 @@ def test_it_is_where_the_lengths_cross(objective: Metric, given: float) -> None:
     assert at is not None and (at.shortest, at.schedule) == ("zb-v", "zb-h1")
     assert ms("zb-h1", objective, at.message_ms - 0.01) > ms("zb-v", objective, at.message_ms - 0.01)
     assert ms("zb-h1", objective, at.message_ms + 0.01) < ms("zb-v", objective, at.message_ms + 0.01)
-    assert str(at) == f"zb-h1 is shorter than zb-v if a message takes more than {at.message_ms:.3g} ms"
+    shorter = f"zb-h1 is shorter than zb-v if a message takes more than {at.message_ms:.3g} ms"
+    assert str(at) == f"{shorter}, with the passes of both in this order"
 
 
 def test_nothing_is_said_where_no_schedule_with_fewer_messages_becomes_shorter() -> None:
@@ -56,5 +57,6 @@ def test_nothing_is_said_where_no_schedule_with_fewer_messages_becomes_shorter()
 def test_compare_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = "--num-ranks 3 --num-microbatches 6 --placement vee --equal-passes --max-chunks 2".split()
     main(["compare", *sizes, *"--forward-ms 10 --backward-ms 11 --wgrad-ms 8".split()])
-    line = r"^.+ \(linear\) is shorter than .+ \(vee\) if a message takes more than \S+ ms$"
+    line = r"^.+ \(linear\) is shorter than .+ \(vee\) if a message takes more than \S+ ms, with the passes of both in "
+    line += "this order$"
     assert re.search(line, capsys.readouterr().out, re.MULTILINE)

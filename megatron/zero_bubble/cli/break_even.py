@@ -22,7 +22,10 @@ class BreakEven:
     schedule: str
 
     def __str__(self) -> str:
-        return f"{self.schedule} is shorter than {self.shortest} if a message takes more than {self.message_ms:.3g} ms"
+        return (
+            f"{self.schedule} is shorter than {self.shortest} if a message takes more than {self.message_ms:.3g} ms, "
+            "with the passes of both in this order"
+        )
 
 
 class Contenders:
