@@ -13,7 +13,7 @@ from megatron.zero_bubble.planning.figures import HALVED, Figures
 _MARK = "   lower bound"
 
 
-class Divided(Protocol):
+class DividedRow(Protocol):
     """A row of a table with these figures."""
 
     @property
@@ -31,25 +31,25 @@ def needed_layout(costs: Figures, placement: Placement) -> str | None:
     return None if costs.division is None else costs.division.needed_layout(placement)
 
 
-def mark(row: Divided) -> str:
+def mark(row: DividedRow) -> str:
     """The end of the line of a row whose times are a lower bound."""
     return _MARK if row.is_lower_bound else ""
 
 
-def division_lines(rows: Iterable[Divided]) -> Iterator[str]:
+def division_lines(rows: Iterable[DividedRow]) -> Iterator[str]:
     """Yield the layouts that rows need, and what a lower bound means."""
     listed = list(rows)
     needing = sorted((row for row in listed if row.needed_layout), key=lambda row: str(row.needed_layout))
     for layout, of in groupby(needing, key=attrgetter("needed_layout")):
         yield f"{_needs(layout)}: {', '.join(row.schedule for row in of)}"
     if any(row.is_lower_bound for row in listed):
-        yield f"lower bound: {HALVED[HALVED.index(':') + 2 :]}"
+        yield f"lower bound: {HALVED}"
 
 
 def division_text(costs: Figures, placement: Placement) -> str:
     """The same for one plan."""
     layout = needed_layout(costs, placement)
-    return (f"{_needs(layout)}\n" if layout else "") + (f"{HALVED}\n" if costs.halves(placement) else "")
+    return (f"{_needs(layout)}\n" if layout else "") + (f"A lower bound: {HALVED}\n" if costs.halves(placement) else "")
 
 
 def division_content(costs: Figures, placement: Placement) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from megatron.zero_bubble.job.division import Division
 from megatron.zero_bubble.search.cut import even
 
 HALVED = (
-    "A lower bound: the stages of the costs differ, and are divided evenly into stages of a finer placement, but an "
+    "the stages of the costs differ, and are divided evenly into stages of a finer placement, but an "
     "output layer or a layer cannot be divided; record the costs under a schedule with as many stages per rank, or add "
     "layers_per_stage to the costs file."
 )
-"""What is said of a schedule with more stages than its costs were measured for."""
+"""Why the plan is a lower bound for a schedule with more stages than its costs were measured for."""
 _TWO_STAGES = (
     "The embedding is assumed to take no time, because costs of two stages do not tell it from layers: what the last "
     "stage takes beyond its layers is the output layer's."
