@@ -155,7 +155,15 @@ def test_costs_file_equals_time_flags(capsys: Capture, tmp_path: Path) -> None:
             [*PLAN, *TIMES, "--schedule", "zb-auto", "--forward-ms", "1e-320"],
             "some figures are too large or too small to plan with",
         ),
-        ([*PLAN, *TIMES, "--comm-ms", "nan"], "comm_ms must be a finite number, 0 or above; got nan"),
+        ([*PLAN, *TIMES, "--comm-ms", "nan"], "--comm-ms must be a finite number, 0 or above; got nan; give such"),
+        (
+            [*PLAN, *TIMES, "--message-ms", "-1"],
+            "--message-ms must be a finite number, 0 or above; got -1.0; give such",
+        ),
+        (
+            [*PLAN, *TIMES, "--message-ms", "nan"],
+            "--message-ms must be a finite number, 0 or above; got nan; give such",
+        ),
         ([*PLAN, *TIMES, "--activation-memory", "0"], "activation memory must be above 0"),
         ([*PLAN, *TIMES, "--costs", "none.json"], "--costs gives the times of all passes; leave out --forward-ms"),
         ([*PLAN, "--costs", "none.json"], "cannot read the costs file none.json: No such file or directory"),

@@ -103,7 +103,8 @@ def test_invalid_parts_are_rejected(part: dict[str, object], message: str) -> No
     [
         ({"forward_ms": 2}, r"with layers_per_stage, forward_ms must be a list with one number for each of its 3"),
         ({"wgrad_ms": [1, 2]}, "with layers_per_stage, wgrad_ms must be a list with one number for each of its 3"),
-        ({"layers_per_stage": 3}, "layers_per_stage must be a list with the number of layers of every stage; got 3"),
+        ({"layers_per_stage": 3}, r"number of layers of every stage, each 0 or above, as in \[3, 4, 3\]; got 3"),
+        ({"layers_per_stage": [1, -1, 1]}, r"each 0 or above, as in \[3, 4, 3\]; got \[1, -1, 1\]"),
         ({"layers_per_stage": [1, 0, 1]}, "layers_per_stage must give layers to a stage between the first"),
     ],
 )

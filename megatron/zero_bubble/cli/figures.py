@@ -13,7 +13,7 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate, layer_costs
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.costs.tensor import TensorParallel
-from megatron.zero_bubble.costs.units import checked_share, refuse_no_time
+from megatron.zero_bubble.costs.units import checked_figure, checked_share, refuse_no_time
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement
@@ -92,6 +92,9 @@ def figures(options: argparse.Namespace, num_ranks: int | None = None, num_micro
     Raises:
         UserError: when figures are missing, given twice, or invalid.
     """
+    for flag, ms in (("--comm-ms", options.comm_ms), ("--message-ms", options.message_ms)):
+        if ms is not None:
+            checked_figure(flag, ms)
     found = _without_messages(options, num_ranks, num_microbatches)
     return found if options.message_ms is None else found.with_messages(options.message_ms)
 

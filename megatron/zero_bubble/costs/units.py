@@ -28,7 +28,7 @@ def refuse_no_time(*figures: float | Sequence[float]) -> None:
 
 def checked_figure(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise UserError(f"{name} must be a finite number, 0 or above; got {value!r}")
+        raise UserError(f"{name} must be a finite number, 0 or above; got {value!r}; give such a number")
     return float(value)
 
 

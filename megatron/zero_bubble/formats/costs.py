@@ -332,7 +332,7 @@ def _layout(content: dict[str, Any]) -> tuple[int, ...]:
     key = _LAYOUT
     if key not in content:
         return ()
-    form = "a list with the number of layers of every stage"
+    form = "a list with the number of layers of every stage, each 0 or above, as in [3, 4, 3]"
     counts = read_key(content, key, form, lambda v: isinstance(v, list) and all(type(c) is int and c >= 0 for c in v))
     for name in TIMES:
         if not isinstance(content[name], list) or len(content[name]) != len(counts):
