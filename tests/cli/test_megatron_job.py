@@ -176,9 +176,9 @@ def of_runs(ranks: RankPool) -> dict[str, str]:
     return dict(zip(ALL, ranks.run(1, sentences_of_runs, jobs)[0], strict=True))
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], job: str) -> str:
+def dry_run(capsys: pytest.CaptureFixture[str], job: str, *more: str) -> str:
     """The sentence of a job's dry run, or its report."""
-    own = ["--gpus-per-node", "4" if "context-parallel-size 2" in job else "2"]
+    own = ["--gpus-per-node", "4" if "context-parallel-size 2" in job else "2", *more]
     shapes = SHAPES if "step-batch" in job else [*SHAPES, *BATCH]
     code = main(["dry-run", *own, "--megatron-lm", "--", *shapes, *job.split()])
     out, err = capsys.readouterr()
@@ -264,3 +264,14 @@ def test_multi_token_prediction_has_costs(capsys: pytest.CaptureFixture[str]) ->
     assert layout.split("Not checked")[0] == flag.split("Not checked")[0]
     apart = dry_run(capsys, f"{large} --pipeline-model-parallel-layout Et*8mm|L --mtp-num-layers 2")
     assert "0: embedding+8+2 mtp" in apart and "1: 0+loss" in apart
+
+
+def test_costs_per_layer_without_multi_token_prediction_say_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    costs = tmp_path / "costs.json"
+    costs.write_text('{"layers": ["a*8"], "parts": {"a": {"forward_ms": 1, "backward_ms": 1, "wgrad_ms": 1}}}')
+    job = "--zero-bubble-schedule zb-h1 --num-layers 8"
+    predicts = dry_run(capsys, f"{job} --mtp-num-layers 1", "--costs", str(costs))
+    assert "no part for multi-token prediction" in " ".join(predicts.split())
+    assert "no part for multi-token prediction" not in " ".join(dry_run(capsys, job, "--costs", str(costs)).split())

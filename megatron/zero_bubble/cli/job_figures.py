@@ -15,6 +15,11 @@ from megatron.zero_bubble.job.layers import job_predictions
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 
+_NO_PREDICTIONS = (
+    "The costs have no part for multi-token prediction: its time counts as part of the output layer of the last stage; "
+    "record the costs under this layout."
+)
+
 
 def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, costs_file: str | None) -> Figures:
     """Return costs and memory for checked ``args``, with ``layers`` per stage; see ``Figures`` for their meaning."""
@@ -30,6 +35,8 @@ def job_figures(args: argparse.Namespace, layers: tuple[int, ...], gpu: str, cos
         model = replace(model, vocabulary=vocabulary)
     if costs_file is not None:
         figures = _measured(sizes, costs_file, args.placement, layers)
+        if any(predictions) and read_costs_file(costs_file).layer_costs() is not None:
+            figures = _noting(figures, _NO_PREDICTIONS)
     elif dense:
         figures = _estimated(sizes, model, gpu, predictions)
         if vocabulary is None:
@@ -74,7 +81,7 @@ def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: t
         *sizes,
         lambda on: (costs.fit(on), kept.fit(on)),
         memory is not None,
-        notes=(f"Costs are from {file}.", *((HALVED,) if read.halves(placement) else ())),
+        notes=(f"Costs are from {file}.", *((f"A lower bound: {HALVED}",) if read.halves(placement) else ())),
     )
 
 
