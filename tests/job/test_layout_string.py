@@ -89,5 +89,5 @@ def test_an_incomplete_repetition_has_its_own_sentence(text: str) -> None:
 
 
 def test_the_allowed_letters_include_repetitions() -> None:
-    with pytest.raises(UserError, match=r"\| between stages, and \*N behind a letter or \( \) to repeat it"):
+    with pytest.raises(UserError, match=r"\| between stages; \*N behind a letter or \( \) repeats it"):
         read_layout("Ex|tL")

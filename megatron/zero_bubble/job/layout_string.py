@@ -49,7 +49,7 @@ def read_layout(text: str) -> tuple[str, ...]:
             f"{text!r:.80}; write t*2 or (t|)*2"
         )
     stages = tuple(unrolled.split("|"))
-    _check_letters(FLAG, text, stages, _LETTERS, ", | between stages, and *N behind a letter or ( ) to repeat it")
+    _check_letters(FLAG, text, stages, _LETTERS, "; *N behind a letter or ( ) repeats it")
     return stages
 
 
@@ -150,13 +150,13 @@ def read_hybrid(text: str) -> tuple[tuple[str, ...], int]:
     """
     layers, *predictions = text.split("/")
     stages = tuple(layers.split("|"))
-    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), _HYBRID, ", and | between stages")
+    _check_letters("--hybrid-layer-pattern", text, (*stages, *predictions), _HYBRID)
     return stages, len(predictions)
 
 
-def _check_letters(flag: str, text: str, stages: Sequence[str], known: dict[str, str], more: str) -> None:
+def _check_letters(flag: str, text: str, stages: Sequence[str], known: dict[str, str], more: str = "") -> None:
     if wrong := [letter for stage in stages for letter in stage if letter not in known]:
         raise UserError(
             f"{flag} has the invalid letter {wrong[0]!r} in {text!r}; use only "
-            f"{', '.join(f'{letter} ({what})' for letter, what in known.items())}{more}"
+            f"{', '.join(f'{letter} ({what})' for letter, what in known.items())}, and | between stages{more}"
         )
