@@ -77,7 +77,8 @@ def test_unknown_layers_of_uneven_stages_give_a_lower_bound(tmp_path: Path, caps
     text = capsys.readouterr().out
     marked = [line for line in text.splitlines() if line.endswith("   lower bound")]
     assert len(marked) == sum(row["is_lower_bound"] for row in rows)
-    assert "Shortest within the limit (a lower bound): " in text
+    assert "Shortest within the limit: zb-" in text and " is shorter than " not in text
+    assert all((row["speedup_over_1f1b"] is None) is row["is_lower_bound"] for row in rows)
     assert "lower bound: the stages of the costs differ" in text and "or add layers_per_stage" in text
     assert main(["plan", "--schedule", "zb-v", *sizes]) == 0
     assert "A lower bound: the stages of the costs differ" in capsys.readouterr().out

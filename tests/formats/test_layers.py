@@ -105,6 +105,7 @@ def test_invalid_parts_are_rejected(part: dict[str, object], message: str) -> No
         ({"wgrad_ms": [1, 2]}, "with layers_per_stage, wgrad_ms must be a list with one number for each of its 3"),
         ({"layers_per_stage": 3}, r"number of layers of every stage, each 0 or above, as in \[3, 4, 3\]; got 3"),
         ({"layers_per_stage": [1, -1, 1]}, r"each 0 or above, as in \[3, 4, 3\]; got \[1, -1, 1\]"),
+        ({"layers_per_stage": [1, 10**9, 1]}, "layers_per_stage must have at most 10,000 layers; got 1,000,000,002"),
         ({"layers_per_stage": [1, 0, 1]}, "layers_per_stage must give layers to a stage between the first"),
     ],
 )
@@ -155,8 +156,10 @@ def test_figures_of_ranks_stay_with_another_number_of_stages() -> None:
     shards = {"output_ms": [1, 2], "output_wgrad_ms": [3, 4], "activation": [1.0] * 4, "wgrad": [1.0] * 4, "logits": 7}
     file = parse({**times, **shards, "layers_per_stage": [1, 2, 2, 1]})
     assert file.layer_costs() is not None
-    for placement in (Placement.linear(2), Placement.vee(2), Placement.interleaved(2, 3)):
-        costs, memory = file.on(placement)
+    on = [file.on(placement) for placement in (Placement.linear(2), Placement.vee(2), Placement.interleaved(2, 3))]
+    for costs, memory in (*on, file.on_layout(Placement.linear(2), (2, 4))):
         assert costs.vocabulary is not None and costs.vocabulary.output_ms == (1.0, 2.0)
         assert memory is not None and memory.logits == (7.0, 7.0)
         assert sum(costs.forward_ms) == pytest.approx(6.0)
+    without_memory = parse({**times, "layers_per_stage": [1, 2, 2, 1]})
+    assert without_memory.on_layout(Placement.linear(2), (2, 4))[1] is None

@@ -57,6 +57,8 @@ class Contenders:
         (_, name, first), (_, other, second) = (self._shortest[messages] for _, messages in (ranked[0], fewer[0]))
         if any(made.offloaded is not None or made.shards is not None for made in (first, second)):
             return None  # their plans are made for their costs
+        if any(made.costs.halves(made.schedule.placement) for made in (first, second)):
+            return None  # the length of one is a lower bound
         costs = first.costs.on(first.schedule.placement)[0]
         low, high = costs.message_ms, costs.message_ms + _MOST * max(*costs.forward_ms, *costs.backward_ms)
         if self._difference_ms(first, second, high) <= 0:

@@ -146,6 +146,7 @@ def _simulated(
     No other timeline is kept: on 64 ranks, all of them together need more than a gigabyte.
     """
     rows, absent, best, contenders = [], [], None, Contenders(objective)
+    shortest = True, math.inf
     with progress("planning", [(each.name, each.make) for each in candidates]) as makers:
         for make in makers:
             try:
@@ -159,8 +160,9 @@ def _simulated(
             if row.within_limit:
                 ms = ms_of(row, objective)
                 contenders.add(made, f"{row.schedule} ({row.placement})", row.messages, ms)
-                if best is None or ms < ms_of(best, objective):
-                    best = timeline
+                length = row.is_lower_bound, ms  # a known length is better than any lower bound
+                if best is None or length < shortest:
+                    best, shortest = timeline, length
     return rows, absent, best, contenders.break_even()
 
 
@@ -238,13 +240,14 @@ def _with_speedups(rows: Sequence[Row], objective: Metric) -> tuple[Row, ...]:
         return ms_of(row, objective)
 
     plain = min((cost(row) for row in rows if row.schedule == "1f1b"), default=None)
-    interleaved = (row for row in rows if row.schedule.startswith("interleaved-1f1b") and row.layout is None)
+    exact = [row for row in rows if not row.is_lower_bound]
+    interleaved = (row for row in exact if row.schedule.startswith("interleaved-1f1b") and row.layout is None)
     looped = min(map(cost, interleaved), default=None)
     return tuple(
         replace(
             row,
-            speedup_over_1f1b=_ratio(plain, cost(row)),
-            speedup_over_interleaved=_ratio(looped, cost(row)),
+            speedup_over_1f1b=None if row.is_lower_bound else _ratio(plain, cost(row)),
+            speedup_over_interleaved=None if row.is_lower_bound else _ratio(looped, cost(row)),
         )
         for row in sorted(rows, key=lambda row: (not row.within_limit, cost(row)))
     )

@@ -74,8 +74,8 @@ def _measured(sizes: tuple[int, int], file: str, placement: Placement, layers: t
     """Return the costs in a file; those per layer are for the layout of the job."""
     read = read_costs_file(file)
     read.check_links(placement.num_ranks)
-    own = read.layer_costs()
-    costs, memory = read.on(placement) if own is None else own.on(layers)
+    per_layer = read.layer_costs() is not None
+    costs, memory = read.on_layout(placement, layers) if per_layer else read.on(placement)
     kept = PassMemory.uniform(placement) if memory is None else memory
     return Figures(
         *sizes,

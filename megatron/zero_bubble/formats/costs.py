@@ -43,6 +43,7 @@ from megatron.zero_bubble.formats.files import json_object, naming, read_file, r
 from megatron.zero_bubble.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
 from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir.sizes import MOST_LAYERS
 from megatron.zero_bubble.search.cut import even
 
 Figure = float | tuple[float, ...]
@@ -235,7 +236,7 @@ class CostsFile:
             if self.layers is not None:
                 return self.layers.on(even(placement, self.layers.num_layers))
             if self.layers_per_stage and placement.num_stages != len(self.layers_per_stage):
-                return self._by_layers(placement)
+                return self.on_layout(placement, even(placement, sum(self.layers_per_stage)))
             f, b, w = (_per_stage(name, self.times[name], placement) for name in TIMES)
             host, gather, reduce = (
                 _per_stage(name, self.times[name], placement) if name in self.times else () for name in (HOST, *SHARDS)
@@ -245,27 +246,35 @@ class CostsFile:
             forward, backward = (self._shares(key, of, placement) for key, of in zip(_SHARES, TIMES, strict=False))
             if forward or backward:
                 costs = costs.with_attention(forward or (0.0,) * len(f), backward)
-            if self.vocabulary is not None:
-                costs = replace(costs, vocabulary=self.vocabulary.costs(placement.num_ranks))
+            costs = self._with_vocabulary(costs, placement)
             if self.memory is None:
                 return costs, None
             kept = {name: _per_stage(name, figure, placement) for name, figure in self.memory.items()}
             logits = () if self.vocabulary is None else self.vocabulary.memory(placement.num_ranks)
             return costs, PassMemory(kept["activation"], kept["wgrad"], kept.get(HISTORY, ()), logits=logits)
 
+    def on_layout(self, placement: Placement, layout: Sequence[int]) -> tuple[PassCosts, PassMemory | None]:
+        """Return what ``on`` does for a number of layers per stage, if the file has costs per layer.
+
+        Raises:
+            UserError: as ``on``, or for other numbers of layers.
+        """
+        layers = self.layer_costs()
+        assert layers is not None, "the file has no costs per layer"
+        costs, memory = layers.on(layout)
+        if self.layers is None and self.memory is None:
+            return self._with_vocabulary(costs, placement), None
+        logits = () if self.vocabulary is None else self.vocabulary.memory(placement.num_ranks)
+        return self._with_vocabulary(costs, placement), replace(memory, logits=logits)
+
+    def _with_vocabulary(self, costs: PassCosts, placement: Placement) -> PassCosts:
+        own = None if self.vocabulary is None else self.vocabulary.costs(placement.num_ranks)
+        return replace(costs, vocabulary=own)
+
     def _parts(self) -> LayerCosts:
         """Derive the costs per layer from those of the stages of the lists; figures of ranks have no part in it."""
         on = replace(self, vocabulary=None, path=None).on(Placement.linear(len(self.layers_per_stage)))
         return of_stages(*on, self.layers_per_stage, *(self.ends.get(end) for end in ENDS))
-
-    def _by_layers(self, placement: Placement) -> tuple[PassCosts, PassMemory | None]:
-        """Return what ``on`` does, for another number of stages than the lists have, with layers as they are."""
-        layers = self._parts()
-        costs, memory = layers.on(even(placement, layers.num_layers))
-        if self.vocabulary is not None:
-            costs = replace(costs, vocabulary=self.vocabulary.costs(placement.num_ranks))
-            memory = replace(memory, logits=self.vocabulary.memory(placement.num_ranks))
-        return costs, None if self.memory is None else memory
 
     def _shares(self, key: str, times: str, placement: Placement) -> tuple[float, ...]:
         """Return the shares under ``key`` per stage; those of merged stages are averaged by the times of their passes.
@@ -340,6 +349,8 @@ def _layout(content: dict[str, Any]) -> tuple[int, ...]:
                 f"with layers_per_stage, {name} must be a list with one number for each of its {len(counts)} stages; "
                 f"got {content[name]!r:.40}"
             )
+    if sum(counts) > MOST_LAYERS:
+        raise UserError(f"{key} must have at most {MOST_LAYERS:,} layers; got {sum(counts):,}; lower them")
     return tuple(counts)
 
 
