@@ -43,7 +43,17 @@ def test_the_example_has_the_losses_of_stock_under_every_schedule(ranks: RankPoo
 
 
 def test_the_example_runs_as_a_script_on_cpu_ranks() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(EXAMPLE), "zb-v", "--cpu"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(EXAMPLE),
+        "zb-v",
+        "--cpu",
+    ]
     ended = subprocess.run(
         command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=200, check=True
     )

@@ -64,7 +64,8 @@ class Chain:
             self._sent = None
 
     def close(self) -> None:
-        """Destroy the process group; nothing may be in flight."""
+        """Destroy the process group, when the last send has arrived."""
+        self.settle()
         destroy(self._group)
         del self._group
 

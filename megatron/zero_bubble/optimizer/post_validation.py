@@ -155,8 +155,8 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._check_first_step()
         if self._closed:
             raise UserError(
-                "steps are taken ahead only while post-validation is applied, but revert() was called; call step() of "
-                "the job's own optimizer, or apply() again and wrap that optimizer"
+                "post-validation no longer holds for this optimizer: revert() was called, or another one was wrapped; "
+                "call step() of the job's own optimizer, or apply() again and wrap that optimizer"
             )
         step, known = self._begin(of)
         self._options.keep()
@@ -221,8 +221,8 @@ class PostValidatedOptimizer(OptimizerSurface):
         return not wrong
 
     def close(self) -> None:
-        """Destroy the process groups, unless figures are in flight; steps are then taken by ``step`` only."""
-        if not self._closed and not self.num_in_flight:
+        """Destroy the process groups, unless a step is pending; steps are then taken by ``step`` only."""
+        if not self._closed and not self.is_pending:
             self._closed = True
             destroy(self.__dict__.pop("_alone"))
             for own in (self._state, self._chain, self._replicas):

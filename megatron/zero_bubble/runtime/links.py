@@ -23,8 +23,8 @@ from typing import Any, Protocol
 DIED = "died"
 _KEY = "zero-bubble/peers"
 _CONNECT_TIMEOUT_S = 10.0
-# Ranks begin to connect at different times, because they start at different times.
-_LISTEN_TIMEOUT_S = 60.0
+# Ranks connect at different times, because they start at different times; one that is later is not watched.
+_LISTEN_TIMEOUT_S = 600.0
 _SEND_TIMEOUT_S = 5.0
 # Firewalls drop the state of connections that are idle for some minutes, and reset them later.
 _KEEPALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 30}
