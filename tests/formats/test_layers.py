@@ -105,8 +105,19 @@ def test_invalid_parts_are_rejected(part: dict[str, object], message: str) -> No
         ({"wgrad_ms": [1, 2]}, "with layers_per_stage, wgrad_ms must be a list with one number for each of its 3"),
         ({"layers_per_stage": 3}, r"number of layers of every stage, each 0 or above, as in \[3, 4, 3\]; got 3"),
         ({"layers_per_stage": [1, -1, 1]}, r"each 0 or above, as in \[3, 4, 3\]; got \[1, -1, 1\]"),
-        ({"layers_per_stage": [1, 10**9, 1]}, "layers_per_stage must have at most 10,000 layers; got 1,000,000,002"),
         ({"layers_per_stage": [1, 0, 1]}, "layers_per_stage must give layers to a stage between the first"),
+        (
+            {"layers_per_stage": [1, 10**12, 1]},
+            "layers_per_stage must have at most 10,000 layers; got 1,000,000,000,002",
+        ),
+        (
+            {"embedding": {"forward_ms": 1.1}},
+            "forward_ms of embedding must be at most .*; got 1.1 and 1; give a smaller",
+        ),
+        (
+            {"loss": {"wgrad_ms": 99}},
+            "wgrad_ms of loss must be at most that of its stage, .*; got 99 and 3; .*out loss",
+        ),
     ],
 )
 def test_invalid_layers_per_stage_are_rejected(content: dict[str, object], message: str, tmp_path: Path) -> None:
@@ -116,6 +127,19 @@ def test_invalid_layers_per_stage_are_rejected(content: dict[str, object], messa
     with pytest.raises(UserError, match=message) as failure:
         read_costs_file(file).layer_costs()
     assert str(failure.value).startswith(f"costs file {file}: ")
+
+
+def test_layers_are_counted_before_they_are_listed() -> None:
+    """The listed ones would need terabytes."""
+    with pytest.raises(UserError, match="layers must have 1 to 10000 layers; got 9999900000"):
+        parse(MIXED | {"layers": ["dense*99999"] * 100_000})
+
+
+def test_an_end_may_be_all_of_its_stage_up_to_rounding() -> None:
+    times = {name: [1.0, 2.0, 3.0] for name in ("forward_ms", "backward_ms", "wgrad_ms")}
+    ends = {"loss": {"forward_ms": 3.0000001, "backward_ms": 3.0, "wgrad_ms": 2.9999999}}
+    layers = parse({**times, **ends, "layers_per_stage": [1, 2, 0]}).layer_costs()
+    assert layers is not None and layers.loss.forward_ms == 3.0000001
 
 
 def test_recorded_ends_are_written_and_may_be_corrected() -> None:

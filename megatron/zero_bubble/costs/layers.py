@@ -18,6 +18,8 @@ _AMOUNTS = (*TIMES, HOST, *SHARDS, *MEMORY, HISTORY)
 _SHARES = ("forward_attention", "backward_attention")
 _NEARLY_NOTHING = 1e-3
 """Activation of a stage that keeps nothing known, relative to the largest layer."""
+_ROUNDING = 1e-6
+"""Relative excess of a part over its stage that rounded figures may have."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +176,8 @@ def of_stages(
     same.
 
     Raises:
-        UserError: when the layout is for another number of stages, or no stage gives the time of a layer.
+        UserError: when the layout is for another number of stages, no stage gives the time of a layer, or ``embedding``
+            or ``loss`` takes more than its stage.
     """
     known, last = whole_stages(layout), len(layout) - 1
     if len(layout) != costs.num_stages:
@@ -192,6 +195,7 @@ def of_stages(
     for stage, end in given.items():
         for name, amount in _amounts(end).items():
             if name in figures:
+                _check_fits("loss" if stage else "embedding", name, amount, figures[name][stage])
                 figures[name][stage] = max(0.0, figures[name][stage] - amount)
     mean = {name: fsum(of[s] for s in known) / sum(layout[s] for s in known) for name, of in figures.items()}
 
@@ -208,6 +212,14 @@ def of_stages(
     layers = tuple(layer(stage) for stage, count in enumerate(layout) for _ in range(count))
     of_ranks = costs.comm_ms, costs.links
     return LayerCosts(layers, beyond(0), beyond(last), *of_ranks, message_ms=costs.message_ms)
+
+
+def _check_fits(end: str, name: str, amount: float, of_stage: float) -> None:
+    if name not in _SHARES and amount > of_stage * (1 + _ROUNDING):
+        raise UserError(
+            f"{name} of {end} must be at most that of its stage, which includes it; got {amount:g} and {of_stage:g}; "
+            f"give a smaller one, or leave out {end} to have it derived"
+        )
 
 
 def _figures_of(costs: PassCosts, memory: PassMemory | None) -> dict[str, list[float]]:

@@ -43,7 +43,7 @@ from megatron.zero_bubble.formats.files import json_object, naming, read_file, r
 from megatron.zero_bubble.formats.layers import ENDS, LAYERS, PARTS, ends_content, ends_from, layers_from
 from megatron.zero_bubble.formats.vocabulary import KEYS, VocabularyFigures, vocabulary_content, vocabulary_from
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.ir.sizes import MOST_LAYERS
+from megatron.zero_bubble.ir.sizes import check_layers
 from megatron.zero_bubble.search.cut import even
 
 Figure = float | tuple[float, ...]
@@ -349,8 +349,7 @@ def _layout(content: dict[str, Any]) -> tuple[int, ...]:
                 f"with layers_per_stage, {name} must be a list with one number for each of its {len(counts)} stages; "
                 f"got {content[name]!r:.40}"
             )
-    if sum(counts) > MOST_LAYERS:
-        raise UserError(f"{key} must have at most {MOST_LAYERS:,} layers; got {sum(counts):,}; lower them")
+    check_layers(key, sum(counts))
     return tuple(counts)
 
 

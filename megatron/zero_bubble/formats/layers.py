@@ -76,7 +76,7 @@ def _figures(part: Part) -> dict[str, float]:
 def _kinds(listed: object) -> list[str]:
     """Return the kind of every layer."""
     rows = listed if isinstance(listed, list) else [None]
-    kinds: list[str] = []
+    runs: list[tuple[str, int]] = []
     for row in rows:
         match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d{0,4}))?", row) if isinstance(row, str) else None
         if match is None:
@@ -84,10 +84,11 @@ def _kinds(listed: object) -> list[str]:
                 f'{LAYERS} must be a list of kinds in the order of the model, such as ["dense*3", "moe*58"]; got '
                 f"{row if isinstance(listed, list) else listed!r}"
             )
-        kinds += [match[1]] * int(match[2] or 1)
-    if not 0 < len(kinds) <= MOST_LAYERS:
-        raise UserError(f"{LAYERS} must have 1 to {MOST_LAYERS} layers; got {len(kinds)}")
-    return kinds
+        runs.append((match[1], int(match[2] or 1)))
+    num_layers = sum(count for _, count in runs)
+    if not 0 < num_layers <= MOST_LAYERS:
+        raise UserError(f"{LAYERS} must have 1 to {MOST_LAYERS} layers; got {num_layers}")
+    return [kind for kind, count in runs for _ in range(count)]
 
 
 def _part(kind: str, figures: Mapping[str, Any], with_memory: bool) -> Part:

@@ -32,6 +32,16 @@ def check_size(num_ranks: int, num_microbatches: int = 1, num_chunks: int = 1, n
         )
 
 
+def check_layers(name: str, num_layers: int) -> None:
+    """Check that ``num_layers``, given as ``name``, are few enough; counts below 1 are checked elsewhere.
+
+    Raises:
+        UserError: for more than ``MOST_LAYERS``.
+    """
+    if num_layers > MOST_LAYERS:
+        raise UserError(f"{name} must have at most {MOST_LAYERS:,} layers; got {_shown(num_layers)}; give fewer")
+
+
 def _shown(size: int) -> str:
     """Format a number; Python does not convert one of thousands of digits."""
     return f"{size:,}" if abs(size) < _MOST_SHOWN else f"more than {_MOST_SHOWN:,}"
