@@ -23,6 +23,9 @@ class Source:
     def __init__(self) -> None:
         self.position = 0
         self.iterable = iter(range(100))
+        self.loaders = [iter(range(100)), iter(range(100))]
+        self.by_name = {"text": iter(range(100))}
+        self.bare = OnlyNext()
         self.name = "corpus"
         self.tokenizer = Tokenizer()
         self.get_later = partial(self.get_next, 2)
@@ -43,6 +46,13 @@ class Source:
 
     def reset(self) -> None:
         self.position = 0
+
+
+class OnlyNext:
+    """An iterator without ``__iter__``."""
+
+    def __next__(self) -> int:
+        raise AssertionError("it was read")
 
 
 class Tokenizer:
@@ -76,6 +86,10 @@ def test_next_and_plain_attributes_are_those_of_the_source(wrap: type[Reread]) -
         lambda batches: batches.reset(),
         lambda batches: batches.get_later(),
         lambda batches: next(batches.iterable),
+        lambda batches: next(batches.loaders[0]),
+        lambda batches: [next(loader) for loader in batches.loaders],
+        lambda batches: next(batches.by_name["text"]),
+        lambda batches: next(batches.bare),
     ],
 )
 def test_another_way_to_read_is_refused_and_reads_nothing(wrap: type[Reread], read: Any) -> None:

@@ -25,7 +25,9 @@ def copied(item: Any) -> Any:
 class Reread(Iterator[Any]):
     """A data iterator in front of ``source``, which has the same attributes.
 
-    Methods of the source, and iterators in its attributes, raise UserError when they are used.
+    Methods of the source, and iterators in its attributes, also in lists, tuples and dicts, raise UserError when they
+    are used. Methods of other objects in its attributes cannot be distinguished from harmless ones: a forward step must
+    not read by them.
 
     Attributes:
         what: the feature that needs items more than once.
@@ -47,7 +49,7 @@ class Reread(Iterator[Any]):
     @classmethod
     def check(cls, source: Any) -> None:
         """Raise UserError unless ``source`` is an iterator, or None on a rank that reads no data."""
-        if source is not None and not hasattr(type(source), "__next__"):
+        if source is not None and not _is_iterator(source):
             name = type(source).__name__
             raise UserError(
                 f"{cls._rule()}; got a {name}, which has no __next__; give the class __next__, read it with "
@@ -68,10 +70,19 @@ class Reread(Iterator[Any]):
         if name == "_source":  # a copy that is not initialized yet
             raise AttributeError(name)
         found = getattr(self._source, name)
-        if inspect.isroutine(found) or isinstance(found, (partial, Iterator)):
+        if inspect.isroutine(found) or isinstance(found, partial) or _has_iterators(found):
             used = f"{type(self._source).__name__}.{name}"
             return _Refused(f"{self._rule()}; got a use of {used}; use next(data_iterator), or {self.otherwise}")
         return found
+
+
+def _is_iterator(found: Any) -> bool:
+    return hasattr(type(found), "__next__")
+
+
+def _has_iterators(found: Any) -> bool:
+    parts = found.values() if isinstance(found, dict) else found if isinstance(found, (list, tuple)) else ()
+    return _is_iterator(found) or any(map(_is_iterator, parts))
 
 
 class _Refused(Iterator[Any]):
@@ -84,4 +95,7 @@ class _Refused(Iterator[Any]):
         raise UserError(self._sentence)
 
     def __next__(self) -> NoReturn:
+        raise UserError(self._sentence)
+
+    def __getitem__(self, _key: Any) -> NoReturn:
         raise UserError(self._sentence)
