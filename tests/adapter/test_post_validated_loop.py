@@ -185,12 +185,15 @@ def test_wrong_uses_are_one_sentence(ranks: RankPool) -> None:
         assert all("\n" not in sentence and "; " in sentence for sentence in said.values())
 
 
-def step_once(pipeline: Any) -> None:
-    """The first step is synchronous, so that it is complete without ``settle``."""
+def steps_ahead(pipeline: Any, count: int) -> Any:
+    """The first step is synchronous, so that it is complete without ``settle``; the second is left pending."""
     model, optimizer, _, data = setup()
     optimizer = pipeline.post_validated(optimizer, model)
-    passes(model, data, 0)
-    optimizer.step_ahead((0, None))
+    for iteration in range(count):
+        passes(model, data, iteration)
+        optimizer.step_ahead((iteration, None))
+    assert optimizer.is_pending == (count > 1)
+    return optimizer
 
 
 def left_after_revert(rank: int) -> list[tuple[int, int, int]]:
@@ -204,14 +207,16 @@ def left_after_revert(rank: int) -> list[tuple[int, int, int]]:
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2, create_gloo_process_groups=False)
     found = []
-    for repeats in range(4):
-        if repeats:
+    for steps in (None, 0, 1, 2, 0):  # 0: a training run that ends settled
+        if steps is not None:
             pipeline = megatron.zero_bubble.apply(ZeroBubbleConfig(schedule="zb-h2", post_validation=True))
-            if repeats == 2:
-                step_once(pipeline)
+            if steps:
+                ahead = steps_ahead(pipeline, steps)
             else:
                 train_ahead([], lambda state: None, pipeline)
             megatron.zero_bubble.revert()
+            if steps == 2:
+                ahead.settle()
         torch.distributed.barrier()
         threads, files = (sum(1 for _ in Path(f"/proc/self/{what}").iterdir()) for what in ("task", "fd"))
         found.append((len(_world.pg_map), threads, files))
@@ -222,4 +227,4 @@ def test_no_process_group_is_left_after_revert(ranks: RankPool) -> None:
     """The first use may start threads and open files that belong to torch or to the job's own groups."""
     for unused, first, *more in ranks.run(2, left_after_revert):
         assert {groups for groups, *_ in (unused, first, *more)} == {unused[0]}
-        assert more == [first] * 2
+        assert more == [first] * 3

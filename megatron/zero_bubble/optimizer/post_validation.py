@@ -178,14 +178,14 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._wrong = False  # no forward has run since the step
         self._chain.settle()
         self.on_settle()
+        if self._closed:
+            self.close()
 
     def tally(self) -> Tally:
         """Count the final steps so far by mode. A collective call of all ranks."""
         counts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(counts, self.counts)
-        waited, repeated = (
-            sum(of_rank[how.value] for of_rank in counts) for how in (StepMode.WAITED, StepMode.REPEATED)
-        )
+        waited, repeated = (sum(of[how.value] for of in counts) for how in (StepMode.WAITED, StepMode.REPEATED))
         return Tally(counts[0], waited, repeated, len(counts))
 
     # Called by the pipeline.
@@ -221,9 +221,9 @@ class PostValidatedOptimizer(OptimizerSurface):
         return not wrong
 
     def close(self) -> None:
-        """Destroy the process groups, unless a step is pending; steps are then taken by ``step`` only."""
-        if not self._closed and not self.is_pending:
-            self._closed = True
+        """Take no more steps ahead, and destroy the process groups: now, or in ``settle`` if a step is pending."""
+        self._closed = True
+        if not self.is_pending and "_alone" in self.__dict__:
             destroy(self.__dict__.pop("_alone"))
             for own in (self._state, self._chain, self._replicas):
                 own.close()
