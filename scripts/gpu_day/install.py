@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from bench.ranks import ROOT
-from gpu_day import step
+from gpu_day import shared_nccl, step
 
 PACKED = ROOT / "build/gpu_day"
 SITE = PACKED / "site"
@@ -33,6 +33,8 @@ def main() -> int:
     """Install, build if necessary, and load; return 1 if the ops for the GPU are not compiled."""
     options = step.parser(__doc__).parse_args()
     if options.device == "cuda":
+        for packed in PACKED.glob(f"piece-*/{shared_nccl.PACKED}"):
+            shared_nccl.unpack(packed)
         if find_spec("megatron.core") is None:
             install(sorted(PACKED.glob("piece-*/wheels/*.whl")))
         copied = copy_extensions(sorted(PACKED.glob("piece-*/extensions/*.so")))

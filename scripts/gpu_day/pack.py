@@ -1,10 +1,11 @@
 """Collect in build/gpu_day/piece-* what a GPU machine without a network needs; every piece is at most 56 MiB.
 
 Piece 1 has megatron-core's wheel, the extensions compiled for the machine's Python and torch, and the name of the
-commit. With ``--transformer-engine`` the other pieces have its library, which is larger than one piece, in parts. The
-extensions are built and checked by ``scripts/check_cuda_build.sh`` in build/gpu_day/venv, which stays here.
+commit; with ``--nccl``, also an NCCL with which ranks can share one GPU. With ``--transformer-engine`` the other pieces
+have its library, which is larger than one piece, in parts. The extensions are built and checked by
+``scripts/check_cuda_build.sh`` in build/gpu_day/venv, which stays here.
 
-    bash scripts/gpu_day.sh pack [--python PYTHON] [--torch 2.11.0] [--transformer-engine VERSION]
+    bash scripts/gpu_day.sh pack [--python PYTHON] [--torch 2.11.0] [--nccl 2.30.7] [--transformer-engine VERSION]
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bench import ranks
+from gpu_day import shared_nccl
 
 PIECE_BYTES = 56 * 2**20
 """A lent machine may take 64 MiB at a time, the checkout included."""
@@ -31,6 +33,8 @@ def main() -> int:
     parser.add_argument("--python", default="python3.12", help="interpreter of the machine's version (default: 3.12)")
     parser.add_argument("--torch", default="2.11.0", help="the machine's torch (default: 2.11.0)")
     parser.add_argument("--transformer-engine", metavar="VERSION", help="pack TransformerEngine, too")
+    parser.add_argument("--nccl", metavar="VERSION", help="pack an NCCL with which ranks share a GPU: 2.30 or newer")
+    parser.add_argument("--architecture", type=int, default=90, help="of the GPU, for --nccl (default: 90)")
     options = parser.parse_args()
     for old in FOLDER.glob("piece-*"):
         shutil.rmtree(old)
@@ -40,6 +44,10 @@ def main() -> int:
     python = environment(options.python, options.torch)
     download(f"megatron-core=={pinned('megatron-core')}", first / "wheels", python)
     build(python, first / "extensions")
+    if options.nccl:
+        work = FOLDER / "nccl-downloads"
+        download(f"nvidia-nccl-cu13=={options.nccl}", work, python, "--only-binary", ":all:")
+        shared_nccl.pack(*work.glob(f"*-{options.nccl}-*.whl"), options.architecture, first)
     if options.transformer_engine:
         pack_engine(options.transformer_engine, python)
     sizes = {piece.name: size(piece) for piece in sorted(FOLDER.glob("piece-*"))}

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 
 from bench import ranks
+from gpu_day import shared_nccl
 from gpu_day.steps import NEEDS_GPU, OK, PART_LIMIT_S, PARTS, Part, Step
 
 RESULTS = "gpu_day.json"
@@ -130,8 +131,10 @@ def _result(step: Step, folder: Path, on_cpu: bool, num_gpus: int, left_s: float
     """Run one step; return its status, seconds and figures, and the end of its log if it failed."""
     if on_cpu and step.on_cpu is None:
         return {"name": step.name, "status": NEEDS_GPU, "seconds": 0.0}
-    if not on_cpu and num_gpus < step.num_gpus:
-        wanted = f"needs {step.num_gpus} or more GPUs, found {num_gpus}"
+    are_too_few = not on_cpu and num_gpus < step.num_gpus
+    sharing = shared_nccl.variables() if are_too_few and num_gpus else {}
+    if are_too_few and not sharing:
+        wanted = f"needs {step.num_gpus} or more GPUs, or one and a packed NCCL; found {num_gpus}"
         return {"name": step.name, "status": wanted, "seconds": 0.0}
     file = folder / step.name.replace(",", "").replace(" ", "-")
     output, log = file.with_suffix(".json"), file.with_suffix(".log")
@@ -140,7 +143,7 @@ def _result(step: Step, folder: Path, on_cpu: bool, num_gpus: int, left_s: float
     print(f"{step.name}: {shlex.join(words)} (at most {limit_s:.0f} s)", flush=True)
     started = time.monotonic()
     with log.open("w", encoding="utf-8") as stream:
-        code = _run([sys.executable, "-m", *words], _variables(step, on_cpu), stream, limit_s)
+        code = _run([sys.executable, "-m", *words], {**_variables(step, on_cpu), **sharing}, stream, limit_s)
     seconds = time.monotonic() - started
     figures, problem = _figures(output)
     if code is None:

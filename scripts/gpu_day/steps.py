@@ -24,7 +24,7 @@ class Step:
             fails the step.
         on_cpu: the arguments with ``--cpu``; None for a step that needs a GPU.
         num_ranks: number of processes that torchrun starts, at most two of them with ``--cpu``.
-        num_gpus: the step needs at least as many.
+        num_gpus: the step needs at least as many, or an NCCL that lets ranks share one (``shared_nccl``).
         environment: additional variables, also with ``--cpu``.
     """
 

@@ -3,7 +3,7 @@
 ``scripts/gpu_day.sh`` runs these tests. It chooses by variables:
 
 - ``ZB_TEST_DEVICE=cpu`` runs them on CPU ranks, to see that the tests themselves work;
-- ``ZB_TEST_BACKEND=nccl`` gives every rank a GPU of its own; ranks that share a GPU cannot use NCCL;
+- ``ZB_TEST_BACKEND=nccl`` gives every rank a GPU of its own, unless NCCL lets ranks share one;
 - ``ZB_TEST_EAGER=1`` binds NCCL's default group to the GPU, so that torch creates communicators eagerly.
 
 Over NCCL the reference is stock megatron-core. It cannot send a GPU's tensors over gloo, so there it is our 1F1B.
@@ -22,6 +22,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
 from tests.adapter.test_parity import BUCKETS, FP16, UNTIED
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.launch import Death, run_training
@@ -37,7 +38,7 @@ DEVICE = os.environ.get("ZB_TEST_DEVICE", "cuda")
 ON_CPU = DEVICE == "cpu"
 OVER_NCCL = DEVICE == "cuda" and os.environ.get("ZB_TEST_BACKEND") == "nccl"
 GROUP = Group("nccl", os.environ.get("ZB_TEST_EAGER") == "1") if OVER_NCCL else Group()
-NUM_RANKS = min(4, torch.cuda.device_count()) if OVER_NCCL else 4
+NUM_RANKS = min(4, torch.cuda.device_count()) if OVER_NCCL and not nccl_shares_gpus() else 4
 REFERENCE = None if OVER_NCCL or ON_CPU else "1f1b"
 ON = f"--zero-bubble-device {DEVICE}"
 BACKEND = f"--distributed-backend {GROUP.backend}"

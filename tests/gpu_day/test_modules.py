@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bench import ranks
-from gpu_day import engine_install, install, pack, passes, predict
+from gpu_day import engine_install, install, pack, passes, predict, shared_nccl
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 
 CHECKS = """
@@ -88,6 +90,30 @@ def test_file_is_joined_from_its_parts(tmp_path: Path) -> None:
         engine_install.join(parts[:-1], tmp_path / "joined")
     with pytest.raises(SystemExit, match=r"got \[\]"):
         engine_install.join([], tmp_path / "joined")
+
+
+def fat_binary(*images: tuple[int, bytes]) -> bytes:
+    """As in a library of CUDA: a header, then one header and the code for every architecture."""
+    parts = b"".join(
+        struct.pack("<HHIQIIIIQQQQ", 2, 1, 64, len(code), 0, 0, 0, architecture, 0, 0, 0, 0) + code
+        for architecture, code in images
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(parts)) + parts
+
+
+def test_packed_nccl_has_the_code_of_one_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, new = b"o" * 24, b"n" * 40
+    host = b"\x7fELF host code ."
+    library = host + fat_binary((80, old), (90, new)) + host + fat_binary((90, new), (120, old)) + host
+    with zipfile.ZipFile(tmp_path / "nccl.whl", "w") as wheel:
+        wheel.writestr("nvidia/nccl/lib/libnccl.so.2", library)
+        wheel.writestr("nvidia/nccl/include/nccl.h", "")
+    shared_nccl.pack(tmp_path / "nccl.whl", 90, tmp_path)
+    monkeypatch.setattr(shared_nccl, "LIBRARY", tmp_path / "unpacked/libnccl.so.2")
+    shared_nccl.unpack(tmp_path / shared_nccl.PACKED)
+    assert shared_nccl.LIBRARY.read_bytes() == library.replace(old, bytes(24))
+    with pytest.raises(SystemExit, match="no code for sm_75"):
+        shared_nccl.slim(bytearray(library), 75)
 
 
 def test_install_without_packages_names_the_remedy() -> None:

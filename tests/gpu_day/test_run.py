@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from bench import ranks
-from gpu_day import run
+from gpu_day import run, shared_nccl
 from gpu_day.steps import NEEDS_GPU, OK, PARTS, Part, Step
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ WRITES = "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text("
 FAKES = {
     "works": f"{WRITES}'{{\"ms\": 1.5}}'); print('fine')",
     "fails": f"{WRITES}'{{\"ms\": 1.5}}'); print('one'); raise SystemExit('two')",
+    "tells_shared": f"import json, os; {WRITES}json.dumps({{'ms': 1.5, 'shared': os.environ.get('ZB_SHARED')}}))",
     "forgets": "print('nothing written')",
     "babbles": f"{WRITES}'ms: 1.5')",
     "lacks": f"{WRITES}'{{\"us\": 1500.0}}')",
@@ -120,7 +121,21 @@ def test_steps_that_need_gpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert statuses(step("fails", on_cpu=None), folder=folder) == [NEEDS_GPU]
     monkeypatch.setattr(run, "gpus", lambda: ["one"])
     two = statuses(step("fails", num_gpus=2), step("works"), folder=folder, on_cpu=False)
-    assert two == ["needs 2 or more GPUs, found 1", OK]
+    assert two == ["needs 2 or more GPUs, or one and a packed NCCL; found 1", OK]
+
+
+def test_packed_nccl_lets_ranks_share_a_gpu(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = tmp_path / "libnccl.so.2"
+    monkeypatch.setattr(shared_nccl, "LIBRARY", library)
+    monkeypatch.setattr(run, "gpus", lambda: ["one"])
+    assert shared_nccl.variables() == {}
+    library.touch()
+    assert shared_nccl.variables()["LD_PRELOAD"] == str(library)
+    monkeypatch.setattr(shared_nccl, "variables", lambda: {"ZB_SHARED": "yes"})
+    shared, alone = results(step("tells_shared", num_gpus=2), step("tells_shared"), folder=folder, on_cpu=False)
+    assert (shared["status"], shared["figures"]["shared"], alone["figures"]["shared"]) == (OK, "yes", None)
+    monkeypatch.setattr(run, "gpus", list)
+    assert statuses(step("works", num_gpus=2), folder=folder, on_cpu=False)[0].startswith("needs 2 or more GPUs")
 
 
 def test_exit_status_counts_failures_and_parts_are_added(

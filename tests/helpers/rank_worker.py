@@ -101,7 +101,7 @@ def _run(job: Job) -> object:
 
     device = None
     if job.group.backend == "nccl":
-        device = torch.device("cuda", job.rank)
+        device = torch.device("cuda", job.rank % torch.cuda.device_count())  # NCCL may let ranks share a GPU
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         job.group.backend,

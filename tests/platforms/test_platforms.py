@@ -2,16 +2,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from platform import libc_ver
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.cuda import CudaPlatform
+from megatron.zero_bubble.training.distributed import check_backend
+from megatron.zero_bubble.training.process import Launch
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -132,3 +136,18 @@ def test_gpu_side_stream_is_ordered_with_the_passes() -> None:
     reused = torch.full((1 << 20,), 7.0, device="cuda")  # must not reuse the memory that the side stream still reads
     side_stream.join()
     assert (copy + 1 == 2).all() and (reused == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("enabled", "version", "shares"), [("1", (2, 30, 7), True), ("1", (2, 29, 7), False), ("0", (2, 31), False)]
+)
+def test_gpus_are_shared_over_a_new_nccl(
+    monkeypatch: pytest.MonkeyPatch, enabled: str, version: tuple[int, ...], shares: bool
+) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", enabled)
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.nccl.version", lambda: version)
+    launch = Launch(rank=0, local_rank=0, world_size=2, local_world_size=2, under_torchrun=True)
+    platform = SimpleNamespace(name="cuda", device_count=lambda: 1)
+    with nullcontext() if shares else pytest.raises(UserError, match="got 2 processes and 1 GPUs"):
+        check_backend("nccl", platform, launch)  # type: ignore[arg-type]

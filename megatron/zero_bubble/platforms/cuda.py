@@ -1,7 +1,8 @@
-"""The CUDA platform: one GPU per rank over NCCL, or several ranks on one GPU over gloo."""
+"""The CUDA platform: one GPU per rank over NCCL, or several ranks on one GPU, over gloo or a new NCCL."""
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -16,6 +17,16 @@ from megatron.zero_bubble.platforms.streams import HostCopy
 
 _PERIOD_S = 0.001
 """Time between two looks at a stream whose end is awaited."""
+
+
+def nccl_shares_gpus() -> bool:
+    """Whether NCCL lets several ranks use one GPU: with ``NCCL_MULTI_RANK_GPU_ENABLE=1``, since NCCL 2.30.
+
+    NCCL calls this experimental. The kernels of the ranks take turns, unless CUDA's Multi-Process Service runs them at
+    the same time, so it is for tests on a machine with fewer GPUs than ranks.
+    """
+    is_enabled = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return is_enabled and dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 30)
 
 
 class CudaSideStream:
@@ -148,7 +159,7 @@ class CudaPlatform:
         return device
 
     def device(self, local_rank: int) -> torch.device:
-        # If there are more ranks than GPUs, ranks share them; training.checks has rejected NCCL in this case.
+        # If there are more ranks than GPUs, ranks share them; training.distributed has rejected an NCCL that cannot.
         return torch.device("cuda", local_rank % self.device_count())
 
     def current_device(self) -> torch.device:

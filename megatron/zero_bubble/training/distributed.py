@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms import Platform
+from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
 from megatron.zero_bubble.training.process import Launch
 
 
@@ -21,17 +22,18 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
     """Check that ``backend`` can send this platform's tensors between the processes of this machine.
 
     Raises:
-        UserError: NCCL without one GPU per process of this machine.
+        UserError: NCCL without one GPU per process of this machine, unless it lets processes share GPUs.
     """
     if backend != "nccl":
         return
     if platform.name != "cuda":
         raise UserError("--distributed-backend nccl needs GPUs, got the cpu device; use gloo or drop the flag")
-    if launch.local_world_size > platform.device_count():
+    if launch.local_world_size > platform.device_count() and not nccl_shares_gpus():
         raise UserError(
             "nccl needs one GPU per process on every machine, got "
             f"{launch.local_world_size} processes and {platform.device_count()} GPUs; start fewer processes, or let "
-            "them share GPUs with --distributed-backend gloo"
+            "them share GPUs: with --distributed-backend gloo, or with NCCL 2.30 or newer and "
+            "NCCL_MULTI_RANK_GPU_ENABLE=1"
         )
 
 
