@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -25,8 +26,18 @@ def nccl_shares_gpus() -> bool:
     NCCL calls this experimental. The kernels of the ranks take turns, unless CUDA's Multi-Process Service runs them at
     the same time, so it is for tests on a machine with fewer GPUs than ranks.
     """
-    is_enabled = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-    return is_enabled and dist.is_nccl_available() and torch.cuda.nccl.version() >= (2, 30)
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and _nccl_version() >= 23000
+
+
+def _nccl_version() -> int:
+    """Of the library that is loaded, such as 23007; 0 without NCCL. torch tells the one that it was compiled with."""
+    try:
+        library = ctypes.CDLL("libnccl.so.2")
+    except OSError:
+        return 0
+    version = ctypes.c_int()
+    library.ncclGetVersion(ctypes.byref(version))
+    return version.value
 
 
 class CudaSideStream:
@@ -175,8 +186,8 @@ class CudaPlatform:
         """What a bug report says of CUDA: pairs of name and text, also on a machine without a GPU."""
         yield "CUDA", torch.version.cuda or "torch was built without CUDA"
         if self.available():
-            nccl = ".".join(map(str, torch.cuda.nccl.version())) if dist.is_nccl_available() else "not available"
-            yield "NCCL", nccl
+            nccl = _nccl_version()
+            yield "NCCL", f"{nccl // 10000}.{nccl // 100 % 100}.{nccl % 100}" if nccl else "not available"
             for index in range(self.device_count()):
                 gpu = torch.cuda.get_device_properties(index)
                 yield f"GPU {index}", f"{gpu.name}, sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
