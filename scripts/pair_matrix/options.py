@@ -121,7 +121,7 @@ OPTIONS: dict[str, tuple[Value, ...]] = {
         Value("1"),
         Value("2", "--tensor-model-parallel-size 2"),
         # gloo gathers only equal shapes: on the CPU, stock megatron-core cannot split an expert over ranks.
-        Value("2-sequence", "--tensor-model-parallel-size 2 --sequence-parallel --expert-tensor-parallel-size 1"),
+        Value("2-sequence", "--tensor-model-parallel-size 2 --sequence-parallel"),
     ),
     "slices": (
         Value("default"),
