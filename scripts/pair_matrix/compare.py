@@ -24,8 +24,7 @@ _ROUNDING = 1e-6
 _INVERSE = 1e-3
 """Of a norm after an Adam update was inverted."""
 _AUXILIARY_LOSS, _AUXILIARY_STEPS = 5e-3, 0.3
-"""Of a gradient with auxiliary losses per slice, and of the steps, at most 0.17 apart: Adam makes them equally large
-for the weights of a router, which have small gradients."""
+"""Of a gradient with auxiliary losses per slice, and of the steps, which were at most 0.17 apart."""
 Results = Sequence[Mapping[str, Trained]]
 
 
