@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, build
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Plan, Value
-from megatron.zero_bubble.ir.collectives import Sum
+from megatron.zero_bubble.ir.collectives import Collective, Sum
 from megatron.zero_bubble.ir.vocabulary import PART, Algorithm
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers, collective_kinds
-from megatron.zero_bubble.runtime.executor import FORGOTTEN, Executor
+from megatron.zero_bubble.runtime.executor import FORGOTTEN, Awaited, Executor
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
@@ -78,10 +79,10 @@ def expected(plan: Plan) -> dict[str, float]:
     return {str(p): result(p) for p in plan.schedule.passes()}
 
 
-def run(rank: int, plan: Plan, rejected: int) -> dict[str, float]:
+def run(rank: int, plan: Plan, rejected: int, make_lanes: type[Lanes] = Lanes) -> dict[str, float]:
     """Run the plan until it is not rejected; return the outputs of this rank's passes."""
     assert dist.group.WORLD is not None
-    lanes = Lanes(dist.group.WORLD, select("cpu").lane, None)
+    lanes = make_lanes(dist.group.WORLD, select("cpu").lane, None)
     lanes.open(collective_kinds(plan))
     transport = Transport(Directions.of(dist.group.WORLD), plan.channels)
     answers = [False] * rejected + [True]
@@ -157,3 +158,39 @@ def test_lanes_are_closed_although_a_rank_is_missing(ranks: RankPool) -> None:
 def test_parts_have_one_name() -> None:
     """The sum of S and the sum of T have different lanes, though their parts have the same name."""
     assert {f"net {kind}:{PART}" for kind in "SIT"} <= collective_kinds(plan_of("zb-h1", 1))
+
+
+class HostJoins(Lanes):
+    """Lanes whose host waits, as with NCCL, in the first collective of a group until all ranks take part."""
+
+    joined: set[dist.ProcessGroup]
+
+    def start(self, op: Collective, work: Callable[[dist.ProcessGroup], Any], uses: Iterable[torch.Tensor]) -> Awaited:
+        group = self._lanes[op.lane][1]
+        if group not in self.joined:
+            dist.barrier(group)
+        self.joined.add(group)
+        return super().start(op, work, uses)
+
+
+def run_with_hosts_that_join(rank: int, plan: Plan) -> dict[str, float]:
+    """Run the plan where the first collective of a group blocks the host."""
+    HostJoins.joined, reduce = set(), dist.ProcessGroup.allreduce
+
+    def allreduce(group: dist.ProcessGroup, *arguments: Any) -> dist.Work:
+        HostJoins.joined.add(group)
+        return reduce(group, *arguments)
+
+    with mock.patch.object(dist.ProcessGroup, "allreduce", allreduce):
+        return run(rank, plan, 0, HostJoins)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_no_host_waits_in_the_first_collective_of_a_kind(ranks: RankPool, name: str, algorithm: Algorithm) -> None:
+    """Ranks start the kinds in different orders, so hosts that joined a group there would wait for each other."""
+    plan = plan_of(name, algorithm)
+    found: dict[str, float] = {}
+    for seen in ranks.run(RANKS, run_with_hosts_that_join, plan, timeout=10):
+        found |= seen
+    assert found == expected(plan)

@@ -103,7 +103,7 @@ class Collectives:
     is_collective = True
 
     def connect(self, plan: Plan) -> None:
-        """Check that all replicas run the same plan.
+        """Check that all replicas run the same plan. This also joins their group, before any pass runs.
 
         Raises:
             UserError: the plans differ.

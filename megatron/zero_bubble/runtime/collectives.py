@@ -68,7 +68,10 @@ class Lanes:
         self._lanes: dict[str, tuple[Lane, dist.ProcessGroup]] = {}
 
     def open(self, kinds: Iterable[str]) -> None:
-        """Make the lanes that are missing. A collective call of all ranks of the job, with the same kinds."""
+        """Make the lanes that are missing, and join their groups in the same order on all ranks.
+
+        A collective call of all ranks of the job, with the same kinds.
+        """
         for kind in sorted(set(kinds) - self._lanes.keys()):
             self._lanes[kind] = self._make_lane(), self._make_group()
 

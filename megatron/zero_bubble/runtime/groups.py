@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
@@ -49,7 +50,8 @@ class Directions:
             nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
         """
         backend, ranks = backend_of(group), dist.get_process_group_ranks(group)
-        groups = {ascending: group_beside_passes(group, timeout, nccl_ctas) for ascending in (True, False)}
+        # They are joined channel by channel (``Transport.open``), because each pair has a communicator of its own.
+        groups = {up: _made(ranks, *_beside_passes(group, timeout, nccl_ctas)) for up in (True, False)}
         # torch.distributed sorts the ranks of a new group.
         peers = [dist.get_group_rank(groups[True], rank) for rank in ranks]
         return cls(group.rank(), peers, backend, "cpu" if backend == "gloo" else "cuda", groups)
@@ -62,15 +64,22 @@ class Directions:
 def group_beside_passes(
     group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
 ) -> dist.ProcessGroup:
-    """A new group of the ranks of ``group``, for transfers that run concurrently with passes.
+    """A new group of the ranks of ``group``, joined, for collectives that run concurrently with passes.
 
     A collective call of all ranks of the job; the arguments are those of ``Directions.of``.
     """
-    backend, options = backend_of(group), _no_options
-    if backend == "nccl":
-        timeout = timeout or DEFAULT_TIMEOUT
-        options = partial(options_beside_passes, group, nccl_ctas, timeout)
-    return new_group(dist.get_process_group_ranks(group), backend, timeout, options)
+    return new_group(dist.get_process_group_ranks(group), *_beside_passes(group, timeout, nccl_ctas))
+
+
+def _beside_passes(
+    group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int
+) -> tuple[str, timedelta | None, Callable[[], Any]]:
+    """The backend, the timeout and the maker of the options of a group for transfers beside passes."""
+    backend = backend_of(group)
+    if backend != "nccl":
+        return backend, timeout, _no_options
+    timeout = timeout or DEFAULT_TIMEOUT
+    return backend, timeout, partial(options_beside_passes, group, nccl_ctas, timeout)
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -92,13 +101,29 @@ def new_group(
     timeout: timedelta | None = None,
     options: Callable[[], Any] = _no_options,
 ) -> dist.ProcessGroup:
-    """A new group over ``ranks``. A collective call: every rank of the job passes the ranks of its own new group.
+    """A new group over ``ranks``, which all of them have joined.
 
-    torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
-    ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
+    A collective call: every rank of the job passes the ranks of its own new group. A communicator of NCCL is created in
+    the first collective of its group, where the host waits until all ranks take part. Among the passes, whose order
+    differs between ranks, two hosts could wait for each other there; here, all ranks join their groups in one order.
 
     Args:
         options: makes the options of a group; called once per group.
+    """
+    group = _made(ranks, backend, timeout, options)
+    token = torch.zeros(1, device="cuda" if backend_of(group) == "nccl" else "cpu")
+    group.allreduce([token]).wait()
+    token.item()  # with NCCL, the wait before was that of the GPU
+    return group
+
+
+def _made(
+    ranks: Iterable[int], backend: str, timeout: timedelta | None, options: Callable[[], Any]
+) -> dist.ProcessGroup:
+    """A new group that nobody has joined; see ``new_group``.
+
+    torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
+    ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
     """
     own = tuple(ranks)
     wanted: list[Any] = [None] * dist.get_world_size()
