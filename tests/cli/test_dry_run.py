@@ -127,6 +127,17 @@ def test_proof_respects_the_number_of_hardware_queues(capsys: Capture, monkeypat
     assert "set it to 32, or choose another schedule" in refusal(capsys, FOUR, late)
 
 
+def test_proof_respects_the_order_of_launches(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    monkeypatch.setenv("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
+    job = [*JOB, *PIPELINE, "--zero-bubble-schedule", "breadth-first"]
+    said = refusal(capsys, FOUR, job)
+    assert "NCCL_LAUNCH_ORDER_IMPLICIT is 1, which has the same effect as one queue; set it to 0, or choose" in said
+    run(capsys, FOUR, [*job, "--zero-bubble-device", "cpu"])
+    h1 = [*JOB, *PIPELINE, "--zero-bubble-schedule", "zb-h1"]
+    assert "for 16 microbatches, with one order for all transfers of a GPU." in run(capsys, FOUR, h1)
+
+
 def test_schedule_file_of_another_size_is_rejected(capsys: Capture, tmp_path: Path) -> None:
     schedule = build("zb-h1", num_ranks=4, num_microbatches=8)
     file = tmp_path / "plan.json"

@@ -2,12 +2,14 @@
 
 The rules, as in torch's ``ProcessGroupNCCL``:
 
-* Neither a send nor a receive blocks the host, except the first one of a communicator that is created lazily: it waits
-  until the other rank joins.
+* A group has a communicator for its collectives, and one for the sends and receives of each pair of its ranks. Each is
+  created lazily: its first transfer blocks the host until all its ranks join. If communicators are eager, a group has
+  one for everything, which is created with the group, and blocks the host there.
+* Otherwise, no transfer blocks the host.
 * A communicator has one stream per rank, which runs its transfers in the order of issue.
-* A transfer starts after everything that its rank's compute stream contained when it was issued. It ends when its other
-  end is at the front of the same communicator's stream on the other rank.
-* ``Work.wait`` makes the compute stream wait, and returns at once.
+* A transfer starts after everything that the current stream of its rank contained when it was issued: the compute
+  stream, or that of a lane. It ends when all its ranks have it at the front of the communicator's stream.
+* ``Work.wait`` makes the current stream wait, and returns at once.
 
 ``GPUs`` records what the hosts issue; ``run`` then executes it as far as possible.
 """
@@ -16,18 +18,25 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch
 
+from megatron.zero_bubble.runtime import groups
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 COMPUTE = "compute"
 JOIN_TIMEOUT_S = 5.0
+
+T = TypeVar("T")
 
 Stream = tuple[int, Hashable]
 """A rank, and ``COMPUTE`` or a communicator."""
@@ -71,9 +80,20 @@ class _Wait(_Task):
 
 @dataclass(eq=False)
 class _Transfer(_Task):
-    peer: int
-    sends: bool
+    """A rank's part of a transfer.
+
+    Attributes:
+        ranks: those that take part; of a message, the source comes first.
+        move: copies what the tensors of all parts, in the order of ``ranks``, become.
+    """
+
+    ranks: tuple[int, ...]
+    what: Hashable
     tensor: torch.Tensor
+    move: Callable[[list[torch.Tensor]], object]
+
+    def meets(self, other: _Transfer) -> bool:
+        return self.is_dispatched and (self.ranks, self.what) == (other.ranks, other.what)
 
 
 @dataclass
@@ -85,22 +105,98 @@ class Work:
     done: Event
 
     def wait(self) -> None:
-        self.gpus.wait((self.rank, COMPUTE), self.done)
+        self.gpus.wait((self.rank, self.gpus.current), self.done)
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
-    """A process group as one of its ranks sees it."""
+    """A process group as one of its ranks sees it; ``ranks`` are those of its members, which are numbered within it."""
 
     gpus: GPUs
-    rank: int
-    name: str
+    own: int
+    ranks: tuple[int, ...]
+    name: Hashable
+
+    def rank(self) -> int:
+        return self.ranks.index(self.own)
 
     def send(self, tensors: list[torch.Tensor], peer: int, _tag: int) -> Work:
-        return self.gpus.transfer(self.name, self.rank, peer, True, *tensors)
+        return self._message(self.own, self.ranks[peer], *tensors)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, _tag: int) -> Work:
-        return self.gpus.transfer(self.name, self.rank, peer, False, *tensors)
+        return self._message(self.ranks[peer], self.own, *tensors)
+
+    def _message(self, source: int, target: int, tensor: torch.Tensor) -> Work:
+        pair = () if self.gpus.eager else (min(source, target), max(source, target))
+
+        def move(tensors: list[torch.Tensor]) -> None:
+            tensors[1].copy_(tensors[0])
+
+        return self.gpus.transfer((self.name, *pair), self.own, (source, target), "message", tensor, move)
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> Work:
+        (own,) = tensors
+
+        def move(of_all: list[torch.Tensor]) -> None:
+            total = torch.stack(of_all).sum(0)
+            for tensor in of_all:
+                tensor.copy_(total)
+
+        return self.gpus.transfer((self.name,), self.own, self.ranks, "sum", own, move)
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        def move(of_all: list[torch.Tensor]) -> None:
+            for other in of_all:
+                other.copy_(of_all[root])
+
+        return self.gpus.transfer((self.name,), self.own, self.ranks, ("broadcast", root), tensor, move)
+
+
+class Job:
+    """The part of ``torch.distributed`` that ``runtime.groups`` uses, for hosts that are threads.
+
+    Args:
+        backend: of the pipeline.
+    """
+
+    def __init__(self, gpus: GPUs, backend: str) -> None:
+        self.group = SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None))
+        self._gpus, self._backend = gpus, backend
+        self._host = threading.local()
+        self._given: list[Any] = [None] * gpus.num_ranks
+        self._all = threading.Barrier(gpus.num_ranks)
+
+    def start(self, rank: int) -> Group:
+        """Let this thread be the host of a rank; returns the group of the pipeline."""
+        self._host.rank, self._host.num_groups = rank, 0
+        return Group(self._gpus, rank, tuple(range(self._gpus.num_ranks)), "pipeline")
+
+    def get_backend(self, _group: Group) -> str:
+        return self._backend
+
+    def get_process_group_ranks(self, group: Group) -> list[int]:
+        return list(group.ranks)
+
+    def get_group_rank(self, group: Group, rank: int) -> int:
+        return group.ranks.index(rank)
+
+    def get_world_size(self) -> int:
+        return self._gpus.num_ranks
+
+    def all_gather_object(self, into: list[Any], own: Any) -> None:
+        self._given[self._host.rank] = own
+        self._all.wait(JOIN_TIMEOUT_S)
+        into[:] = self._given
+        self._all.wait(JOIN_TIMEOUT_S)
+
+    def new_group(self, ranks: list[int], **_options: Any) -> Group | None:
+        self._host.num_groups += 1
+        if self._host.rank not in ranks:
+            return None
+        group = Group(self._gpus, self._host.rank, tuple(sorted(ranks)), self._host.num_groups)
+        if self._gpus.eager:
+            self._gpus.join((group.name,), len(ranks))
+        return group
 
 
 @dataclass
@@ -108,33 +204,55 @@ class GPUs:
     """One GPU per rank.
 
     Attributes:
-        eager: whether communicators are created eagerly, one per group; by default one per pair of ranks and group.
+        eager: whether communicators are created eagerly, one per group.
         one_queue: whether each GPU has a single hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1: what waits at
             its front holds back everything that the rank issued later.
+        backend: the name of the pipeline's backend; with ``gloo``, all messages of a direction share a group.
     """
 
     num_ranks: int
     eager: bool = False
     one_queue: bool = False
+    backend: str = "nccl"
     streams: defaultdict[Stream, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     communicators: dict[Hashable, threading.Barrier] = field(default_factory=dict)
     _queues: defaultdict[int, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _current: threading.local = field(default_factory=threading.local)
+
+    def on_hosts(self, run: Callable[[Group], T]) -> list[T]:
+        """Run ``run(pipeline)`` on a host per rank, concurrently, because they may wait for each other."""
+        job = Job(self, self.backend)
+        with (
+            mock.patch.object(groups, "dist", job),
+            mock.patch.object(groups, "device_type", return_value="cpu"),
+            mock.patch.object(groups, "options_beside_passes", return_value=None),
+            ThreadPoolExecutor(self.num_ranks) as hosts,
+        ):
+            return list(hosts.map(lambda rank: run(job.start(rank)), range(self.num_ranks)))
 
     def transports(
         self, channels: frozenset[tuple[int, int]], watchdogs: Sequence[Watchdog] | None = None
     ) -> list[Transport]:
-        """A transport for every rank; the hosts run concurrently, because the first transfers wait for each other."""
+        """A transport for every rank."""
 
-        def transport(rank: int) -> Transport:
-            return Transport(self._directions(rank), channels, None if watchdogs is None else watchdogs[rank])
+        def transport(pipeline: Any) -> Transport:
+            watchdog = None if watchdogs is None else watchdogs[pipeline.rank()]
+            return Transport(Directions.of(pipeline), channels, watchdog)
 
-        with ThreadPoolExecutor(self.num_ranks) as hosts:
-            return list(hosts.map(transport, range(self.num_ranks)))
+        return self.on_hosts(transport)
 
-    def _directions(self, rank: int) -> Directions:
-        groups = {ascending: Group(self, rank, "up" if ascending else "down") for ascending in (True, False)}
-        return Directions(rank, range(self.num_ranks), "nccl", "cpu", groups)  # type: ignore[arg-type]
+    @property
+    def current(self) -> Hashable:
+        """The stream in which the host of this thread issues, of its GPU."""
+        return getattr(self._current, "stream", COMPUTE)
+
+    @contextmanager
+    def stream(self, name: Hashable) -> Iterator[None]:
+        """Context in which the host of this thread issues in the stream ``name``."""
+        before, self._current.stream = self.current, name
+        yield
+        self._current.stream = before
 
     def compute(self, rank: int, run: Callable[[], object]) -> None:
         """Issue a kernel on the compute stream."""
@@ -149,19 +267,27 @@ class GPUs:
     def wait(self, stream: Stream, event: Event) -> None:
         self._issue(_Wait(stream, not self.one_queue, event))
 
-    def transfer(self, group: str, rank: int, peer: int, sends: bool, tensor: torch.Tensor) -> Work:
-        communicator = group if self.eager else (group, *sorted((rank, peer)))
-        if not self.eager:
-            self._join(communicator)
+    def transfer(
+        self,
+        communicator: Hashable,
+        rank: int,
+        ranks: tuple[int, ...],
+        what: Hashable,
+        tensor: torch.Tensor,
+        move: Callable[[list[torch.Tensor]], object],
+    ) -> Work:
+        """Issue the part of ``rank``; see ``_Transfer``."""
+        self.join(communicator, len(ranks))
         stream = (rank, communicator)
-        self.wait(stream, self.record((rank, COMPUTE)))
-        self._issue(_Transfer(stream, not self.one_queue, peer, sends, tensor))
+        self.wait(stream, self.record((rank, self.current)))
+        self._issue(_Transfer(stream, not self.one_queue, ranks, what, tensor, move))
         return Work(self, rank, self.record(stream))
 
-    def _join(self, communicator: Hashable) -> None:
+    def join(self, communicator: Hashable, num_ranks: int) -> None:
+        """Block the host until all ranks of a communicator have joined it."""
         with self._lock:
             is_new = communicator not in self.communicators
-            barrier = self.communicators.setdefault(communicator, threading.Barrier(2))
+            barrier = self.communicators.setdefault(communicator, threading.Barrier(num_ranks))
             if not is_new and barrier.n_waiting == 0:
                 return
         barrier.wait(JOIN_TIMEOUT_S)
@@ -195,17 +321,15 @@ class GPUs:
         if not task.is_dispatched or not task.can_start():
             return False
         if isinstance(task, _Transfer):
-            rank, communicator = task.stream
-            others = self.streams[task.peer, communicator]
-            other = others[0] if others else None
-            if not isinstance(other, _Transfer) or not other.is_dispatched:
+            ends = [self.streams[rank, task.stream[1]] for rank in task.ranks]
+            parts = [end[0] for end in ends if end]
+            if len(parts) < len(ends) or not all(isinstance(part, _Transfer) and part.meets(task) for part in parts):
                 return False
-            if (other.peer, other.sends) != (rank, not task.sends):
-                return False
-            source, target = (task, other) if task.sends else (other, task)
-            target.tensor.copy_(source.tensor)
-            others.popleft()
-        elif isinstance(task, _Kernel):
+            task.move([part.tensor for part in parts if isinstance(part, _Transfer)])
+            for end in ends:
+                end.popleft()
+            return True
+        if isinstance(task, _Kernel):
             task.run()
         elif isinstance(task, _Record):
             task.event.reached = True

@@ -76,7 +76,7 @@ def test_options_of_a_wrapped_backend_are_found() -> None:
 def made_groups(
     monkeypatch: pytest.MonkeyPatch, backend: str, *arguments: Any, of_pipeline: str | None = None
 ) -> list[dict[str, Any]]:
-    """The options with which ``Directions.of`` creates process groups on two ranks.
+    """The options with which ``Directions`` creates process groups for the channels between two ranks.
 
     Args:
         of_pipeline: torch's name of the pipeline's backend, if it is not ``backend``.
@@ -84,14 +84,14 @@ def made_groups(
     made: list[dict[str, Any]] = []
 
     def new_group(ranks: list[int], **options: Any) -> str:
+        assert sorted(ranks) == [4, 7]
         made.append(options)
-        return "group"
+        return f"group {len(made)}"
 
     fake = SimpleNamespace(
         new_group=new_group,
         get_backend=lambda _: of_pipeline or backend,
-        get_process_group_ranks=lambda _: [0, 1],
-        get_group_rank=lambda _, rank: rank,
+        get_process_group_ranks=lambda _: [7, 4],
         get_world_size=lambda: 2,
         all_gather_object=lambda wanted, own: wanted.__setitem__(slice(None), [own, own]),
         group=SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=None)),
@@ -100,13 +100,16 @@ def made_groups(
     pipeline = pipeline_with()
     pipeline.rank = lambda: 1
     directions = Directions.of(pipeline, *arguments)
-    assert (directions.rank, directions.backend, list(directions.peers)) == (1, backend, [0, 1])
-    assert directions.device == ("cuda" if backend == "nccl" else "cpu")
+    directions.open([(0, 1), (1, 0)])
+    assert (directions.rank, directions.backend) == (1, backend)
+    assert directions.device == ("cpu" if backend == "gloo" else "cuda")
+    # torch sorts the ranks of a group, so pipeline rank 0 has rank 1 there.
+    assert [directions.route(channel) for channel in ((0, 1), (1, 0))] == [("group 1", 1), ("group 2", 1)]
     return made
 
 
 @pytest.mark.usefixtures("nccl")
-def test_both_groups_of_a_pipeline_get_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_groups_of_channels_get_options_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     up, down = made_groups(monkeypatch, "nccl", timedelta(minutes=2), 5)
     assert up["pg_options"].config == Config(min_ctas=1, max_ctas=5)
     assert up == down
@@ -118,9 +121,13 @@ def test_both_groups_of_a_pipeline_get_options_of_their_own(monkeypatch: pytest.
 
 
 @pytest.mark.usefixtures("nccl")
-def test_pipelines_with_a_backend_per_device_use_nccl_as_others_do(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("ignore:Device capability of")  # in versions of torch that do not know the name
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "nccl-lazy", "nccl-legacy"])
+def test_all_names_of_nccl_get_the_same_options(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     expected = made_groups(monkeypatch, "nccl", timedelta(minutes=2), 5)
-    assert made_groups(monkeypatch, "nccl", timedelta(minutes=2), 5, of_pipeline="cpu:gloo,cuda:nccl") == expected
+    for name in (backend, f"cpu:gloo,cuda:{backend}", f"cuda:{backend},cpu:gloo"):
+        found = made_groups(monkeypatch, backend, timedelta(minutes=2), 5, of_pipeline=name)
+        assert found == [{**options, "backend": backend} for options in expected]
 
 
 def test_ranks_without_gpus_may_name_gloo_by_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import even_costs
@@ -359,7 +360,7 @@ class Pipeline:
         if self._transport is None or self._group is not group:
             self._disconnect()
             directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
-            if directions.backend == "nccl":
+            if is_nccl(directions.backend):
                 watchdog = Watchdog(select("cuda"), self._timeout)
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
             self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas)

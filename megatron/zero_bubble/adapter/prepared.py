@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
+from megatron.zero_bubble.job.nccl import is_nccl, one_queue
 from megatron.zero_bubble.plan import prove_single_queue
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.runtime.groups import backend_of
@@ -87,6 +87,7 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
 
 
 def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
-    """Raise PlanError if ranks could block each other on the single hardware queue that Megatron configures."""
-    if backend_of(group) == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        prove_single_queue(plan)
+    """Raise PlanError if ranks could block each other where the transfers of a GPU start in one order."""
+    queue = one_queue()
+    if queue is not None and is_nccl(backend_of(group)):
+        prove_single_queue(plan, queue.remedy)

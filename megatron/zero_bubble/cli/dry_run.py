@@ -7,7 +7,6 @@ as in a run. No process is started, and neither torch nor a GPU is needed.
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,6 +27,7 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import job_layers, job_predictions
+from megatron.zero_bubble.job.nccl import is_nccl, one_queue
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
@@ -209,7 +209,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         return "The job uses Megatron's built-in schedule, which is not proved."
     config: ZeroBubbleConfig = args.zero_bubble
     select = _selection(args)
-    one_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and _uses_nccl(args)
+    queue = one_queue() if _uses_nccl(args) else None
     batches = args.batch_sizes
     counts = sorted({size // batches.granule for size in batches.steps})
     if args.zero_bubble_schedule == AUTO:
@@ -222,11 +222,11 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         sharding = config.sharding(costs.num_ranks) if config.shard_weights else None
         training = lower_training(schedule, config.post_receives, config.post_validation, moves, sharding)
         for own in (training, lower_forward_only(schedule, config.post_receives, sharding)):
-            if one_queue:
-                prove_single_queue(own)
+            if queue is not None:
+                prove_single_queue(own, queue.remedy)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
-    queue = ", with one hardware queue per GPU" if one_queue else ""
-    return f"Proved free of deadlock for {listed} microbatches{queue}."
+    where = "" if queue is None else f", with {queue.what}"
+    return f"Proved free of deadlock for {listed} microbatches{where}."
 
 
 def _has_schedule(args: argparse.Namespace) -> bool:
@@ -236,7 +236,7 @@ def _has_schedule(args: argparse.Namespace) -> bool:
 def _uses_nccl(args: argparse.Namespace) -> bool:
     """Whether the run uses NCCL, assuming that device ``auto`` finds GPUs."""
     if args.distributed_backend is not None:
-        return bool(args.distributed_backend == "nccl")
+        return is_nccl(args.distributed_backend)
     return bool(args.zero_bubble_device != "cpu")
 
 

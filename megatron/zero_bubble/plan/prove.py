@@ -75,8 +75,11 @@ def _prove_whole(plan: Plan, queues: Queues) -> list[list[Step]]:
     return rows
 
 
-def prove_single_queue(plan: Plan) -> None:
+def prove_single_queue(plan: Plan, remedy: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32") -> None:
     """Prove a plan for GPUs with the single hardware queue that Megatron requires.
+
+    Args:
+        remedy: why there is a single queue, and how to have several.
 
     Raises:
         PlanError: when the ranks would block each other; the message states the remedy.
@@ -85,8 +88,8 @@ def prove_single_queue(plan: Plan) -> None:
         prove(plan, Queues.DEVICE)
     except PlanError as error:
         raise PlanError(
-            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; CUDA_DEVICE_MAX_CONNECTIONS is 1; "
-            f"set it to 32, or choose another schedule. {error}"
+            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; {remedy}, "
+            f"or choose another schedule. {error}"
         ) from error
 
 

@@ -2,59 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
+from megatron.zero_bubble.ir.plan import Channel
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
+
+
+class _Options(NamedTuple):
+    """How groups are made; ``nccl`` makes the options of one group of NCCL, because torch writes its name into them."""
+
+    backend: str
+    timeout: timedelta | None = None
+    nccl: Callable[[], Any] = lambda: None
 
 
 @dataclass(frozen=True)
 class Directions:
-    """The process groups for the messages of one pipeline, one per direction, as one of its ranks uses them.
+    """The process groups for the messages of one pipeline, as one of its ranks uses them.
 
-    With NCCL, a group has a communicator for every pair of its ranks, if they are created lazily. One group per
-    direction therefore gives every channel a communicator of its own. A communicator that is created eagerly, as after
-    ``init_process_group(device_id=...)``, holds all ranks of its group, and plans can deadlock (``Queues.DIRECTION``).
+    With NCCL, every channel has a group of its two ranks. The transfers of a communicator run in the order in which
+    they were issued, so if it held all ranks, plans could deadlock (``Queues.DIRECTION``). All implementations of NCCL
+    in torch give a group of two ranks a communicator of its own, whether they create it lazily or with the group. Other
+    backends have a group of all ranks per direction, because their messages do not wait for each other.
 
     Attributes:
         rank: the pipeline rank.
-        peers: the rank of every pipeline rank within the groups.
-        backend: ``nccl`` or ``gloo``.
-        device: the type of the devices whose memory is sent.
-        groups: the group of the messages to higher ranks (True) and to lower ranks (False).
+        ranks: the rank within the job, by pipeline rank.
+        backend: the name in torch of the backend for messages.
+        groups: the group of each channel with NCCL, else of the messages to higher ranks (True) and to lower ones.
+        options: how groups are made.
     """
 
     rank: int
-    peers: Sequence[int]
+    ranks: Sequence[int]
     backend: str
-    device: str
-    groups: Mapping[bool, dist.ProcessGroup]
+    groups: dict[Channel | bool, dist.ProcessGroup]
+    options: _Options = _Options("gloo")  # noqa: RUF009 (an immutable value)
 
     @classmethod
     def of(
         cls, group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
     ) -> Directions:
-        """Make the groups for the pipeline ``group``. A collective call of all ranks of the job.
+        """Describe the groups for the pipeline ``group``, and make those that need no channel.
+
+        A collective call of all ranks of the job.
 
         Args:
             timeout: maximum time that a message may take; None is the default of torch.distributed.
             nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
         """
-        backend, ranks = backend_of(group), dist.get_process_group_ranks(group)
-        # They are joined channel by channel (``Transport.open``), because each pair has a communicator of its own.
-        groups = {up: _made(ranks, *_beside_passes(group, timeout, nccl_ctas)) for up in (True, False)}
+        ranks, options = dist.get_process_group_ranks(group), _beside_passes(group, timeout, nccl_ctas)
+        groups: dict[Channel | bool, dist.ProcessGroup] = {}
+        if not is_nccl(options.backend):
+            groups = {up: _made([ranks], options)[0] for up in (True, False)}
+        return cls(group.rank(), ranks, options.backend, groups, options)
+
+    @property
+    def device(self) -> str:
+        """The type of the devices whose memory is sent."""
+        return device_type(self.backend)
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Make the groups of new channels, in their order, which nobody has joined yet.
+
+        With NCCL, a collective call of all ranks of the job: those of every pipeline give the same channels.
+        """
+        if is_nccl(self.backend) and channels:
+            made = _made([[self.ranks[end] for end in channel] for channel in channels], self.options)
+            self.groups.update(zip(channels, made, strict=True))
+
+    def route(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
+        """The group for the messages of an open channel of this rank, and the rank in it of the other end."""
+        alone = is_nccl(self.backend)
+        group = self.groups[channel if alone else channel[0] < channel[1]]
+        source, target = channel
         # torch.distributed sorts the ranks of a new group.
-        peers = [dist.get_group_rank(groups[True], rank) for rank in ranks]
-        return cls(group.rank(), peers, backend, "cpu" if backend == "gloo" else "cuda", groups)
+        members = sorted(self.ranks[end] for end in channel) if alone else sorted(self.ranks)
+        return group, members.index(self.ranks[target if self.rank == source else source])
 
     def close(self) -> None:
         """Destroy the process groups; no message may be in flight."""
@@ -68,18 +104,16 @@ def group_beside_passes(
 
     A collective call of all ranks of the job; the arguments are those of ``Directions.of``.
     """
-    return new_group(dist.get_process_group_ranks(group), *_beside_passes(group, timeout, nccl_ctas))
+    return _joined(dist.get_process_group_ranks(group), _beside_passes(group, timeout, nccl_ctas))
 
 
-def _beside_passes(
-    group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int
-) -> tuple[str, timedelta | None, Callable[[], Any]]:
-    """The backend, the timeout and the maker of the options of a group for transfers beside passes."""
+def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int) -> _Options:
+    """How to make a group for transfers beside passes."""
     backend = backend_of(group)
-    if backend != "nccl":
-        return backend, timeout, _no_options
+    if not is_nccl(backend):
+        return _Options(backend, timeout)
     timeout = timeout or DEFAULT_TIMEOUT
-    return backend, timeout, partial(options_beside_passes, group, nccl_ctas, timeout)
+    return _Options(backend, timeout, partial(options_beside_passes, group, nccl_ctas, timeout))
 
 
 def backend_of(group: dist.ProcessGroup) -> str:
@@ -91,49 +125,49 @@ def backend_of(group: dist.ProcessGroup) -> str:
     return str(of_devices.get("cuda") or next(iter(of_devices.values())))
 
 
-def _no_options() -> None:
-    return None
+def device_type(backend: str) -> str:
+    """The type of the devices whose memory a backend sends."""
+    return "cpu" if backend == "gloo" else "cuda"
 
 
-def new_group(
-    ranks: Iterable[int],
-    backend: str,
-    timeout: timedelta | None = None,
-    options: Callable[[], Any] = _no_options,
-) -> dist.ProcessGroup:
+def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = None) -> dist.ProcessGroup:
     """A new group over ``ranks``, which all of them have joined.
 
     A collective call: every rank of the job passes the ranks of its own new group. A communicator of NCCL is created in
     the first collective of its group, where the host waits until all ranks take part. Among the passes, whose order
     differs between ranks, two hosts could wait for each other there; here, all ranks join their groups in one order.
-
-    Args:
-        options: makes the options of a group; called once per group.
     """
-    group = _made(ranks, backend, timeout, options)
-    token = torch.zeros(1, device="cuda" if backend_of(group) == "nccl" else "cpu")
+    return _joined(ranks, _Options(backend, timeout))
+
+
+def _joined(ranks: Sequence[int], options: _Options) -> dist.ProcessGroup:
+    (group,) = _made([ranks], options)
+    token = torch.zeros(1, device=device_type(backend_of(group)))
     group.allreduce([token]).wait()
     token.item()  # with NCCL, the wait before was that of the GPU
     return group
 
 
-def _made(
-    ranks: Iterable[int], backend: str, timeout: timedelta | None, options: Callable[[], Any]
-) -> dist.ProcessGroup:
-    """A new group that nobody has joined; see ``new_group``.
+def _made(wanted: Sequence[Sequence[int]], options: _Options) -> list[Any]:
+    """New groups over the ``wanted`` ranks that nobody has joined, for those groups to which this rank belongs.
 
-    torch.distributed creates groups collectively, so every rank creates all of them, in the same order. (With
-    ``use_local_synchronization``, a group's name contains a counter that may differ between ranks, which hangs.)
+    A collective call: every rank of the job passes the same number of groups, and the ranks of a group pass it at the
+    same place. torch.distributed creates groups collectively, so every rank creates all of them, in the same order:
+    those of the first place, then those of the second. This also means that ranks which create a communicator together
+    with its group do not wait for each other in a circle. (With ``use_local_synchronization``, a group's name contains
+    a counter that may differ between ranks, which hangs.)
     """
-    own = tuple(ranks)
-    wanted: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(wanted, own)
+    own = [(place, tuple(ranks)) for place, ranks in enumerate(wanted)]
+    of_all: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_all, own)
+    made = {}
     with _created_lazily():
-        made = {
-            of: dist.new_group(list(of), timeout=timeout, backend=backend, pg_options=options())
-            for of in sorted(set(wanted))
-        }
-    return made[own]
+        for place, ranks in sorted(set(chain.from_iterable(of_all))):
+            group = dist.new_group(
+                list(ranks), timeout=options.timeout, backend=options.backend, pg_options=options.nccl()
+            )
+            made[place, ranks] = group
+    return [made[each] for each in own]
 
 
 def destroy(*groups: dist.ProcessGroup) -> None:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message
+from megatron.zero_bubble.ir.plan import Channel
+from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.runtime.executor import Awaited
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.nccl import without_p2p_warning
@@ -73,39 +75,44 @@ class Transport:
 
     Args:
         directions: the process groups for the messages, which ``close`` destroys.
-        channels: the (source, target) pairs that the plan uses; the same on all ranks of the pipeline.
+        channels: the (source, target) pairs that the plan uses; see ``open``.
         watchdog: with NCCL, follows the waits of the GPU; ``close`` stops it.
     """
 
-    def __init__(
-        self, directions: Directions, channels: Iterable[tuple[int, int]], watchdog: Watchdog | None = None
-    ) -> None:
+    def __init__(self, directions: Directions, channels: Iterable[Channel], watchdog: Watchdog | None = None) -> None:
         self._directions, self._watchdog = directions, watchdog
-        self.rank, self._peers = directions.rank, directions.peers
+        self.rank = directions.rank
         self._is_gloo = directions.backend == "gloo"
         self._in_flight: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
-        self._opened: set[tuple[int, int]] = set()
+        self._opened: set[Channel] = set()
+        self._routes: dict[Channel, tuple[dist.ProcessGroup, int]] = {}
         self.open(channels)
 
-    def open(self, channels: Iterable[tuple[int, int]]) -> None:
-        """Connect new channels; every rank of the pipeline must call this with the same channels."""
-        missing = sorted(set(channels) - self._opened)
-        if self._directions.backend == "nccl":
+    def open(self, channels: Iterable[Channel]) -> None:
+        """Connect new channels, each together with its way back, which the plans of other iterations use.
+
+        Every rank of the pipeline must call this with the same channels; with NCCL, all ranks of the job, for the first
+        plan of a placement.
+        """
+        missing = sorted({way for channel in channels for way in (channel, channel[::-1])} - self._opened, key=_round)
+        self._directions.open(missing)
+        if is_nccl(self._directions.backend):
             without_p2p_warning(lambda: self._connect(missing))
         else:
             self._connect(missing)
 
-    def _connect(self, channels: Iterable[tuple[int, int]]) -> None:
-        for source, target in channels:
-            token = torch.zeros(1, device=self._directions.device)
-            if self.rank == source:
-                self._group(source, target).send([token], self._peers[target], 0).wait()
-            elif self.rank == target:
-                self._group(source, target).recv([token], self._peers[source], 0).wait()
-            self._opened.add((source, target))
+    def _connect(self, channels: Iterable[Channel]) -> None:
+        for channel in channels:
+            self._opened.add(channel)
+            if self.rank in channel:
+                group, peer = self._route(channel)
+                transfer = group.send if self.rank == channel[0] else group.recv
+                transfer([torch.zeros(1, device=self._directions.device)], peer, 0).wait()
 
-    def _group(self, source: int, target: int) -> dist.ProcessGroup:
-        return self._directions.groups[source < target]
+    def _route(self, channel: Channel) -> tuple[dist.ProcessGroup, int]:
+        if channel not in self._routes:
+            self._routes[channel] = self._directions.route(channel)
+        return self._routes[channel]
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer.
@@ -118,7 +125,8 @@ class Transport:
             tensor = tensor.cpu()
         try:
             # dist.isend ends in this call; its Python layers take longer than the rest of a send. Same for receives.
-            work = self._group(*message.channel).send([tensor], self._peers[message.target], 0)
+            group, peer = self._route(message.channel)
+            work = group.send([tensor], peer, 0)
         except RuntimeError as error:
             raise _not_sent(message, _reason(error)) from error
         self._in_flight[message] = (work, tensor)
@@ -132,7 +140,8 @@ class Transport:
         staged = torch.empty_like(buffer, device="cpu") if self._stages(buffer) else None
         target = buffer if staged is None else staged
         try:
-            work = self._group(*message.channel).recv([target], self._peers[message.source], 0)
+            group, peer = self._route(message.channel)
+            work = group.recv([target], peer, 0)
         except RuntimeError as error:
             raise _not_received(message, "continue", _reason(error)) from error
         return Receive(work, buffer, staged, message, self._watchdog)
@@ -161,6 +170,11 @@ class Transport:
     def num_in_flight(self) -> int:
         """Number of sends not yet settled; 0 between iterations."""
         return len(self._in_flight)
+
+
+def _round(channel: Channel) -> tuple[int, Channel]:
+    """The place of a channel in the order of opening: neighbours connect in pairs, not one after the other."""
+    return min(channel) % 2, channel
 
 
 def _wait(work: dist.Work, watchdog: Watchdog | None, failure: Callable[[str], PeerError]) -> None:

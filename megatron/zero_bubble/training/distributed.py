@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
 from megatron.zero_bubble.training.process import Launch
@@ -24,7 +25,7 @@ def check_backend(backend: str, platform: Platform, launch: Launch) -> None:
     Raises:
         UserError: NCCL without one GPU per process of this machine, unless it lets processes share GPUs.
     """
-    if backend != "nccl":
+    if not is_nccl(backend):
         return
     if platform.name != "cuda":
         raise UserError("--distributed-backend nccl needs GPUs, got the cpu device; use gloo or drop the flag")

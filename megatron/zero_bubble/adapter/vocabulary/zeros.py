@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.kernels.vocabulary import Rows
 from megatron.zero_bubble.runtime.groups import backend_of
 
@@ -24,7 +25,7 @@ def without_padding(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return zeros  # it is the sum of the counts of the parts
         group = optimizer.get_grad_stats_parallel_group()
         padding = sum(zeros_of_padding(weight, start, end) for part in parts for weight, start, end in _weights(part))
-        total = torch.tensor([padding], device="cuda" if backend_of(group) == "nccl" else "cpu")
+        total = torch.tensor([padding], device="cuda" if is_nccl(backend_of(group)) else "cpu")
         dist.all_reduce(total, group=group)
         return zeros - type(zeros)(total.item())
 

@@ -1,0 +1,38 @@
+"""What a job's settings say about NCCL."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.zero_bubble.job.nccl import is_nccl, one_queue
+
+
+@pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "nccl-legacy"])
+def test_every_name_of_nccl_is_recognized(name: str) -> None:
+    assert is_nccl(name)
+    assert is_nccl(f"cpu:gloo,cuda:{name}")
+    assert is_nccl(f"cuda:{name},cpu:gloo")
+
+
+@pytest.mark.parametrize("name", ["gloo", "cpu:gloo", "cpu:gloo,cuda:gloo", "undefined", "mpi", "cpu:nccl,cuda:gloo"])
+def test_other_backends_are_not_nccl(name: str) -> None:
+    assert not is_nccl(name)
+
+
+@pytest.mark.parametrize(
+    ("environment", "remedy"),
+    [
+        ({}, None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, None),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32"),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, None),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": ""}, None),
+        (
+            {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+            "NCCL_LAUNCH_ORDER_IMPLICIT is 1, which has the same effect as one queue; set it to 0",
+        ),
+    ],
+)
+def test_both_settings_that_order_transfers_are_found(environment: dict[str, str], remedy: str | None) -> None:
+    found = one_queue(environment)
+    assert (None if found is None else found.remedy) == remedy
