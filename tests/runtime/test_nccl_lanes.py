@@ -1,0 +1,137 @@
+"""Collectives of vocabulary parallelism beside the messages of a plan, by NCCL's rules, on simulated GPUs."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.zero_bubble import Kind, Pass
+from megatron.zero_bubble.ir import Plan, Value
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.runtime import groups
+from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers, collective_kinds
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.handlers import handlers
+from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers import nccl
+from tests.helpers.nccl import COMPUTE, Event, GPUs
+
+NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "interleaved-1f1b")
+
+
+@dataclass
+class StreamLane:
+    """A lane on a stream of one GPU, as ``platforms.cuda.CudaLane``."""
+
+    gpus: GPUs
+    rank: int
+    name: object = field(default_factory=object)
+
+    def start(self, work: Callable[[], Any], _uses: Iterable[torch.Tensor]) -> StreamResult:
+        self.gpus.wait((self.rank, self.name), self.gpus.record((self.rank, COMPUTE)))
+        with self.gpus.stream(self.name):
+            made = work()
+        return StreamResult(self.gpus, self.rank, made, self.gpus.record((self.rank, self.name)))
+
+
+@dataclass
+class StreamResult:
+    gpus: GPUs
+    rank: int
+    made: Any
+    done: Event
+
+    def wait(self) -> Any:
+        self.gpus.wait((self.rank, COMPUTE), self.done)
+        return self.made
+
+
+class Transfers:
+    """Collectives without values, which ``test_collectives`` checks."""
+
+    def spread(self, _value: Value, _held: Any, root: int, group: Any) -> torch.Tensor:
+        tensor = torch.zeros(1)
+        group.broadcast(tensor, root).wait()
+        return tensor
+
+    def total(self, _kind: Kind, _microbatch: int, _part: Any, root: int, group: Any) -> torch.Tensor | None:
+        tensor = torch.zeros(1)
+        group.allreduce([tensor]).wait()
+        return tensor if group.rank() == root else None
+
+
+@dataclass
+class Stage:
+    """Passes whose kernels do nothing, after everything that they wait for."""
+
+    plan: Plan
+    gpus: GPUs
+    rank: int
+
+    def run(self, work: Pass, _inputs: Sequence[Any]) -> list[torch.Tensor]:
+        self.gpus.compute(self.rank, lambda: None)
+        return [torch.zeros(1) for _ in self.plan.schedule.flow.outputs(work)]
+
+
+def ends(plan: Plan, **rules: Any) -> bool:
+    """Whether no host and no GPU waits forever in an iteration that begins with new groups."""
+    gpus = GPUs(plan.schedule.num_ranks, **rules)
+
+    def host(pipeline: Any) -> None:
+        rank = pipeline.rank()
+        transport = Transport(Directions.of(pipeline), plan.channels)
+        lanes = Lanes(pipeline, lambda: StreamLane(gpus, rank), None)  # type: ignore[arg-type, return-value]
+        lanes.open(collective_kinds(plan))
+        stages = dict.fromkeys(range(plan.schedule.num_stages), Stage(plan, gpus, rank))
+        by_op = handlers(stages, transport, lambda _message: torch.zeros(1))
+        assert Executor(plan, rank, {**by_op, **collective_handlers(plan, lanes, Transfers())}).run()
+
+    try:
+        gpus.on_hosts(host)
+    except threading.BrokenBarrierError:
+        return False
+    return gpus.run()
+
+
+def plans(name: str, ranks: Iterable[int], counts: Callable[[int], Iterable[int]]) -> Iterator[tuple[str, Plan]]:
+    """Yield the plans of a schedule with either algorithm, for training and evaluation, with what they are."""
+    algorithms: tuple[Algorithm, ...] = (1, 2)
+    for p, algorithm in product(ranks, algorithms):
+        for m in counts(p):
+            schedule = ScheduleSource.by_name(name, p, vocabulary=algorithm).make(m)
+            for lower in (lower_training, lower_forward_only):
+                yield f"{name} {p=} {m=} {algorithm=} {lower.__name__}", lower(schedule)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rank_waits_forever(name: str, eager: bool) -> None:
+    """Neither with communicators that are created lazily, nor with those that are created with their group."""
+    assert [what for what, plan in plans(name, (2, 3), lambda p: (p,)) if not ends(plan, eager=eager)] == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_rank_of_any_plan_waits_forever(name: str, eager: bool) -> None:
+    every = plans(name, (2, 3, 4), lambda p: (1, p, 2 * p + 1, 3 * p))
+    assert [what for what, plan in every if not ends(plan, eager=eager)] == []
+
+
+def test_hosts_that_join_a_group_among_the_passes_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule of the simulation: ranks start the kinds of collectives in different orders."""
+    monkeypatch.setattr(nccl, "JOIN_TIMEOUT_S", 0.5)
+    (_, plan), *_ = plans("zb-h1", (2,), lambda p: (p,))
+    with mock.patch.object(groups, "_joined", lambda ranks, options: groups._made([ranks], options)[0]):
+        assert not ends(plan)
+    assert ends(plan)
