@@ -29,7 +29,8 @@ from megatron.zero_bubble.patching import revert
 NUM_WARPS = 32
 HELD = 1024 * 32
 """Values that the threads of a block hold while they spin: 32 registers each, with which the kernel takes 64."""
-LIMIT_NS = 10_000_000_000
+LIMIT_NS = 3_000_000_000
+"""Longer than the passes of one iteration, and short, because every measurement that fails costs as much."""
 PASSES = ("forward_ms", "backward_ms", "wgrad_ms")
 
 
@@ -46,6 +47,13 @@ def spin(flag, ended, values, limit_ns, HELD: tl.constexpr):  # type: ignore[no-
     tl.store(values + places, held)
 
 
+@triton.jit
+def double(values, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN201, N803
+    """Double ``SIZE`` values: a small kernel for ``host_waits``."""
+    places = tl.arange(0, SIZE)
+    tl.store(values + places, 2 * tl.load(values + places))
+
+
 class Spinner(AbstractContextManager["Spinner"]):
     """Runs the kernel with ``num_blocks`` blocks from the beginning of the context until the work queued in it is done.
 
@@ -53,37 +61,48 @@ class Spinner(AbstractContextManager["Spinner"]):
         RuntimeError: at the end of the context, if blocks reached the time limit.
     """
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    def __init__(self, num_blocks: int, limit_ns: int = LIMIT_NS) -> None:
+        self.num_blocks = num_blocks
+        self._limit_ns = limit_ns
         self._flag = torch.zeros(1, dtype=torch.int32, device="cuda")
         self._ended = torch.zeros(num_blocks, dtype=torch.int32, device="cuda")
         self._values = torch.zeros(HELD, device="cuda")
         self._stream = torch.cuda.Stream(priority=-1)  # NCCL's streams can have a high priority as well
         self._flag.fill_(1)
-        self._launch()  # compiles; afterwards no kernel has to be loaded while blocks spin, which would wait for them
-        torch.cuda.synchronize()
-        self._flag.zero_()
-        self._ended.zero_()
+        self._launch()  # compiles; afterwards no kernel has to be loaded while blocks spin, which could wait for them
+        self.stop()
 
-    def __enter__(self) -> Spinner:
+    def start(self) -> None:
+        """Let the blocks spin, when the device has done everything before."""
         torch.cuda.synchronize()
         self._launch()
-        return self
 
     def _launch(self) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            spin[(self._num_blocks,)](self._flag, self._ended, self._values, LIMIT_NS, HELD=HELD, num_warps=NUM_WARPS)
+            spin[(self.num_blocks,)](
+                self._flag, self._ended, self._values, self._limit_ns, HELD=HELD, num_warps=NUM_WARPS
+            )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._flag.fill_(1)  # on the stream of the passes, so after them
+    def stop(self) -> int:
+        """Set the flag after what is queued on the current stream; return the number of blocks that saw it in time."""
+        self._flag.fill_(1)
         torch.cuda.synchronize()
         stopped = int(self._ended.sum())
         self._flag.zero_()
         self._ended.zero_()
-        if kind is None and stopped != self._num_blocks:
-            raise RuntimeError(f"{self._num_blocks - stopped} of {self._num_blocks} blocks ended at the time limit")
+        return stopped
+
+    def __enter__(self) -> Spinner:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        stopped = self.stop()
+        if kind is None and stopped != self.num_blocks:
+            raise RuntimeError(f"{self.num_blocks - stopped} of {self.num_blocks} blocks ended at the time limit")
 
 
 def main() -> int:
