@@ -29,7 +29,7 @@ import psutil
 
 from bench import ranks
 from gpu_day import shared_nccl
-from gpu_day.steps import NEEDS_GPU, OK, PART_LIMIT_S, PARTS, Part, Step
+from gpu_day.steps import NEEDS_GPU, OK, PART_LIMIT_S, PARTS, SKIPPED, Part, Step
 
 RESULTS = "gpu_day.json"
 LAST_LINES = 40
@@ -60,7 +60,7 @@ def main() -> int:
 
 def is_failure(step: Mapping[str, Any]) -> bool:
     """Whether a step ran and did not succeed."""
-    return step["status"] not in (OK, NEEDS_GPU)
+    return step["status"] not in (OK, NEEDS_GPU) and not step["status"].startswith(SKIPPED)
 
 
 def run_part(part: Part, folder: Path, on_cpu: bool, package: str = "gpu_day") -> Iterator[dict[str, Any]]:
@@ -233,6 +233,8 @@ def _figures(output: Path) -> tuple[dict[str, Any], str]:
 
 def _shown(reads: str, figures: Mapping[str, Any]) -> tuple[str, str]:
     """The status that follows from the figures, and what the table shows of them."""
+    if "skipped" in figures:
+        return f"{SKIPPED}{figures['skipped']}", ""
     if bad := sorted(_not_finite(figures)):
         return f"not finite: {', '.join(bad)}", ""
     try:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 OK, NEEDS_GPU = "ok", "needs a GPU"
 """The statuses of a step that succeeded, and of one that cannot run on a CPU; all others are failures."""
+SKIPPED = "skipped: "
+"""Begins the status of a step that gave a reason, as its figure ``skipped``, why this machine cannot run it."""
 PART_LIMIT_S = 540
 """A part ends within nine minutes, because commands of a lent machine may be limited to ten."""
 
@@ -49,6 +51,7 @@ class Part:
 
 TESTS = "{passed} passed, {skipped} skipped"
 WHOLE = "tests/gpu/test_whole_runs.py"
+WAITS = "of {num_actions} actions wait: {waiting}"
 ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
 MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
 TINY = "--hidden-size 32 --num-layers 2 --seq-length 16 --micro-batch-size 1 --rounds 2"
@@ -76,9 +79,19 @@ PARTS = {
                 "--mib 4 --size 128",
             ),
             Step("install", "install", "", 90, "ops: {ops}; megatron-core {megatron_core}", ""),
-            _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 90, "tests/kernels/test_wgrad.py"),
-            Step("memory checker", "memory_check", "", 90, "{products} products, {errors} errors", ""),
-            _tests("two ranks share the GPU", "tests/gpu/test_training_on_gpus.py -k gloo", 240, None),
+            Step("host calls next to a spinning kernel", "host_waits", "", 40, WAITS, None),
+            Step(
+                "host calls, modules loaded eagerly",
+                "host_waits",
+                "",
+                60,
+                WAITS,
+                None,
+                environment={"CUDA_MODULE_LOADING": "EAGER"},
+            ),
+            _over_nccl("vocabulary over NCCL", f"{WHOLE} -k 'features and vocabulary'", 60, **{QUEUES: "32"}),
+            _tests("kernels and platform", "-m gpu tests/kernels tests/platforms", 80, "tests/kernels/test_wgrad.py"),
+            _tests("two ranks share the GPU", "tests/gpu/test_training_on_gpus.py -k gloo", 180, None),
         ),
     ),
     "2": Part(
@@ -188,19 +201,20 @@ PARTS = {
         ),
     ),
     "6": Part(
-        "offloading, slices, vocabulary, shards",
+        "offloading, slices, vocabulary, shards, memory checker",
         (
             Step(
                 "copies to host memory",
                 "offload",
                 "--hidden-size 8192 --num-layers 2 --seq-length 1024 --micro-batch-size 2 --num-microbatches 6",
-                150,
+                130,
                 "{gb_per_s:.1f} GB/s, {of_plain:.0%} of a plain copy; iteration {hidden_slowdown:+.1%} with {hidden}, "
                 "{auto_slowdown:+.1%} with auto, in {auto_memory:.0%} of the memory",
                 f"{TINY} --num-microbatches 6 --mib 4",
             ),
-            _tests("against runs without", f"{WHOLE} -k features", 150, f"{WHOLE} -k 'features and all'"),
-            _over_nccl("against runs without, over NCCL", f"{WHOLE} -k features", 150, **{QUEUES: "32"}),
+            _tests("against runs without", f"{WHOLE} -k features", 130, f"{WHOLE} -k 'features and all'"),
+            _over_nccl("against runs without, over NCCL", f"{WHOLE} -k features", 130, **{QUEUES: "32"}),
+            Step("memory checker", "memory_check", "", 150, "{products} products, {errors} errors", ""),
         ),
     ),
 }

@@ -43,7 +43,8 @@ def _names(parts: Iterable[str]) -> str:
 
 def _counts(parts: Figures) -> tuple[int, int]:
     statuses = [step["status"] for part in parts.values() for step in part["steps"]]
-    ran = [status for status in statuses if not status.startswith("needs ")]  # needs a GPU, or more of them
+    # needs a GPU, or more of them
+    ran = [status for status in statuses if not status.startswith(("needs ", day.SKIPPED))]
     return ran.count(OK), len(ran)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bench import ranks
-from gpu_day import engine_install, install, pack, passes, predict, shared_nccl
+from gpu_day import engine_install, install, memory_check, pack, passes, predict, shared_nccl
 from megatron.zero_bubble.ir import Compute, Kind, Pass
 
 CHECKS = """
@@ -158,6 +158,24 @@ def test_spinning_kernel_takes_a_whole_multiprocessor(tmp_path: Path) -> None:
     assert "REG:64 STACK:0" in usage, usage
     assert 64 * 32 * spin.NUM_WARPS == 65536
     assert compiled.asm["ptx"].count("ld.volatile") > 32 and "bra" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "expected"),
+    [
+        (0, "========= ERROR SUMMARY: 0 errors", ({"products": 20, "errors": 0}, 0)),
+        (9, "========= ERROR SUMMARY: 2 errors", ({"products": 20, "errors": 2}, 9)),
+        (0, "========= ERROR SUMMARY: 1 error", ({"products": 20, "errors": 1}, 1)),
+        (0, "nothing", ({"products": 20, "errors": None}, 1)),
+        (
+            1,
+            "========= Error: Device not supported. Exiting.",
+            ({"skipped": "compute-sanitizer does not support this device"}, 0),
+        ),
+    ],
+)
+def test_memory_checker_that_refuses_the_device_is_skipped(code: int, text: str, expected: tuple[dict, int]) -> None:
+    assert memory_check.outcome(code, text) == expected
 
 
 def test_prediction_takes_the_shorter_of_both_placements(tmp_path: Path) -> None:

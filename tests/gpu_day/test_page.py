@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpu_day import page
-from gpu_day.steps import OK, PARTS
+from gpu_day.steps import OK, PARTS, SKIPPED
 from site_parts import gpu
 
 ROOT = Path(__file__).parents[2]
@@ -69,6 +69,11 @@ def test_results_show_failures_and_what_is_missing() -> None:
     assert "| stock 1F1B | 300.2 | 20.50 | 41.50 | - | 1.50 | 12.5% | 1.0 | 2.0 |" in text
     assert "| split, wgrad stream | 300.2 | - | - | - | 1.50 | - | 1.0 | 2.0 |" in text
     assert "Peaks after" not in text, "a failed step has no details"
+
+
+def test_skipped_steps_did_not_run() -> None:
+    parts = {"6": part("6", {"a": OK, "memory checker": f"{SKIPPED}not this GPU"})}
+    assert gpu.status(parts).startswith("1 of 1 steps that ran on a GPU succeeded.")
 
 
 def test_details_belong_to_steps() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from bench import ranks
 from gpu_day import run, shared_nccl
-from gpu_day.steps import NEEDS_GPU, OK, PARTS, Part, Step
+from gpu_day.steps import NEEDS_GPU, OK, PARTS, SKIPPED, Part, Step
 
 ROOT = Path(__file__).parents[2]
 WRITES = "import sys, pathlib; pathlib.Path(sys.argv[-1]).write_text("
@@ -24,6 +24,7 @@ FAKES = {
     "works": f"{WRITES}'{{\"ms\": 1.5}}'); print('fine')",
     "fails": f"{WRITES}'{{\"ms\": 1.5}}'); print('one'); raise SystemExit('two')",
     "tells_shared": f"import json, os; {WRITES}json.dumps({{'ms': 1.5, 'shared': os.environ.get('ZB_SHARED')}}))",
+    "skips": f'{WRITES}\'{{"skipped": "not this GPU"}}\')',
     "forgets": "print('nothing written')",
     "babbles": f"{WRITES}'ms: 1.5')",
     "lacks": f"{WRITES}'{{\"us\": 1500.0}}')",
@@ -87,6 +88,11 @@ def test_every_kind_of_failure_is_named_and_stops_no_other_step(folder: Path) ->
         "lacks": "lacks the figure 'ms'",
         "diverges": "not finite: rows.0.norm",
     }
+
+
+def test_step_that_gives_a_reason_is_skipped(folder: Path) -> None:
+    (skipped,) = results(step("skips"), folder=folder)
+    assert skipped["status"] == f"{SKIPPED}not this GPU" and not run.is_failure(skipped)
 
 
 def test_failed_step_keeps_its_figures_and_the_end_of_its_log(folder: Path) -> None:
