@@ -55,7 +55,7 @@ def main() -> int:
 def outcome(code: int, text: str) -> tuple[dict[str, Any], int]:
     """The figures, and the exit status, that follow from the checker's exit status and what it printed."""
     if REFUSAL in text:
-        return {"skipped": "compute-sanitizer does not support this device"}, 0
+        return {"skip_reason": "compute-sanitizer does not support this device"}, 0
     found = re.search(r"ERROR SUMMARY: (\d+) error", text)
     errors = int(found[1]) if found else None
     return {"products": len(SHAPES) * 4, "errors": errors}, code or int(errors != 0)

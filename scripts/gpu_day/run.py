@@ -174,7 +174,7 @@ def _words(step: Step, folder: Path, output: Path, on_cpu: bool, package: str) -
 
 def _variables(step: Step, on_cpu: bool) -> dict[str, str]:
     """The environment of a step; what is set here, outside of the step, wins over the defaults."""
-    threads = {"OMP_NUM_THREADS": "1" if on_cpu else "2"}
+    threads = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if on_cpu else {"OMP_NUM_THREADS": "2"}
     return {**_ENVIRONMENT, **threads, **ranks.environment(), **step.environment}
 
 
@@ -233,8 +233,8 @@ def _figures(output: Path) -> tuple[dict[str, Any], str]:
 
 def _shown(reads: str, figures: Mapping[str, Any]) -> tuple[str, str]:
     """The status that follows from the figures, and what the table shows of them."""
-    if "skipped" in figures:
-        return f"{SKIPPED}{figures['skipped']}", ""
+    if "skip_reason" in figures:
+        return f"{SKIPPED}{figures['skip_reason']}", ""
     if bad := sorted(_not_finite(figures)):
         return f"not finite: {', '.join(bad)}", ""
     try:

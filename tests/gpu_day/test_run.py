@@ -24,7 +24,7 @@ FAKES = {
     "works": f"{WRITES}'{{\"ms\": 1.5}}'); print('fine')",
     "fails": f"{WRITES}'{{\"ms\": 1.5}}'); print('one'); raise SystemExit('two')",
     "tells_shared": f"import json, os; {WRITES}json.dumps({{'ms': 1.5, 'shared': os.environ.get('ZB_SHARED')}}))",
-    "skips": f'{WRITES}\'{{"skipped": "not this GPU"}}\')',
+    "skips": f'{WRITES}\'{{"skip_reason": "not this GPU"}}\')',
     "forgets": "print('nothing written')",
     "babbles": f"{WRITES}'ms: 1.5')",
     "lacks": f"{WRITES}'{{\"us\": 1500.0}}')",
