@@ -2,12 +2,13 @@
 # Checks and measurements on GPUs, in parts of at most nine minutes. Results go to runs/gpu_day/gpu_day.json.
 #
 #   bash scripts/gpu_day.sh pack         collect what a machine without a network needs, in build/gpu_day/piece-*
-#   bash scripts/gpu_day.sh 1            correct: the machine, installation, kernels, two ranks on one GPU
-#   bash scripts/gpu_day.sh 2            fast: weight gradients, passes, spinning receives, memory, predicted bubbles
+#   bash scripts/gpu_day.sh 1            correct: the machine, installation, host calls that wait, kernels, two ranks on one GPU
+#   bash scripts/gpu_day.sh 2            fast: passes, predicted bubbles, spinning receives, weight gradients, memory
 #   bash scripts/gpu_day.sh 3            whole runs: four ranks share one GPU over gloo
 #   bash scripts/gpu_day.sh 4            TransformerEngine, if it was packed
 #   bash scripts/gpu_day.sh 5            NCCL, on two or more GPUs
-#   bash scripts/gpu_day.sh 6            offloading, slices, vocabulary and shards
+#   bash scripts/gpu_day.sh 6            offloading, slices, vocabulary and shards; the memory checker
+#   bash scripts/gpu_day.sh 7            measured bubbles and bandwidth over NCCL
 #   bash scripts/gpu_day.sh PART --cpu   the steps of a part that run without a GPU, at tiny sizes
 #   bash scripts/gpu_day.sh page FILE... store the results in docs/gpu_day.json and write docs/gpu.md
 #

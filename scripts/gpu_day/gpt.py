@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import gc
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -35,14 +36,15 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 class Gpt:
-    """The model in bfloat16 on all ranks; several ranks share one GPU, and communicate over gloo.
+    """The model in bfloat16 on all ranks.
 
     Args:
         options: the arguments of ``add_sizes``, and ``device``.
         schedule: decides the placement of the stages; by default, there is one stage per rank.
+        backend: of the process groups; by default gloo, over which several ranks can share one GPU.
     """
 
-    def __init__(self, options: argparse.Namespace, schedule: str | None = None) -> None:
+    def __init__(self, options: argparse.Namespace, schedule: str | None = None, backend: str | None = None) -> None:
         self._options = options
         launch = Launch.from_environment()
         length, samples = options.seq_length, options.micro_batch_size * options.num_microbatches
@@ -59,11 +61,11 @@ class Gpt:
         self.platform = select(options.device)
         self._device = self.platform.setup(launch.local_rank)
         with quiet():
-            self._build(launch)
+            self._build(launch, backend or ("gloo" if launch.world_size > 1 else self.platform.backend))
 
-    def _build(self, launch: Launch) -> None:
-        backend = "gloo" if launch.world_size > 1 else self.platform.backend
+    def _build(self, launch: Launch, backend: str) -> None:
         if not dist.is_initialized():
+            distributed.check_backend(backend, self.platform, launch)
             distributed.initialize(self._args, launch, backend)
         self._take_turn()
         config = model.build_config(self._args, self._device)
@@ -96,6 +98,12 @@ class Gpt:
         on_gpu = self._device.type == "cuda"
         return {"allocated": allocated, "reserved": torch.cuda.max_memory_reserved() if on_gpu else allocated}
 
+    def gradients(self) -> Iterator[torch.Tensor]:
+        """The weight gradients of the last iteration, as bits in the host's memory."""
+        for chunk in self._chunks:
+            for parameter in chunk.parameters():
+                yield parameter.main_grad.detach().cpu().view(torch.int32)
+
     def iteration(self) -> None:
         """Run all passes of one global batch under the schedule that is enabled, or under Megatron's 1F1B."""
         from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
@@ -125,6 +133,11 @@ class Gpt:
 def under(config: ZeroBubbleConfig, observers: Sequence[IterationObserver] = ()) -> Pipeline:
     """Enable the schedule of ``config`` until ``revert``, and return what runs it."""
     return apply(config, observers, say=lambda _: None)
+
+
+def backend_of_ranks(device: str) -> str:
+    """The backend of steps that measure transfers: on GPUs that of ``ZB_TEST_BACKEND``, else gloo."""
+    return os.environ.get("ZB_TEST_BACKEND", "gloo") if device == "cuda" else "gloo"
 
 
 def leave() -> None:

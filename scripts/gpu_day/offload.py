@@ -2,8 +2,8 @@
 
 One rank runs all forwards first, so that every microbatch is kept long enough to leave and return. Compared with
 keeping all activations are: moving all; what ``auto`` plans; and, if copies take longer than passes, the share whose
-copies take 0.9 of the time of all passes. The speed of a plain copy is that of one large pinned tensor, while nothing
-else runs.
+copies take 0.9 of the time of all passes. Each must give the gradients of keeping all, bit for bit. The speed of a
+plain copy is that of one large pinned tensor, while nothing else runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import gc
 import sys
 import tempfile
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,7 @@ ALLOWED = 0.9
 
 
 def main() -> int:
-    """Measure every variant, each with the same model."""
+    """Measure every variant, each with the same model; return 1 if the gradients of one differ."""
     parser = step.parser(__doc__)
     gpt.add_sizes(parser)
     parser.add_argument("--mib", type=int, default=512, help="size of the plain copy")
@@ -44,11 +45,17 @@ def main() -> int:
     job = gpt.Gpt(options)
     with tempfile.TemporaryDirectory() as folder:
         file = _all_forwards_first(options.num_microbatches, Path(folder) / "plan.json")
-        rows = [_measure(job, file, what, options) for what in (None, "all", "auto")]
-        kept, moved, auto = rows
+        kept = _measure(job, file, None, options)
+        expected = list(job.gradients())
+
+        def moving(what: str) -> dict[str, Any]:
+            return {**_measure(job, file, what, options), "same_gradients": same(expected, job.gradients())}
+
+        moved, auto = moving("all"), moving("auto")
+        rows = [kept, moved, auto]
         load = moved["load"]
         if load > ALLOWED:
-            rows.append(_measure(job, file, f"{max(1, int(100 * ALLOWED / load))}%", options))
+            rows.append(moving(f"{max(1, int(100 * ALLOWED / load))}%"))
     hidden = rows[-1] if load > ALLOWED else moved
     plain = _plain_gb_per_s(options, job.platform.current_device())
     figures: dict[str, Any] = {
@@ -58,11 +65,17 @@ def main() -> int:
         "hidden": hidden["offload"],
         "hidden_slowdown": hidden["iteration_ms"] / kept["iteration_ms"] - 1,
         "auto_slowdown": auto["iteration_ms"] / kept["iteration_ms"] - 1,
+        "same_gradients": all(row["same_gradients"] for row in rows[1:]),
         "auto_memory": auto["memory"]["allocated"] / kept["memory"]["allocated"],
     }
     step.write(options.output, {**figures, "plain_gb_per_s": plain, "rows": rows})
     gpt.leave()
-    return 0
+    return int(not figures["same_gradients"])
+
+
+def same(expected: Sequence[torch.Tensor], found: Iterable[torch.Tensor]) -> bool:
+    """Whether all bits are equal."""
+    return all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
 def _all_forwards_first(count: int, file: Path) -> Path:

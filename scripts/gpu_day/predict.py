@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_day import passes, step
+from gpu_day import step
 
+FUSED = "split, fused"
+"""The variant of the passes from which bubbles are predicted."""
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "zb-auto")
 
 
@@ -23,7 +25,7 @@ def main() -> int:
     parser.add_argument("--num-ranks", type=int, nargs="+", required=True)
     options = parser.parse_args()
     rows = json.loads(options.passes.read_text(encoding="utf-8"))["rows"]
-    measured = next(row["costs"] for row in rows if row["variant"] == passes.FUSED)
+    measured = next(row["costs"] for row in rows if row["variant"] == FUSED)
     costs = options.output.with_name("costs.json")
     costs.write_text(json.dumps({name: stages[0] for name, stages in measured.items()}), encoding="utf-8")
     results = [{"num_ranks": number, "bubbles": compared(costs, number)} for number in options.num_ranks]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 OK, NEEDS_GPU = "ok", "needs a GPU"
 """The statuses of a step that succeeded, and of one that cannot run on a CPU; all others are failures."""
 SKIPPED = "skipped: "
-"""Begins the status of a step that gave a reason, as its figure ``skipped``, why this machine cannot run it."""
+"""Begins the status of a step that gave a reason, as its figure ``skip_reason``, why this machine cannot run it."""
 PART_LIMIT_S = 540
 """A part ends within nine minutes, because commands of a lent machine may be limited to ten."""
 
@@ -54,6 +54,13 @@ WHOLE = "tests/gpu/test_whole_runs.py"
 WAITS = "of {num_actions} actions wait: {waiting}"
 ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
 MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
+SMALL = "--hidden-size 1024 --num-layers 8 --seq-length 1024 --micro-batch-size 1"
+"""Passes for which the host is the limit."""
+FRAGMENTS = "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024"
+PASSES = (
+    "F {forward_ms:.2f}, B {backward_ms:.2f}, W {wgrad_ms:.2f} ms, {split_over_stock:.2f} x the passes of stock; "
+    "host {host_ms:.2f} ms per pass"
+)
 TINY = "--hidden-size 32 --num-layers 2 --seq-length 16 --micro-batch-size 1 --rounds 2"
 
 
@@ -97,49 +104,7 @@ PARTS = {
     "2": Part(
         "fast",
         (
-            Step(
-                "weight gradients",
-                "products",
-                "--hidden-size 2048 4096 8192 --tokens 4096",
-                100,
-                "of the library's speed: bf16 {bfloat16:.0%}, fp32 {float32:.0%}",
-                "--hidden-size 32 --tokens 64 --rounds 2",
-            ),
-            Step(
-                "passes",
-                "passes",
-                f"{MODEL} --num-microbatches 4",
-                140,
-                "F {forward_ms:.2f}, B {backward_ms:.2f}, W {wgrad_ms:.2f} ms; host {host_ms:.2f} ms per pass",
-                f"{TINY} --num-microbatches 2",
-            ),
-            Step(
-                "spinning receives",
-                "spin",
-                f"{MODEL} --num-microbatches 4 --num-blocks 0 1 2 4 8 16 32",
-                110,
-                "F {forward_over_free:.2f}, B {backward_over_free:.2f}, W {wgrad_over_free:.2f} x with {most} blocks",
-                f"{TINY} --num-microbatches 2 --num-blocks 0 1",
-            ),
-            Step(
-                "memory",
-                "fragments",
-                "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024",
-                80,
-                ALLOCATOR,
-                "--iterations 2 --hidden-size 32 --num-layers 8 --seq-length 16",
-                num_ranks=4,
-            ),
-            Step(
-                "memory, expandable segments",
-                "fragments",
-                "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024",
-                80,
-                ALLOCATOR,
-                None,
-                num_ranks=4,
-                environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-            ),
+            Step("passes", "passes", f"{MODEL} --num-microbatches 4", 110, PASSES, f"{TINY} --num-microbatches 2"),
             Step(
                 "predicted bubbles",
                 "predict",
@@ -147,6 +112,51 @@ PARTS = {
                 30,
                 "p={num_ranks}: 1f1b {bubble_1f1b:.1%}, zb-v {bubble_zb_v:.1%}, zb-auto {bubble_zb_auto:.1%}",
                 "--passes {folder}/passes.json --num-ranks 2",
+            ),
+            Step("passes, small", "passes", f"{SMALL} --num-microbatches 8", 50, PASSES, None),
+            Step(
+                "spinning receives",
+                "spin",
+                f"{MODEL} --num-microbatches 4 --num-blocks 0 1 2 4 8 16 32",
+                80,
+                "F {forward_over_free:.2f}, B {backward_over_free:.2f}, W {wgrad_over_free:.2f} x with {most} blocks",
+                f"{TINY} --num-microbatches 2 --num-blocks 0 1",
+            ),
+            Step(
+                "weight gradients",
+                "products",
+                "--hidden-size 2048 4096 8192 --tokens 4096",
+                80,
+                "of the library's speed: bf16 {bfloat16:.0%}, fp32 {float32:.0%}",
+                "--hidden-size 32 --tokens 64 --rounds 2",
+            ),
+            Step(
+                "memory",
+                "fragments",
+                FRAGMENTS,
+                60,
+                ALLOCATOR,
+                "--iterations 2 --hidden-size 32 --num-layers 4 --seq-length 16 --limit 1.15",
+                num_ranks=4,
+            ),
+            Step(
+                "memory, little more than the peak",
+                "fragments",
+                f"{FRAGMENTS} --limit 1.15",
+                70,
+                "{flushes} flushes, iteration {slowdown:+.1%}, within 1.15 x the allocated peak",
+                None,
+                num_ranks=4,
+            ),
+            Step(
+                "memory, expandable segments",
+                "fragments",
+                FRAGMENTS,
+                60,
+                ALLOCATOR,
+                None,
+                num_ranks=4,
+                environment={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
             ),
         ),
     ),
@@ -209,13 +219,43 @@ PARTS = {
                 "--hidden-size 8192 --num-layers 2 --seq-length 1024 --micro-batch-size 2 --num-microbatches 6",
                 130,
                 "{gb_per_s:.1f} GB/s, {of_plain:.0%} of a plain copy; iteration {hidden_slowdown:+.1%} with {hidden}, "
-                "{auto_slowdown:+.1%} with auto, in {auto_memory:.0%} of the memory",
+                "{auto_slowdown:+.1%} with auto, in {auto_memory:.0%} of the memory; same gradients: {same_gradients}",
                 f"{TINY} --num-microbatches 6 --mib 4",
+                environment=EXACT,
             ),
             _tests("against runs without", f"{WHOLE} -k features", 130, f"{WHOLE} -k 'features and all'"),
             _over_nccl("against runs without, over NCCL", f"{WHOLE} -k features", 130, **{QUEUES: "32"}),
             Step("memory checker", "memory_check", "", 150, "{products} products, {errors} errors", ""),
         ),
     ),
+    "7": Part(
+        "speed over NCCL",
+        (
+            Step(
+                "measured bubbles",
+                "bubbles",
+                "--hidden-size 4096 --num-layers 8 --seq-length 2048 --num-microbatches 8 --rounds 3",
+                180,
+                "{ranks_per_gpu} ranks per GPU, measured (predicted): 1f1b {1f1b_measured:.1%} ({1f1b_predicted:.1%}), "
+                "zb-h1 {zb_h1_measured:.1%} ({zb_h1_predicted:.1%}), zb-v {zb_v_measured:.1%} ({zb_v_predicted:.1%})",
+                "--hidden-size 32 --num-layers 4 --seq-length 16 --num-microbatches 4 --rounds 2",
+                num_ranks=4,
+                num_gpus=4,
+                environment={"ZB_TEST_BACKEND": "nccl", QUEUES: "32"},
+            ),
+            Step(
+                "bandwidth by CTAs",
+                "nccl_bandwidth",
+                "--megabytes 33 --size 4096 --ctas 1 2 4 8 16",
+                60,
+                "{best_gb_per_s:.0f} GB/s with {best_ctas} CTAs; {enough_gb_per_s:.0f} GB/s with {enough_ctas}, "
+                "products {slowdown:+.1%}",
+                "--megabytes 0.1 --size 64 --ctas 1 2 --rounds 2",
+                num_ranks=2,
+                num_gpus=2,
+                environment={QUEUES: "32"},
+            ),
+        ),
+    ),
 }
-"""The parts by name. Part 4 needs TransformerEngine, part 5 two or more GPUs."""
+"""The parts by name. Part 4 needs TransformerEngine, parts 5 and 7 several GPUs or an NCCL that shares one."""

@@ -172,6 +172,62 @@ def _fragments(figures: Figures) -> str:
     return f"Peaks after {figures['iterations']} iterations.\n\n{table(head, rows)}"
 
 
+def _within_limit(figures: Figures) -> str:
+    rows = [
+        (
+            row["schedule"],
+            str(rank),
+            *(f"{one[key] / 2**20:.0f}" for key in ("allocated", "reserved")),
+            str(one["flushes"]),
+            f"{one['limited_ms'] / one['ms'] - 1:+.1%}",
+        )
+        for row in figures["rows"]
+        for rank, one in enumerate(row["ranks"])
+    ]
+    head = ("schedule", "rank", "allocated MiB", "reserved MiB", "flushes", "iteration")
+    words = (
+        "Peaks without a limit; then what changes if torch may reserve 1.15 times the allocated peak: flushes of its "
+        f"cache in {figures['iterations'] + 1} iterations, and the time of one."
+    )
+    return f"{words}\n\n{table(head, rows)}"
+
+
+def _waits(figures: Figures) -> str:
+    rows = [(row["action"], f"{row['ms']:.2f}", "yes" if row["waits"] else "no") for row in figures["rows"]]
+    words = (
+        f"Time until the host returns from each call while a kernel spins ({figures['loading'].lower()} loading). A "
+        "host that waits returns at the kernel's time limit."
+    )
+    return f"{words}\n\n{table(('call', 'ms', 'waits'), rows)}"
+
+
+def _bubbles(figures: Figures) -> str:
+    rows = [
+        (
+            row["schedule"],
+            *(f"{row[what]['ms']:.1f}" for what in ("measured", "predicted")),
+            *(f"{row[what]['bubble']:.1%}" for what in ("measured", "predicted")),
+        )
+        for row in figures["rows"]
+    ]
+    head = ("schedule", "iteration ms", "predicted ms", "bubble", "predicted bubble")
+    words = (
+        f"{figures['num_ranks']} ranks, {figures['ranks_per_gpu'] or 'none'} per GPU. Predicted from the passes and "
+        "messages of the same iterations. The bubble is the share of the iteration in which the busiest rank does not "
+        "compute."
+    )
+    return f"{words}\n\n{table(head, rows)}"
+
+
+def _bandwidth(figures: Figures) -> str:
+    rows = [
+        (str(row["ctas"]), f"{row['gb_per_s']:.1f}", f"{row['products_ms']:.2f}", f"{row['slowdown']:+.1%}")
+        for row in figures["rows"]
+    ]
+    words = "Messages from one rank to the other, alone, and what matrix products lose next to them."
+    return f"{words}\n\n{table(('CTAs', 'GB/s', 'products ms', 'next to messages'), rows)}"
+
+
 def _predicted(figures: Figures) -> str:
     names = list(figures["rows"][0]["bubbles"])
     rows = [
@@ -209,12 +265,18 @@ def _offload(figures: Figures) -> str:
 
 _DETAILS: dict[tuple[str, str], Callable[[Figures], str]] = {
     ("2", "weight gradients"): _products,
+    ("1", "host calls next to a spinning kernel"): _waits,
+    ("1", "host calls, modules loaded eagerly"): _waits,
     ("2", "passes"): _passes,
+    ("2", "passes, small"): _passes,
     ("2", "spinning receives"): _spin,
     ("2", "memory"): _fragments,
+    ("2", "memory, little more than the peak"): _within_limit,
     ("2", "memory, expandable segments"): _fragments,
     ("2", "predicted bubbles"): _predicted,
     ("6", "copies to host memory"): _offload,
+    ("7", "measured bubbles"): _bubbles,
+    ("7", "bandwidth by CTAs"): _bandwidth,
 }
 """What the page shows of a step in addition to its line, by part and step."""
 

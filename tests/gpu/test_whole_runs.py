@@ -142,11 +142,13 @@ def test_data_parallel_ranks_agree(pool: RankPool, record_property: Record, dist
     assert_same_bits(results, schedules)
 
 
+LARGE = "" if ON_CPU else "--hidden-size 128 --seq-length 128 --max-position-embeddings 128"
+"""Sizes at which most tensors of a microbatch are large enough to be moved (``runtime.offload.LEAST_BYTES``)."""
 FEATURES = {
-    "offload all": (Layout(NUM_RANKS), "", ["zb-h2", "zb-h2 --zero-bubble-offload all"]),
+    "offload all": (Layout(NUM_RANKS), LARGE, ["zb-h2", "zb-h2 --zero-bubble-offload all"]),
     "offload 50% on a V": (
         Layout(NUM_RANKS, num_layers=2 * NUM_RANKS),
-        "",
+        LARGE,
         ["zb-v", "zb-v --zero-bubble-offload 50%"],
     ),
     "slices": (Layout(NUM_RANKS), LONG, ["zb-h1", "seq-zb-h1 --zero-bubble-num-slices 4"]),

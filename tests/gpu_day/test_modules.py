@@ -68,6 +68,15 @@ def test_idle_share_is_unknown_without_kernels() -> None:
     assert passes.idle_share([]) is None
 
 
+def test_split_passes_are_compared_with_stock() -> None:
+    def row(variant: str, f: float, b: float, w: float) -> dict:
+        costs = {"forward_ms": [f], "backward_ms": [b], "wgrad_ms": [w]}
+        return {"variant": variant, "host_ms": 0.25, "costs": costs}
+
+    figures = passes.figures([row(passes.STOCK, 2.0, 6.0, 0.0), row(predict.FUSED, 2.0, 5.0, 3.0)])
+    assert (figures["stock_backward_ms"], figures["wgrad_ms"], figures["split_over_stock"]) == (6.0, 3.0, 1.25)
+
+
 def test_host_clock_counts_only_passes() -> None:
     times: Iterator[float] = iter([0.0, 0.002, 1.0, 1.004])
     clock = passes.HostClock(lambda: next(times))
@@ -170,7 +179,7 @@ def test_spinning_kernel_takes_a_whole_multiprocessor(tmp_path: Path) -> None:
         (
             1,
             "========= Error: Device not supported. Exiting.",
-            ({"skipped": "compute-sanitizer does not support this device"}, 0),
+            ({"skip_reason": "compute-sanitizer does not support this device"}, 0),
         ),
     ],
 )
