@@ -3,21 +3,21 @@
 Every schedule runs the same model on all ranks. The costs of its passes and messages are medians over the measured
 iterations; the simulation of the order that ran, with these costs, is the prediction. Both bubbles are the share of an
 iteration in which the busiest rank does not compute. Ranks that share a GPU compute at the same time only under CUDA's
-Multi-Process Service; without it, their bubbles mean nothing.
+Multi-Process Service, which is used where it works; without it, their bubbles mean nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import os
 import sys
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from gpu_day import gpt, step
+from gpu_day import gpt, mps, step
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
@@ -34,16 +34,18 @@ def main() -> int:
     parser = step.parser(__doc__)
     gpt.add_sizes(parser)
     options = parser.parse_args()
-    rows = [compared(schedule, _measured(schedule, options)) for schedule in SCHEDULES]
+    ranks = int(os.environ["WORLD_SIZE"])
+    per_gpu = -(-ranks // torch.cuda.device_count()) if options.device == "cuda" else 0
+    with mps.shared_gpu(per_gpu) as is_shared:
+        rows = [compared(schedule, _measured(schedule, options)) for schedule in SCHEDULES]
+        gpt.leave()
     shares = {
         f"{str(row['schedule']).replace('-', '_')}_{what}": row[what]["bubble"]
         for row in rows
         for what in ("measured", "predicted")
     }
-    ranks = dist.get_world_size()
-    per_gpu = -(-ranks // torch.cuda.device_count()) if options.device == "cuda" else 0
-    step.write(options.output, {**shares, "num_ranks": ranks, "ranks_per_gpu": per_gpu, "rows": rows})
-    gpt.leave()
+    where = {"num_ranks": ranks, "ranks_per_gpu": per_gpu, "mps": is_shared}
+    step.write(options.output, {**shares, **where, "rows": rows})
     return 0
 
 
@@ -66,6 +68,8 @@ def _measured(schedule: str, options: argparse.Namespace) -> list[Timeline]:
         revert()
     del job
     gc.collect()
+    if options.device == "cuda":
+        torch.cuda.empty_cache()  # the ranks share the GPU's memory
     return timelines
 
 

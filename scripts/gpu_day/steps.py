@@ -54,6 +54,8 @@ WHOLE = "tests/gpu/test_whole_runs.py"
 WAITS = "of {num_actions} actions wait: {waiting}"
 ALLOCATOR = "reserved / allocated: zb-h2 {zb_h2:.2f}, v-min {v_min:.2f}"
 MODEL = "--hidden-size 4096 --num-layers 8 --seq-length 2048 --micro-batch-size 2"
+ON_RANKS = "--hidden-size 4096 --num-layers 8 --seq-length 1024 --micro-batch-size 2"
+"""Four ranks with it fit into the memory of one GPU of 80 GB, also with the activations of ZB-H2."""
 SMALL = "--hidden-size 1024 --num-layers 8 --seq-length 1024 --micro-batch-size 1"
 """Passes for which the host is the limit."""
 FRAGMENTS = "--iterations 50 --hidden-size 2048 --num-layers 8 --seq-length 1024"
@@ -234,9 +236,10 @@ PARTS = {
             Step(
                 "measured bubbles",
                 "bubbles",
-                "--hidden-size 4096 --num-layers 8 --seq-length 2048 --num-microbatches 8 --rounds 3",
+                f"{ON_RANKS} --num-microbatches 8 --rounds 3",
                 180,
-                "{ranks_per_gpu} ranks per GPU, measured (predicted): 1f1b {1f1b_measured:.1%} ({1f1b_predicted:.1%}), "
+                "{ranks_per_gpu} ranks per GPU (MPS: {mps}), measured (predicted): "
+                "1f1b {1f1b_measured:.1%} ({1f1b_predicted:.1%}), "
                 "zb-h1 {zb_h1_measured:.1%} ({zb_h1_predicted:.1%}), zb-v {zb_v_measured:.1%} ({zb_v_predicted:.1%})",
                 "--hidden-size 32 --num-layers 4 --seq-length 16 --num-microbatches 4 --rounds 2",
                 num_ranks=4,
