@@ -5,7 +5,7 @@ Its modules delay weight gradients by TransformerEngine's rules:
 - Each module has a queue, whose ``pop`` raises if the queue is empty.
 - ``backward_dw`` overwrites ``weight.grad``, leaves a bias that already has a gradient alone, and calls the hooks.
 - With fused accumulation, the first microbatch overwrites ``main_grad``, and B returns a placeholder gradient.
-- With ``fp8``, the bias gradient is reduced at B, before the output gradient is quantized.
+- With ``fp8``, the bias gradient is reduced at B, before the output gradient is quantized, row-wise and column-wise.
 """
 
 from __future__ import annotations
@@ -135,7 +135,11 @@ def _weight_gradients(ctx: Any, xs: list[Any], grads: list[Any], weights: list[A
     outs = [w.main_grad if fused else torch.full_like(w, torch.nan) for w in weights]
     accumulate = fused and not ctx.is_first
 
-    def gemm(x: torch.Tensor, grad: torch.Tensor, out: torch.Tensor, bias: Any) -> tuple[torch.Tensor, Any]:
+    if fp8:
+        grads = [Quantized(grad) for grad in grads]
+
+    def gemm(x: torch.Tensor, grad: Any, out: torch.Tensor, bias: Any) -> tuple[torch.Tensor, Any]:
+        grad = grad.from_columns() if fp8 else grad
         product = grad.t().to(out.dtype) @ x.to(out.dtype)
         out.add_(product) if accumulate else out.copy_(product)
         return out, None if bias is None or fp8 else grad.sum(0)
@@ -157,6 +161,27 @@ def _weight_gradients(ctx: Any, xs: list[Any], grads: list[Any], weights: list[A
         return [torch.full_like(w, torch.nan) for w in weights], late  # NaN: adding a placeholder is noticed
     is_delayed = module.wgrad_store.delay_wgrad_compute()
     return ([None] * len(outs) if is_delayed and not is_grouped else outs), late
+
+
+class Quantized:
+    """A quantized tensor in two halves, as MXFP8's: neither can be made from the other. It is no ``torch.Tensor``."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.rows: torch.Tensor | None = x.clone()
+        self.columns: torch.Tensor | None = x.t().contiguous()
+
+    def from_columns(self) -> torch.Tensor:
+        assert self.columns is not None, "a weight gradient needs the column-wise half"
+        return self.columns.t()
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        if (rowwise_usage and self.rows is None) or (columnwise_usage and self.columns is None):
+            raise RuntimeError("a half was requested that is missing")
+        self.rows = None if rowwise_usage is False else self.rows
+        self.columns = None if columnwise_usage is False else self.columns
+
+    def get_data_tensors(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        return self.rows, self.columns
 
 
 def _quantized(x: torch.Tensor) -> torch.Tensor:

@@ -177,6 +177,17 @@ def test_deferred_tensors_and_elements_are_counted() -> None:
         assert not len(store), "a fused backward must defer nothing"
 
 
+@pytest.mark.parametrize("model", [Layers, Experts])
+def test_quantized_output_gradient_keeps_only_the_half_that_w_needs(model: type[torch.nn.Module]) -> None:
+    with split() as store:
+        own = Run(lambda: model(bias=False, fuse_wgrad_accumulation=True), True, store)
+        own.passes("F0 B0")
+        kept = sum(t.numel() for t in store.tensors(Pass(0, Kind.W, 0)))
+        sizes = [IN + OUT] if model is Experts else [IN + IN, IN + OUT]
+        assert kept == TOKENS * sum(sizes), "inputs, which the fake does not divide, and halves of output gradients"
+        own.passes("W0")
+
+
 @pytest.mark.parametrize(
     "model", [Layers, Experts]
 )  # only with fp8 does TransformerEngine compute gradients of these biases

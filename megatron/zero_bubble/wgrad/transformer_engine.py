@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.wgrad import quantized
 from megatron.zero_bubble.wgrad.stand_in import stand_in_grad
 from megatron.zero_bubble.wgrad.store import Product, WgradStore
 
@@ -79,7 +80,7 @@ class DelayedGradient:
     def tensors(self) -> Iterator[torch.Tensor]:
         """The operands, gathered under sequence parallelism; for quantized operands, their data and scales."""
         own = self._operands[:2] if self._module.is_fused else self._operands  # fused: the others are main_grad
-        yield from _flatten(own)
+        yield from quantized.tensors(own)
         yield from self.at_backward.values()
 
     def run(self) -> Iterable[Product]:
@@ -163,6 +164,7 @@ class _DelayedModule:
                 "backwards"
             )
         self._latest = microbatch
+        quantized.keep_columns(operands[1])
         self._unsettled.append(DelayedGradient(self, operands))
         return self._unsettled[-1]
 
@@ -384,13 +386,3 @@ def _own_class(module: Any) -> Any:
     """The base class of ``module`` that TransformerEngine's ``pytorch.module`` package defines, or None."""
     known = (c for c in type(module).__mro__ if c.__module__.startswith("transformer_engine.pytorch.module."))
     return next(known, None)
-
-
-def _flatten(operands: Iterable[Any]) -> Iterator[torch.Tensor]:
-    for operand in operands:
-        if hasattr(operand, "get_data_tensors"):
-            yield from _flatten(operand.get_data_tensors())
-        elif isinstance(operand, (list, tuple)):
-            yield from _flatten(operand)
-        elif isinstance(operand, torch.Tensor):
-            yield operand
