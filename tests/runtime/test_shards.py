@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -147,3 +147,67 @@ def test_weights_of_other_replicas_are_nan_after_the_end() -> None:
 
 def bytes_whole(chunks: dict[int, TwoReplicas]) -> int:
     return sum(t.untyped_storage().nbytes() for each in chunks.values() for t in (*each.weights, *each.gradients))
+
+
+def test_passes_have_a_pool_for_weights_and_one_for_gradients() -> None:
+    """What is whole between passes comes from the common pool: a pool keeps its largest size."""
+    chunks = {0: TwoReplicas(), 1: TwoReplicas()}
+    pools: list[Pool] = []
+
+    class Pool:
+        """Counts the bytes of weights and of gradients that are allocated in it, for the one chunk of a call."""
+
+        def __init__(self, device: str) -> None:
+            assert device == "cpu", "the device of the chunks"
+            self.made: dict[str, list[int]] = {"weights": [], "gradients": []}
+            pools.append(self)
+
+        def allocate(self, work: Callable[[], None]) -> None:
+            before = self._whole()
+            work()
+            for kind, size in self._whole().items():
+                if size > before[kind]:
+                    self.made[kind].append(size - before[kind])
+
+        def _whole(self) -> dict[str, int]:
+            return {
+                kind: sum(t.untyped_storage().nbytes() for each in chunks.values() for t in getattr(each, kind))
+                for kind in self.made
+            }
+
+    sharder, one = Sharder(ThreadLane(), Pool), 4 * SIZE
+    sharder.keep(chunks)
+    assert len(pools) == 2
+    run(sharder, chunks, 2)
+    weights, gradients = pools
+    gathers = sharder.num_gathers
+    assert weights.made == {"weights": [one] * gathers, "gradients": []}
+    assert gradients.made == {"weights": [], "gradients": [one] * sharder.num_reductions}
+    with sharder.whole_gradients([1]), sharder.whole_weights([0, 1]):
+        assert bytes_whole(chunks) == 3 * one
+    with sharder.whole_gradients([0, 1]):
+        assert bytes_whole(chunks) == 2 * one
+    sharder.close()
+    assert len(weights.made["weights"]) == gathers, "weights between passes are in the common pool"
+    assert len(gradients.made["gradients"]) == sharder.num_reductions + 1, "of the step, those of one chunk at a time"
+    assert bytes_whole(chunks) == 4 * one
+
+
+def test_pools_of_whole_chunks_serve_passes_only() -> None:
+    """Where chunks are whole between iterations, a pool must not grow to the size of the model."""
+    num_allocated = []
+
+    class Pool:
+        def __init__(self, _device: str) -> None:
+            self._place = len(num_allocated)
+            num_allocated.append(0)
+
+        def allocate(self, work: Callable[[], None]) -> None:
+            work()
+            num_allocated[self._place] += 1
+
+    chunks, sharder = {0: TwoReplicas(), 1: TwoReplicas()}, Sharder(ThreadLane(), Pool)
+    for iteration in (1, 2):
+        run(sharder, chunks, 2)
+        assert num_allocated == [sharder.num_gathers, sharder.num_reductions], iteration
+    sharder.close()

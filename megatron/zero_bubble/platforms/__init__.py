@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.platforms.pools import MemoryPool
 from megatron.zero_bubble.platforms.streams import HostCopy, Lane, SideStream
 
 NAMES = ("cpu", "cuda", "auto")
@@ -73,6 +74,9 @@ class Platform(Protocol):
 
     def host_memory(self, limit: int | None = None) -> HostMemory:
         """Host memory for tensors that leave the device; ``limit`` is in bytes, None for no limit."""
+
+    def memory_pool(self) -> MemoryPool:
+        """A new pool of memory on the current device; the common one where allocators have no pools."""
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> HostCopy:
         """Start to copy a tensor of this platform to host memory.

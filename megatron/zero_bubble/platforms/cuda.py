@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.platforms.pools import CommonPool, MemoryPool
 from megatron.zero_bubble.platforms.streams import HostCopy
 
 _PERIOD_S = 0.001
@@ -124,6 +125,26 @@ class PinnedMemory(HostMemory):
         torch.cuda.cudart().cudaHostUnregister(block.data_ptr())
 
 
+class CudaPool:
+    """A ``MemoryPool`` of torch's own allocator. It keeps its largest size until it is deleted: other allocations, and
+    ``torch.cuda.empty_cache``, leave its blocks alone.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.MemPool()
+
+    def allocate(self, work: Callable[[], None]) -> None:
+        try:
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                work()
+        except torch.OutOfMemoryError:
+            # While a pool is in use, the allocator of torch 2.8 fails without freeing what others keep unused.
+            torch.cuda.empty_cache()
+            with torch.cuda.use_mem_pool(self._pool, self._device):
+                work()
+
+
 class CudaHostCopy(HostCopy):
     """A ``HostCopy`` on a stream of its own, so that neither the passes nor the host wait for one another.
 
@@ -227,6 +248,11 @@ class CudaPlatform:
 
     def host_memory(self, limit: int | None = None) -> PinnedMemory:
         return PinnedMemory(limit)
+
+    def memory_pool(self) -> MemoryPool:
+        # Other allocators have no pools: cudaMallocAsync, and those that a job plugs in.
+        native = torch.cuda.get_allocator_backend() == "native"
+        return CudaPool(self.current_device()) if native else CommonPool()
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> CudaHostCopy:
         return CudaHostCopy(tensor, after)

@@ -4,6 +4,10 @@ Between iterations, either everything is whole, as a job expects that knows noth
 shards, which an optimizer steps in place (``Sharder.keep``). Memory is given back by resizing storages, so that all
 views stay valid: parameters, their gradients, and what autograd saved. It is allocated and freed in the order of the
 passes, which wait for each collective before they use or free what it wrote; the lane needs to keep nothing alive.
+
+Whole weights and whole gradients of passes have a memory pool each. There, a chunk finds the blocks that another one
+left; among activations, small tensors would have split them, and the next gather would ask the device for gigabytes.
+What is whole between passes has its memory from the common pool, because a pool keeps its largest size.
 """
 
 from __future__ import annotations
@@ -19,10 +23,14 @@ import torch
 from megatron.zero_bubble.errors import PeerError, UserError
 from megatron.zero_bubble.ir import Op
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.platforms.pools import CommonPool, MemoryPool
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
+
+_COMMON = CommonPool()
 
 
 class Chunk(Protocol):
@@ -50,6 +58,7 @@ class Sharder:
 
     Args:
         lane: runs all collectives, in order.
+        make_pool: makes a pool of memory on a device of this type.
 
     Attributes:
         num_gathers, num_reductions: the collectives started so far.
@@ -58,8 +67,10 @@ class Sharder:
         keeps: whether chunks are shards also between iterations.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, lane: Lane, make_pool: Callable[[str], MemoryPool] = lambda d: select(d).memory_pool()) -> None:
+        self._lane, self._make_pool = lane, make_pool
+        self._weights: MemoryPool = _COMMON
+        self._gradients: MemoryPool = _COMMON
         self._chunks: dict[int, _Sharded] = {}
         self._whole: set[int] = set()  # stages that are whole between iterations, for whoever reads their weights
         self.num_gathers = self.num_reductions = self.most_whole = 0
@@ -68,8 +79,14 @@ class Sharder:
 
     def keep(self, chunks: Mapping[int, Chunk]) -> None:
         """Free all but the shards of ``chunks``, by stage; from now on, they are shards also between iterations."""
-        self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
+        self._shard(chunks)
         self.keeps = True
+
+    def _shard(self, chunks: Mapping[int, Chunk]) -> None:
+        self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
+        if self._weights is _COMMON:
+            device = next(own.weights[0].device.type for own in chunks.values())
+            self._weights, self._gradients = self._make_pool(device), self._make_pool(device)
 
     def shards(self, stage: int) -> Shards:
         """The own parts of a stage that is kept as shards."""
@@ -107,8 +124,9 @@ class Sharder:
     def whole_gradients(self, stages: Iterable[int]) -> Iterator[None]:
         """Context in which the gradients of ``stages``, kept as shards, have their size; only the own parts count."""
         used = [self._chunks[stage] for stage in stages]
+        pool = self._gradients if len(used) == 1 else _COMMON  # more than passes have would enlarge the pool for good
         for sharded in used:
-            sharded.restore_gradients()
+            sharded.restore_gradients(pool)
             self._count()
         try:
             yield
@@ -138,7 +156,7 @@ class Sharder:
                 sharded.shards.gradients = None
             yield
             return
-        self._chunks = {stage: _Sharded(chunk) for stage, chunk in chunks.items()}
+        self._shard(chunks)
         try:
             yield
             for stage in self._chunks:
@@ -169,7 +187,7 @@ class Sharder:
 
     def _gather(self, observer: IterationObserver | None, op: Gather, _inputs: Sequence[Any]) -> tuple[Awaited]:
         sharded = self._chunks[op.stage]
-        sharded.allocate_weights()
+        sharded.allocate_weights(self._weights)
         self._count()
         self.num_gathers += 1
         self.gathered_bytes += _size(sharded.chunk.weights)
@@ -182,7 +200,7 @@ class Sharder:
         self._chunks[op.stage].free_weights()
 
     def _open(self, op: Open, _inputs: Sequence[Any]) -> tuple[None]:
-        self._chunks[op.stage].allocate_gradients()
+        self._chunks[op.stage].allocate_gradients(self._gradients)
         self._count()
         return (None,)
 
@@ -229,23 +247,23 @@ class _Sharded:
         self.shards = Shards([part.clone() for part in chunk.own_weights])
         self._sizes = {id(whole): whole.untyped_storage().nbytes() for whole in (*chunk.weights, *chunk.gradients)}
         self.free_weights()
-        self._resize(chunk.gradients, whole=False)
+        self._free(chunk.gradients)
 
     @property
     def num_whole(self) -> int:
         """Bytes of whole weights and gradients."""
         return sum(whole.untyped_storage().nbytes() for whole in (*self.chunk.weights, *self.chunk.gradients))
 
-    def allocate_weights(self) -> None:
-        self._resize(self.chunk.weights, whole=True)
+    def allocate_weights(self, pool: MemoryPool = _COMMON) -> None:
+        self._allocate(self.chunk.weights, pool)
         for part, shard in zip(self.chunk.own_weights, self.shards.weights, strict=True):
             part.copy_(shard)
 
     def free_weights(self) -> None:
-        self._resize(self.chunk.weights, whole=False)
+        self._free(self.chunk.weights)
 
-    def allocate_gradients(self) -> None:
-        self._resize(self.chunk.gradients, whole=True)
+    def allocate_gradients(self, pool: MemoryPool = _COMMON) -> None:
+        self._allocate(self.chunk.gradients, pool)
         for gradients in self.chunk.gradients:
             gradients.zero_()
 
@@ -256,27 +274,33 @@ class _Sharded:
             return
         for shard, part in zip(self.shards.gradients, self.chunk.own_gradients, strict=True):
             shard.add_(part)
-        self._resize(self.chunk.gradients, whole=False)
+        self._free(self.chunk.gradients)
 
     def take_gradients(self) -> None:
         """Replace the shard by the own part, and free the gradients."""
         self.shards.gradients = [part.clone() for part in self.chunk.own_gradients]
-        self._resize(self.chunk.gradients, whole=False)
+        self._free(self.chunk.gradients)
 
-    def restore_gradients(self) -> None:
+    def restore_gradients(self, pool: MemoryPool = _COMMON) -> None:
         """Allocate gradients, with the own parts in place."""
-        self.allocate_gradients()
+        self.allocate_gradients(pool)
         for part, shard in zip(self.chunk.own_gradients, self.shards.gradients or (), strict=False):
             part.copy_(shard)
 
     def restore(self, others: float | None = None) -> None:
         """Allocate everything, with the own parts in place, and ``others`` in all other weights."""
-        self._resize(self.chunk.weights, whole=True)
+        self._allocate(self.chunk.weights, _COMMON)
         if others is not None:
             for weights in self.chunk.weights:
                 weights.fill_(others)
         self.allocate_weights()
         self.restore_gradients()
+
+    def _allocate(self, tensors: Sequence[torch.Tensor], pool: MemoryPool) -> None:
+        pool.allocate(lambda: self._resize(tensors, whole=True))
+
+    def _free(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._resize(tensors, whole=False)
 
     def _resize(self, tensors: Sequence[torch.Tensor], whole: bool) -> None:
         for tensor in tensors:

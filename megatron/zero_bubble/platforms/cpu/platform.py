@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.platforms.cpu.host import MappedMemory
+from megatron.zero_bubble.platforms.pools import CommonPool
 from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline, ThreadLane
 
 CPU = torch.device("cpu")
@@ -71,6 +72,9 @@ class CpuPlatform:
 
     def host_memory(self, limit: int | None = None) -> MappedMemory:
         return MappedMemory(limit)
+
+    def memory_pool(self) -> CommonPool:
+        return CommonPool()
 
     def to_host(self, tensor: torch.Tensor, after: dist.Work | None = None) -> AlreadyThere:
         if after is not None:
