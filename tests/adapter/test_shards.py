@@ -231,3 +231,23 @@ def test_replica_that_changes_its_microbatches_alone_is_refused(ranks: RankPool)
     for report in caught.value.reports.values():
         assert "must run the same number of microbatches per iteration, because they gather" in report
         assert "got 2, 4; give all of them the same, or train without shard_weights" in report
+
+
+def train_with_late_answers(rank: int, flags: Sequence[str], schedule: str) -> None:
+    """As ``train_differently``, but as over NCCL: replicas learn with their first passes what the others begin."""
+    from megatron.zero_bubble.adapter import shards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "backend_of", lambda _group: "nccl")
+        train_differently(rank, flags, schedule)
+
+
+def test_new_plan_is_made_only_after_the_other_replicas_have_answered(ranks: RankPool) -> None:
+    """Else its collectives would meet the gathers of replicas that have a plan already."""
+    alone = TWO.flags(4, f"{BASE} {CHUNKS} 2 --rampup-batch-size 8 8 16 --eval-iters 0")
+    flags = [TWO.flags(2, f"{BASE} {CHUNKS} 2 --eval-iters 0"), alone]
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(4, train_with_late_answers, flags, "zero-pp --zero-bubble-shard-weights", timeout=60)
+    changed = [caught.value.reports.get(rank, "") for rank in (1, 3)]
+    assert any("got 2, 4; give all of them the same" in report for report in changed)
+    assert not any("same plan" in report for report in caught.value.reports.values())

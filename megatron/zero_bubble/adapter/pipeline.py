@@ -221,8 +221,10 @@ class Pipeline:
 
     def _run(self, call: _Call, observer: IterationObserver | None) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
+        if self._group is not None and call.groups.pp is not self._group:
+            self._disconnect()  # the job has rebuilt its process groups
         if self.units is not None:
-            self.units.check_replicas(step.num_microbatches, step.forward_only, device_of(chunks))
+            self.units.check_replicas(step.num_microbatches, step.forward_only)
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
         boundary = call.boundary(prepared.schedule.slices)
@@ -324,8 +326,6 @@ class Pipeline:
 
     def _prepare(self, group: dist.ProcessGroup, config: Any, num_microbatches: int, forward_only: bool) -> Prepared:
         """The plan for this number of microbatches; made, checked and compared between ranks when it is new."""
-        if self._group is not None and group is not self._group:
-            self._disconnect()  # the job has rebuilt its process groups
         key = (num_microbatches, forward_only)
         schedule = self._make_schedule(group.size(), num_microbatches)
         if self._rollback is not None and self._optimizer is None and not forward_only:
@@ -339,6 +339,7 @@ class Pipeline:
             check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
             check_runnable(schedule, group.size(), num_microbatches)
             if self.units is not None:
+                self.units.agree()
                 self.units.check(config, schedule)
             plan = self._plan(schedule, moves, forward_only)
             check_queues(group, plan)

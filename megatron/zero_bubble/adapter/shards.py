@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_attr_wrapped_model
@@ -21,15 +21,18 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.zero_bubble.adapter.finalize import Finalize
 from megatron.zero_bubble.adapter.placement import is_end
 from megatron.zero_bubble.adapter.prepared import check_same_plan
+from megatron.zero_bubble.adapter.replicas import Comparison
 from megatron.zero_bubble.adapter.sharded_step import Place, check_optimizer, step_shards
 from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
+from megatron.zero_bubble.ir.shards import Release
 from megatron.zero_bubble.job.shards import check_chunks, check_shards
 from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.platforms.streams import Lane
 from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.shards import Sharder
 
@@ -126,14 +129,18 @@ class ShardedUnits:
     Args:
         sharding: maps a number of pipeline ranks to how chunks are sharded over their replicas.
         transport: exchanges the shards.
+        timeout: how long a replica may take to begin the same iteration; None for torch's default.
 
     Attributes:
         sharder: runs the ops; None until a plan has been made.
     """
 
-    def __init__(self, sharding: Callable[[int], Sharding], transport: ShardTransport) -> None:
+    def __init__(
+        self, sharding: Callable[[int], Sharding], transport: ShardTransport, timeout: timedelta | None = None
+    ) -> None:
         self._sharding = sharding
-        self._transport = transport
+        self._transport, self._timeout = transport, timeout
+        self._comparison: Comparison | None = None
         self.sharder: Sharder | None = None
         self._optimizer: Any = None
         self._stages: tuple[int, ...] = ()  # of the chunks that are kept as shards
@@ -178,27 +185,34 @@ class ShardedUnits:
         ranks = schedule.placement.stage_to_rank
         self._ends_meet = ranks[0] == ranks[-1]
 
-    def check_replicas(self, num_microbatches: int, forward_only: bool, device: torch.device) -> None:
-        """Check that all replicas begin the same iteration. A collective call of every iteration: a replica that
+    def check_replicas(self, num_microbatches: int, forward_only: bool) -> None:
+        """Begin to check that all replicas run the same iteration. A collective call of every iteration: a replica that
         changes its microbatches alone would be the only one that makes a new plan.
 
+        The answer is read by ``agree``: at the latest when the first passes are queued, and over gloo here, because the
+        host waits for the other replicas in the first gather anyway.
+
         Raises:
-            UserError: replicas have different numbers of microbatches, or only some of them evaluate.
+            UserError: see ``agree``.
         """
         if not self._transport.is_collective or self.of(forward_only) is None:
             return  # a replica then runs on its own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        own = torch.tensor([num_microbatches, forward_only], device=device)
-        every = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(every, own, group=group)
-        iterations = [tuple(each) for each in torch.stack(every).tolist()]
-        if len(set(iterations)) > 1:
-            what = [f"{count}{' (evaluation)' * evaluates}" for count, evaluates in iterations]
-            raise UserError(
-                "all data-parallel replicas of sharded units must run the same number of microbatches per iteration, "
-                f"because they gather weights and reduce gradients together; got {', '.join(what)}; give all of them "
-                "the same, or train without shard_weights"
-            )
+        if self._comparison is None or self._comparison.replicas is not group:
+            self._comparison = Comparison(group, self._timeout)
+        self._comparison.start(num_microbatches, forward_only)
+        if backend_of(group) == "gloo":
+            self.agree()
+
+    def agree(self) -> None:
+        """Wait for the answer to ``check_replicas``, unless it is known; a new plan may be made only after that.
+
+        Raises:
+            UserError: replicas have different numbers of microbatches, or only some of them evaluate.
+            PeerError: a replica died.
+        """
+        if self._comparison is not None:
+            self._comparison.check()
 
     def connect(self, plan: Plan, make_lane: Callable[[], Lane]) -> None:
         """Prepare for a plan. A collective call.
@@ -213,7 +227,14 @@ class ShardedUnits:
     def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
         """The handlers of one iteration."""
         assert self.sharder is not None, "connect comes first"
-        return self.sharder.handlers(observer)
+        by_op = self.sharder.handlers(observer)
+        release = by_op[Release]
+
+        def release_and_agree(op: Op, inputs: Sequence[Any]) -> Any:
+            self.agree()  # the passes of the first run of a stage are queued
+            return release(op, inputs)
+
+        return {**by_op, Release: release_and_agree}
 
     @contextmanager
     def iteration(self, stages: Sequence[StageFacts], chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -280,6 +301,9 @@ class ShardedUnits:
         Chunks that are shards get their memory back, with NaN where they had no shard.
         """
         self._transport.close()
+        if self._comparison is not None:
+            self._comparison.close()
+            self._comparison = None
         if self.sharder is not None:
             self.sharder.close()
             self.sharder = None

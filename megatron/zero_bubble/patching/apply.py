@@ -182,7 +182,7 @@ def _pipeline(
         observers = (planned, *observers, recorder)
     waits = None if timeout is None else timedelta(seconds=timeout)
     transport = OnDemand(waits) if config.shard_transport == "on-demand" else Collectives()
-    units = ShardedUnits(config.sharding, transport) if config.shard_weights else None
+    units = ShardedUnits(config.sharding, transport, waits) if config.shard_weights else None
     return Pipeline(
         make,
         timeout,

@@ -1,0 +1,68 @@
+"""The comparison of what data-parallel replicas do in an iteration: between hosts, without a wait for any device."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.zero_bubble.errors import PeerError, UserError
+from megatron.zero_bubble.runtime.groups import destroy, new_group
+from megatron.zero_bubble.runtime.transport import lost_connection
+
+
+class Comparison:
+    """Compares the numbers of microbatches of replicas. The constructor is a collective call of all ranks of the job.
+
+    Over NCCL, the answer would come after all that the device has queued, and the host could not run ahead of it.
+
+    Args:
+        replicas: their group.
+        timeout: how long a replica may take to begin the same iteration; None for torch's default.
+    """
+
+    def __init__(self, replicas: dist.ProcessGroup, timeout: timedelta | None = None) -> None:
+        self.replicas = replicas
+        self._group = new_group(dist.get_process_group_ranks(replicas), "gloo", timeout)
+        self._answer: tuple[dist.Work, list[torch.Tensor]] | None = None
+
+    def start(self, num_microbatches: int, forward_only: bool) -> None:
+        """Tell the other replicas what this one begins, and wait for none of them. A collective call of the group."""
+        own = torch.tensor([num_microbatches, forward_only], device="cpu")
+        every = [torch.empty_like(own) for _ in range(self._group.size())]
+        self._answer = dist.all_gather(every, own, group=self._group, async_op=True), every
+
+    def check(self) -> None:
+        """Wait until all replicas have begun the iteration, unless that is known.
+
+        Raises:
+            UserError: they have different numbers of microbatches, or only some of them evaluate.
+            PeerError: a replica died.
+        """
+        if self._answer is None:
+            return
+        (work, every), self._answer = self._answer, None
+        try:
+            work.wait()
+        except RuntimeError as error:
+            reason = lost_connection(error)
+            if reason is None:
+                raise
+            raise PeerError(
+                f"not all data-parallel replicas began the iteration ({reason}); a rank has died or hangs: look for "
+                "the first error of the other ranks"
+            ) from error
+        iterations = [tuple(each.tolist()) for each in every]
+        if len(set(iterations)) > 1:
+            what = [f"{count}{' (evaluation)' * evaluates}" for count, evaluates in iterations]
+            raise UserError(
+                "all data-parallel replicas of sharded units must run the same number of microbatches per iteration, "
+                f"because they gather weights and reduce gradients together; got {', '.join(what)}; give all of them "
+                "the same, or train without shard_weights"
+            )
+
+    def close(self) -> None:
+        """Disconnect from the other replicas."""
+        self._answer = None
+        destroy(self._group)
