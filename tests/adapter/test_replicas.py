@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -105,3 +106,22 @@ def over_gloo(rank: int) -> str:
 
 def test_over_gloo_the_answer_comes_before_the_first_gather(ranks: RankPool) -> None:
     assert ranks.run(2, over_gloo, timeout=30) == ["refused"] * 2
+
+
+def lose_a_replica(rank: int) -> None:
+    from megatron.zero_bubble.adapter.replicas import Comparison
+
+    world: Any = dist.group.WORLD
+    comparison = Comparison(world)
+    comparison.start(4, False)
+    comparison.check()
+    if rank == 1:
+        os._exit(1)
+    comparison.start(4, False)
+    comparison.check()
+
+
+def test_lost_replica_is_named(ranks: RankPool) -> None:
+    with pytest.raises(RankFailure) as caught:
+        ranks.run(2, lose_a_replica, timeout=30, grace=5.0)
+    assert "PeerError: not all data-parallel replicas began the iteration" in caught.value.reports[0]
