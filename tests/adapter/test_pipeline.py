@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from megatron.core import process_groups_config
@@ -79,3 +80,20 @@ def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.Monk
     with pytest.raises(Reached) as reached:
         configured(nccl_ctas=7, peer_timeout_s=30.0)._connect(group, plan)
     assert reached.value.args == (timedelta(seconds=30), 7)
+
+
+def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, mock.Mock] = {}
+    for name in ("Directions", "Transport", "Lanes", "Watchdog", "check_same_plan", "backend_of", "select"):
+        made[name] = mock.Mock()
+        monkeypatch.setattr(pipeline, name, made[name])
+    made["Directions"].of.return_value = SimpleNamespace(backend="nccl", device="cpu")
+    connected, units = configured(nccl_ctas=7), mock.Mock()
+    connected.units = units
+    plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
+    connected._connect(SimpleNamespace(size=lambda: 2), plan)  # type: ignore[arg-type]
+    watchdog = made["Watchdog"].return_value
+    assert made["Transport"].call_args.args[-1] is watchdog
+    assert made["Lanes"].call_args.args[-1] is watchdog
+    assert units.connect.call_args.args[-1] is watchdog
+    watchdog.start.assert_called_once_with()

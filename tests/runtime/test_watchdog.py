@@ -1,12 +1,13 @@
-"""The watchdog names the pass and the channel for which a GPU waits in vain, by NCCL's rules on simulated GPUs."""
+"""The watchdog names the pass and what its GPU waits for in vain, by NCCL's rules on simulated GPUs."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,11 +16,18 @@ import torch
 from megatron.zero_bubble import Pass, build
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message, Value
+from megatron.zero_bubble.ir.collectives import Spread
+from megatron.zero_bubble.ir.shards import Gather
 from megatron.zero_bubble.plan import lower
 from megatron.zero_bubble.runtime import watchdog as watchdogs
+from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers
+from megatron.zero_bubble.runtime.executor import Awaited
+from megatron.zero_bubble.runtime.shards import Sharder
 from megatron.zero_bubble.runtime.watchdog import Watchdog
-from tests.helpers.nccl import GPUs, Marks
+from tests.helpers.nccl import COMPUTE, Event, GPUs, Marks
+from tests.runtime.test_collectives import plan_of
 from tests.runtime.test_nccl import Iteration
+from tests.runtime.test_shards import TwoReplicas
 
 FORWARD = Message(Value(Pass.parse("0F3")), 0, 1)
 NOT_RECEIVED = (
@@ -107,6 +115,73 @@ def test_every_rank_that_waits_for_a_stopped_rank_says_so(stopped: int) -> None:
         assert (error is None) is (rank == stopped), error
         if abs(rank - stopped) == 1:
             assert f"; rank {stopped} has died or hangs" in str(error)
+
+
+class OnLane:
+    """A ``Lane`` whose collectives wait for ``arrived``."""
+
+    def __init__(self, gpus: GPUs, rank: int) -> None:
+        self._gpus, self._stream, self.arrived = gpus, (rank, COMPUTE), Event()
+
+    def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> OnLane:
+        self.made = work()
+        return self
+
+    def wait(self) -> Any:
+        self._gpus.wait(self._stream, self.arrived)
+        return self.made
+
+
+class ThreeRanks:
+    """What ``Lanes`` takes for the group of a pipeline, and its transfers."""
+
+    def spread(self, value: Value, held: Any, root: int, group: Any) -> torch.Tensor:
+        return torch.ones(1)
+
+
+def start_spread(lane: OnLane, watchdog: Watchdog) -> Awaited:
+    """A collective of vocabulary parallelism that rank 1 of 3 takes part in."""
+    plan = plan_of("zb-h1", 1)
+    lanes = Lanes(ThreeRanks(), lambda: lane, None, watchdog=watchdog)  # type: ignore[arg-type]
+    op = next(op for op in plan.ops[1] if isinstance(op, Spread))
+    lanes._lanes[op.lane] = lane, ThreeRanks()  # type: ignore[assignment]
+    (awaited,) = collective_handlers(plan, lanes, ThreeRanks())[Spread](op, [])  # type: ignore[arg-type]
+    return awaited
+
+
+def start_gather(lane: OnLane, watchdog: Watchdog) -> Awaited:
+    """The gathering of the weights of a sharded unit."""
+    chunk, sharder = TwoReplicas(), Sharder(lane, watchdog)  # type: ignore[arg-type]
+    sharder.keep({0: chunk})
+    (awaited,) = sharder.handlers(None)[Gather](Gather(0, 0), ())
+    return awaited
+
+
+MISSED = (
+    "pipeline rank 1 could not run 1I0: not all ranks took part in the collective for 0I0:tokens (the GPU has waited 90"
+)
+NOT_GATHERED = (
+    "not all data-parallel replicas took part in 0:gather@0 (the GPU has waited 90 s); a rank has died or hangs"
+)
+
+
+@pytest.mark.parametrize(("start", "text"), [(start_spread, MISSED), (start_gather, NOT_GATHERED)])
+def test_a_collective_on_a_lane_is_named_with_the_pass(start: Callable[..., Awaited], text: str) -> None:
+    gpus = GPUs(3)
+    watchdog, lane = watched(gpus)[1], OnLane(gpus, 1)
+    awaited = start(lane, watchdog)
+    result = awaited.wait(Pass.parse("1I0"))
+    assert not gpus.run()
+    assert watchdog.check(0.0) is None
+    assert str(watchdog.check(90.0)).startswith(text)
+    if result is not None:
+        kept = weakref.ref(result)
+        del result, awaited
+        lane.made = None
+        assert kept() is None, "the watchdog keeps no result"
+    lane.arrived.reached = True
+    assert gpus.run()
+    assert watchdog.check(1000.0) is None
 
 
 @contextmanager

@@ -115,6 +115,7 @@ class Pipeline:
         self._prepared: dict[tuple[int, bool], Prepared] = {}
         self._transport: Transport | None = None
         self._lanes: Lanes | None = None
+        self._watchdog: Watchdog | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -363,8 +364,9 @@ class Pipeline:
             directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
             if is_nccl(directions.backend):
                 watchdog = Watchdog(select("cuda"), self._timeout)
+            self._watchdog = watchdog
             self._transport, self._group = Transport(directions, plan.channels, watchdog), group
-            self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas)
+            self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas, watchdog)
             if self._select_moves is not None:
                 host = select(directions.device).host_memory(self._host_limit)
                 self.offloader = Offloader(self.store.saved, host, select(directions.device).lane(), self._say)
@@ -373,7 +375,7 @@ class Pipeline:
         else:
             self._transport.open(plan.channels)
         if self.units is not None:
-            self.units.connect(plan, select("cpu" if backend_of(group) == "gloo" else "cuda").lane)
+            self.units.connect(plan, select("cpu" if backend_of(group) == "gloo" else "cuda").lane, self._watchdog)
         assert self._lanes is not None
         self._lanes.open(collective_kinds(plan))
         if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:

@@ -35,6 +35,7 @@ from megatron.zero_bubble.runtime.executor import Handler
 from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.shards import Sharder
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 
 class DistributedChunk:
@@ -214,15 +215,15 @@ class ShardedUnits:
         if self._comparison is not None:
             self._comparison.check()
 
-    def connect(self, plan: Plan, make_lane: Callable[[], Lane]) -> None:
-        """Prepare for a plan. A collective call.
+    def connect(self, plan: Plan, make_lane: Callable[[], Lane], watchdog: Watchdog | None = None) -> None:
+        """Prepare for a plan. A collective call; ``watchdog`` follows the waits for collectives.
 
         Raises:
             UserError: the replicas run different plans, and their exchange is collective.
         """
         self._transport.connect(plan)
         if self.sharder is None:
-            self.sharder = Sharder(make_lane())
+            self.sharder = Sharder(make_lane(), watchdog)
 
     def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
         """The handlers of one iteration."""

@@ -25,6 +25,7 @@ from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 _PATIENCE_S = 10.0
 """Time that the collectives of all lanes have to complete when they are closed. Ranks close them after the same
@@ -54,6 +55,7 @@ class Lanes:
         group: the ranks of the pipeline.
         make_lane: makes a lane.
         timeout, nccl_ctas: see ``groups.Directions.of``.
+        watchdog: with NCCL, follows the waits of the GPU; None if the host waits.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Lanes:
         make_lane: Callable[[], Lane],
         timeout: timedelta | None,
         nccl_ctas: int = DEFAULT_NCCL_CTAS,
+        watchdog: Watchdog | None = None,
     ) -> None:
+        self._watchdog = watchdog
         self._make_group = partial(group_beside_passes, group, timeout, nccl_ctas)
         self._make_lane = make_lane
         self._lanes: dict[str, tuple[Lane, dist.ProcessGroup]] = {}
@@ -88,7 +92,7 @@ class Lanes:
                 return work(group)
 
         with _blaming_peers(op, op):
-            return Collected(lane.start(run, uses), op)
+            return Collected(lane.start(run, uses), op, self._watchdog)
 
     def close(self, timeout_s: float = _PATIENCE_S) -> None:
         """Stop the lanes, when all collectives are complete, and destroy their groups.
@@ -107,17 +111,21 @@ class Lanes:
 class Collected(Awaited):
     """The result of a collective."""
 
-    def __init__(self, result: Result, op: Collective) -> None:
-        self._result, self._op = result, op
+    def __init__(self, result: Result, op: Collective, watchdog: Watchdog | None = None) -> None:
+        self._result, self._op, self._watchdog = result, op, watchdog
 
     def wait(self, needed_by: object) -> Any:
         """Wait for the result.
 
         Raises:
-            PeerError: another rank died or did not take part within the group's timeout.
+            PeerError: another rank died or did not take part within the group's timeout. With NCCL, the watchdog ends
+                the process with the same message instead.
         """
-        with _blaming_peers(self._op, needed_by):
-            return self._result.wait()
+        op = self._op  # the watchdog must not keep the result
+        with _blaming_peers(op, needed_by):
+            if self._watchdog is None:
+                return self._result.wait()
+            return self._watchdog.wait(self._result, lambda reason: _missed(op, needed_by, reason))
 
 
 @contextmanager
@@ -128,10 +136,14 @@ def _blaming_peers(op: Collective, needed_by: object) -> Iterator[None]:
     except RuntimeError as error:
         if (reason := lost_connection(error)) is None:
             raise
-        raise PeerError(
-            f"pipeline rank {op.rank} could not run {needed_by}: not all ranks took part in the collective for "
-            f"{op.key} ({reason}); a rank has died or hangs: look for the first error of the other ranks"
-        ) from error
+        raise _missed(op, needed_by, reason) from error
+
+
+def _missed(op: Collective, needed_by: object, reason: str) -> PeerError:
+    return PeerError(
+        f"pipeline rank {op.rank} could not run {needed_by}: not all ranks took part in the collective for "
+        f"{op.key} ({reason}); a rank has died or hangs: look for the first error of the other ranks"
+    )
 
 
 def collective_kinds(plan: Plan) -> set[str]:

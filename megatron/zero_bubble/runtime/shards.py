@@ -29,6 +29,7 @@ from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
+from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 _COMMON = CommonPool()
 
@@ -59,6 +60,7 @@ class Sharder:
     Args:
         lane: runs all collectives, in order.
         make_pool: makes a pool of memory on a device of this type.
+        watchdog: with NCCL, follows the waits of the GPU; None if the host waits.
 
     Attributes:
         num_gathers, num_reductions: the collectives started so far.
@@ -67,8 +69,13 @@ class Sharder:
         keeps: whether chunks are shards also between iterations.
     """
 
-    def __init__(self, lane: Lane, make_pool: Callable[[str], MemoryPool] = lambda d: select(d).memory_pool()) -> None:
-        self._lane, self._make_pool = lane, make_pool
+    def __init__(
+        self,
+        lane: Lane,
+        make_pool: Callable[[str], MemoryPool] = lambda device: select(device).memory_pool(),
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        self._lane, self._make_pool, self._watchdog = lane, make_pool, watchdog
         self._weights: MemoryPool = _COMMON
         self._gradients: MemoryPool = _COMMON
         self._chunks: dict[int, _Sharded] = {}
@@ -222,7 +229,7 @@ class Sharder:
                 collective()
 
         try:
-            return _Collective(self._lane.start(work_of(op, work, observer), ()), op)
+            return _Collective(self._lane.start(work_of(op, work, observer), ()), op, self._watchdog)
         except RuntimeError as error:
             raise _blame(op, error) from error
 
@@ -319,6 +326,10 @@ def _blame(op: object, error: RuntimeError) -> RuntimeError | PeerError:
     reason = lost_connection(error)
     if reason is None:
         return RuntimeError(f"{op}, a collective of the data-parallel replicas, failed: {error}")
+    return _missed(op, reason)
+
+
+def _missed(op: object, reason: str) -> PeerError:
     return PeerError(
         f"not all data-parallel replicas took part in {op} ({reason}); a rank has died or hangs: look for the first "
         "error of the other ranks"
@@ -328,16 +339,21 @@ def _blame(op: object, error: RuntimeError) -> RuntimeError | PeerError:
 class _Collective(Awaited):
     """A collective that may not be complete."""
 
-    def __init__(self, result: Result, op: Op) -> None:
-        self._result, self._op = result, op
+    def __init__(self, result: Result, op: Op, watchdog: Watchdog | None) -> None:
+        self._result, self._op, self._watchdog = result, op, watchdog
 
     def wait(self, needed_by: object) -> None:
         """Make the passes wait for the collective.
 
         Raises:
-            PeerError: a replica died or did not take part within the group's timeout.
+            PeerError: a replica died or did not take part within the group's timeout. With NCCL, the watchdog ends the
+                process with the same message instead.
         """
+        op = self._op
         try:
-            self._result.wait()
+            if self._watchdog is None:
+                self._result.wait()
+            else:
+                self._watchdog.wait(self._result, lambda reason: _missed(op, reason))
         except RuntimeError as error:
-            raise _blame(self._op, error) from error
+            raise _blame(op, error) from error

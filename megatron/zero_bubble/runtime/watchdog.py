@@ -1,12 +1,13 @@
-"""Ends a rank whose GPU waits for a message in vain, with a message that names the pass and the channel.
+"""Ends a rank whose GPU waits for another rank in vain, with a message that names what it waits for.
 
-With gloo the host waits for a message, and fails when the peer does not send it. NCCL's ``Work.wait`` returns at once:
-only the compute stream waits. The host runs ahead, and stops later, in any call that needs a result of the GPU, so
-that it cannot raise an error. torch's own watchdog ends the process, but does not know passes.
+With gloo the host waits for a message or a collective, and fails when a peer does not take part. NCCL's ``Work.wait``,
+and that of a result on a CUDA lane, return at once: only the compute stream waits. The host runs ahead, and stops
+later, in any call that needs a result of the GPU, so that it cannot raise an error. torch's own watchdog ends the
+process, but does not know passes.
 
 Therefore two marks in the compute stream (CUDA events) enclose every wait, and a thread follows them. If a GPU has
 reached the first mark of a wait and does not reach the second, its peer hangs or is gone. The marks take some
-microseconds of the host per message; nothing waits for the GPU.
+microseconds of the host per wait; nothing waits for the GPU.
 """
 
 from __future__ import annotations
@@ -38,6 +39,12 @@ class Marks(Protocol):
     def reached(self, mark: Any) -> bool: ...
 
 
+class Waiting(Protocol):
+    """What the compute stream waits for: a ``dist.Work`` or a ``platforms.streams.Result``."""
+
+    def wait(self) -> Any: ...
+
+
 class _Wait(NamedTuple):
     begin: Any
     end: Any
@@ -49,7 +56,7 @@ class Watchdog:
 
     Args:
         marks: makes and queries the marks.
-        timeout: maximum time that the GPU may wait for a message; it is given up when nine tenths of it are over. None
+        timeout: maximum time that the GPU may wait for its peers; it is given up when nine tenths of it are over. None
             is the default of torch.distributed.
         give_up: called in the watchdog's thread with the error; by default it prints the error and ends the process.
     """
@@ -69,11 +76,15 @@ class Watchdog:
         """Start the thread."""
         self._thread.start()
 
-    def wait(self, work: dist.Work, failure: Callable[[str], PeerError]) -> None:
-        """Make the compute stream wait for ``work``; ``failure`` makes the error from a reason."""
+    def wait(self, work: Waiting, failure: Callable[[str], PeerError]) -> Any:
+        """Make the compute stream wait for ``work``, and return what it returns.
+
+        ``failure`` makes the error from a reason. It must not refer to tensors: it is kept until the wait has ended.
+        """
         begin = self._marks.mark()
-        work.wait()
+        result = work.wait()
         self._waits.append(_Wait(begin, self._marks.mark(), failure))
+        return result
 
     def check(self, now_s: float) -> PeerError | None:
         """The error if the GPU has waited too long at the time ``now_s``; called again and again, with later times."""
