@@ -10,9 +10,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
-from megatron.zero_bubble.runtime.symmetric import SymmetricExchange
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.runtime import symmetric
+from megatron.zero_bubble.runtime.symmetric import SymmetricExchange, check_hosts
+from tests.helpers.ranks import RankPool
 
 SIZE, KEYS, COUNTS = 5, ((0, 0), (3, 0)), (4, 1, 2)
 
@@ -112,3 +117,51 @@ def test_torch_has_the_functions_of_the_stand_in() -> None:
         assert callable(getattr(_symmetric_memory, name))
     for name, arguments in (("get_buffer", r"rank: .*sizes: .*dtype: "), ("barrier", r"channel: .*timeout_ms: ")):
         assert re.search(arguments, getattr(_symmetric_memory._SymmetricMemory, name).__doc__)
+
+
+def check_on(rank: int, hosts: list[str], backend: str | None) -> str:
+    """Check the hosts with replicas in pairs of ranks; return the error of this rank."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(symmetric.socket, "gethostname", lambda: hosts[rank])
+        try:
+            check_hosts(pairs[rank // 2], backend)
+        except UserError as error:
+            return str(error)
+        finally:
+            for pair in pairs:
+                dist.destroy_process_group(pair)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("hosts", "backend", "refused"),
+    [
+        (["a", "a", "b", "b"], "CUDA", False),  # pipelines over hosts
+        (["a", "a", "b", "c"], "NVSHMEM", False),
+        (["a", "a", "b", "c"], "CUDA", True),
+        (["a", "a", "b", "c"], None, True),
+    ],
+)
+def test_replicas_on_several_hosts_are_refused_on_every_rank(
+    ranks: RankPool, hosts: list[str], backend: str | None, refused: bool
+) -> None:
+    errors = ranks.run(4, check_on, hosts, backend)
+    assert len(set(errors)) == 1
+    assert (
+        f"got the data-parallel replicas of ranks [2, 3] on b, c with the backend {backend}" in errors[0]
+    ) is refused
+
+
+def test_hosts_are_checked_before_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through torch's own name of the backend, on a build without a GPU."""
+    from megatron.zero_bubble.adapter import on_demand
+
+    seen = []
+    monkeypatch.setattr(on_demand.parallel_state, "get_data_parallel_group", lambda **_: Group(0, 2))
+    monkeypatch.setattr(on_demand, "backend_of", lambda _: "nccl")
+    monkeypatch.setattr(on_demand, "check_hosts", lambda group, backend: seen.append((group.size(), backend)))
+    exchange = on_demand.OnDemand()
+    exchange.connect(None)  # type: ignore[arg-type]
+    assert seen == [(2, None)]
+    exchange.close()

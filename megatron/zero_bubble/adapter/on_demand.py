@@ -13,7 +13,7 @@ from megatron.zero_bubble.adapter.shards import DistributedChunk
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.on_demand import Exchange
-from megatron.zero_bubble.runtime.symmetric import SymmetricExchange
+from megatron.zero_bubble.runtime.symmetric import SymmetricExchange, check_hosts
 
 
 class OnDemandChunk(DistributedChunk):
@@ -69,7 +69,11 @@ class OnDemand:
         self._exchange: Exchange | SymmetricExchange | None = None
 
     def connect(self, _plan: Plan) -> None:
-        """Begin to serve the other replicas; their plans may differ. A collective call the first time."""
+        """Begin to serve the other replicas; their plans may differ. A collective call the first time.
+
+        Raises:
+            UserError: on every rank, if replicas on GPUs cannot reach each other's memory.
+        """
         if self._exchange is not None:
             return
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -78,6 +82,8 @@ class OnDemand:
         else:
             from torch.distributed import _symmetric_memory  # defines operators when it is imported
 
+            backend_on = getattr(_symmetric_memory, "get_backend", lambda _device: None)  # since torch 2.9
+            check_hosts(group, backend_on("cuda"))
             self._exchange = SymmetricExchange(group, _symmetric_memory, self._timeout)
 
     @contextmanager

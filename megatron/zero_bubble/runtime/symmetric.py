@@ -8,6 +8,7 @@ with a stand-in; no GPU has run it.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.runtime.on_demand import Key
 
 
@@ -24,6 +26,32 @@ class SymmetricMemory(Protocol):
     def empty(self, *size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
 
     def rendezvous(self, tensor: torch.Tensor, group: Any) -> Any: ...
+
+
+_BETWEEN_HOSTS = "NVSHMEM"
+"""The backend of torch's symmetric memory that reaches GPUs of other hosts; the others need peer access."""
+
+
+def check_hosts(group: dist.ProcessGroup, backend: str | None) -> None:
+    """Check that the replicas ``group`` can reach each other's memory. A collective call of all ranks of the job.
+
+    Args:
+        backend: that of torch's symmetric memory; None if torch does not say.
+
+    Raises:
+        UserError: on every rank, if any group of replicas has GPUs on several hosts, which the backend cannot reach.
+    """
+    every: list[tuple[str, list[int], str | None]] = [("", [], None)] * dist.get_world_size()
+    dist.all_gather_object(every, (socket.gethostname(), dist.get_process_group_ranks(group), backend))
+    for _, members, own in every:
+        hosts = sorted({every[member][0] for member in members})
+        if len(hosts) > 1 and own != _BETWEEN_HOSTS:
+            raise UserError(
+                "shards on demand need GPUs that can access each other's memory: those of one host, or torch's "
+                f"symmetric memory over {_BETWEEN_HOSTS}; got the data-parallel replicas of ranks {members} on "
+                f"{', '.join(hosts)} with the backend {own}; set TORCH_SYMMMEM={_BETWEEN_HOSTS} with a torch that has "
+                "it, place the replicas on one host, or exchange shards by collectives"
+            )
 
 
 class SymmetricExchange:
