@@ -9,7 +9,7 @@ operations run at once.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +19,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
+from megatron.zero_bubble.platforms import own_streams
+
 Clock = Counter[str]
+POOL_SIZE = 32
+"""Streams of torch per priority and device."""
 _WITHOUT_ACCESS = (
     *("__get__", "detach", "untyped_storage", "__getitem__", "set_"),
     *("size", "stride", "storage_offset", "numel"),
@@ -113,6 +117,9 @@ class FakeCuda(TorchFunctionMode):
         self.host: Clock = Counter()
         self._memory: dict[int, _Memory] = {}
         self._num_streams = 0
+        self._pools: defaultdict[int, list[FakeStream]] = defaultdict(list)
+        self._num_pooled: Counter[int] = Counter()
+        self._made: list[FakeStream] = []
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """Replace the names of ``torch.cuda`` that the platform uses."""
@@ -120,16 +127,36 @@ class FakeCuda(TorchFunctionMode):
         def record_stream(tensor: torch.Tensor, stream: FakeStream) -> None:
             self._memory[_key(tensor)].recorded.add(stream.name)
 
-        patch.setattr(torch.cuda, "Stream", self.stream)
+        patch.setattr(torch.cuda, "Stream", self.pooled)
+        patch.setattr(torch.cuda, "ExternalStream", self.external)
+        patch.setattr(own_streams, "_make", self._make)
+        patch.setattr(own_streams, "_unused", defaultdict(list))
         patch.setattr(torch.cuda, "Event", lambda enable_timing=False: FakeEvent(self, enable_timing))
         patch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
         patch.setattr(torch.cuda, "stream", self.on)
         # This function parses its arguments, and refuses the fake stream, before it asks a mode.
         patch.setattr(torch.Tensor, "record_stream", record_stream)
 
-    def stream(self, device: Any = None, priority: int = 0) -> FakeStream:
+    def stream(self) -> FakeStream:
+        """A new stream."""
         self._num_streams += 1
         return FakeStream(self, f"stream {self._num_streams}")
+
+    def pooled(self, device: Any = None, priority: int = 0) -> FakeStream:
+        """Imitates ``torch.cuda.Stream``: the streams of a priority are handed out in turn."""
+        pool, self._num_pooled[priority] = self._pools[priority], self._num_pooled[priority] + 1
+        if len(pool) < POOL_SIZE:
+            pool.append(self.stream())
+        return pool[(self._num_pooled[priority] - 1) % POOL_SIZE]
+
+    def _make(self, device: Any, priority: int) -> int:
+        """Imitates the driver, which returns a handle."""
+        self._made.append(self.stream())
+        return len(self._made) - 1
+
+    def external(self, handle: int, device: Any) -> FakeStream:
+        """Imitates ``torch.cuda.ExternalStream``."""
+        return self._made[handle]
 
     @contextmanager
     def on(self, stream: FakeStream) -> Iterator[None]:

@@ -19,7 +19,7 @@ from megatron.zero_bubble.platforms import cuda as platform_module
 from megatron.zero_bubble.platforms.cuda import CudaPlatform, PinnedMemory
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
-from tests.platforms.fake_cuda import FakeCuda, FakeEvent, FakeStream, Unordered
+from tests.platforms.fake_cuda import POOL_SIZE, FakeCuda, FakeEvent, FakeStream, Unordered
 
 
 @pytest.fixture
@@ -172,6 +172,28 @@ def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) ->
 
 def test_offload_copies_between_the_passes_that_write_and_read(cuda: FakeCuda) -> None:
     assert offload(cuda) == 2 * 3 * 32 * 32
+
+
+def test_lanes_share_no_stream_with_one_another_or_with_the_pool(cuda: FakeCuda) -> None:
+    """A 33rd user of torch's pool gets the stream of the first; so do the communicators of NCCL, which take from it."""
+    others = [torch.cuda.Stream(priority=priority) for priority in (-1, 0) for _ in range(POOL_SIZE)]
+    platform = CudaPlatform()
+    lanes = [platform.lane() for _ in range(POOL_SIZE + 1)]
+    side_streams = [platform.side_stream() for _ in range(2)]
+    copies = platform_module._stream_for_copies(torch.device("cpu"))
+    own = [*(each._stream for each in (*lanes, *side_streams)), copies]
+    assert len({stream.name for stream in (*own, *others)}) == len(own) + len(others)  # type: ignore[attr-defined]
+
+
+def test_streams_of_closed_lanes_are_used_again(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not one whose work has not ended: it may wait for a rank that is lost."""
+    first = CudaPlatform().lane()
+    assert first.close(0.0)
+    second = CudaPlatform().lane()
+    assert second._stream is first._stream
+    monkeypatch.setattr(FakeStream, "query", lambda self: False)
+    assert not second.close(0.0)
+    assert CudaPlatform().lane()._stream is not second._stream
 
 
 def test_lane_closes_when_its_own_work_has_ended(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

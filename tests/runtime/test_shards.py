@@ -175,7 +175,7 @@ def test_passes_have_a_pool_for_weights_and_one_for_gradients() -> None:
                 for kind in self.made
             }
 
-    sharder, one = Sharder(ThreadLane(), Pool), 4 * SIZE
+    sharder, one = Sharder(ThreadLane(), make_pool=Pool), 4 * SIZE
     sharder.keep(chunks)
     assert len(pools) == 2
     run(sharder, chunks, 2)
@@ -206,7 +206,7 @@ def test_pools_of_whole_chunks_serve_passes_only() -> None:
             work()
             num_allocated[self._place] += 1
 
-    chunks, sharder = {0: TwoReplicas(), 1: TwoReplicas()}, Sharder(ThreadLane(), Pool)
+    chunks, sharder = {0: TwoReplicas(), 1: TwoReplicas()}, Sharder(ThreadLane(), make_pool=Pool)
     for iteration in (1, 2):
         run(sharder, chunks, 2)
         assert num_allocated == [sharder.num_gathers, sharder.num_reductions], iteration

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.host import HostMemory
+from megatron.zero_bubble.platforms.own_streams import give_stream, take_stream
 from megatron.zero_bubble.platforms.pools import CommonPool, MemoryPool
 from megatron.zero_bubble.platforms.streams import HostCopy
 
@@ -45,7 +46,7 @@ class CudaSideStream:
     """A ``SideStream`` on a CUDA stream with the lowest priority, which the passes have too."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=0)
+        self._stream = take_stream(device)
         self._is_busy = False
 
     def run(self, work: Callable[[], None], uses: Iterable[torch.Tensor]) -> None:
@@ -62,11 +63,15 @@ class CudaSideStream:
             self._is_busy = False
 
 
+_OF_LANES = -1
+"""The priority of lanes: high, because other ranks wait for their work."""
+
+
 class CudaLane:
-    """A ``Lane`` on a CUDA stream with high priority, because other ranks wait for its work."""
+    """A ``Lane`` on a CUDA stream of its own: it must not wait for other lanes, nor for messages."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream = take_stream(device, _OF_LANES)
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> CudaResult:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
@@ -86,6 +91,7 @@ class CudaLane:
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(_PERIOD_S)
+        give_stream(self._stream, _OF_LANES)
         return True
 
 
@@ -172,7 +178,7 @@ class CudaHostCopy(HostCopy):
 
 @cache
 def _stream_for_copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    return take_stream(device)
 
 
 class CudaPlatform:

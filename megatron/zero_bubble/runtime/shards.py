@@ -59,8 +59,8 @@ class Sharder:
 
     Args:
         lane: runs all collectives, in order.
-        make_pool: makes a pool of memory on a device of this type.
         watchdog: with NCCL, follows the waits of the GPU; None if the host waits.
+        make_pool: makes a pool of memory on a device of this type.
 
     Attributes:
         num_gathers, num_reductions: the collectives started so far.
@@ -72,10 +72,10 @@ class Sharder:
     def __init__(
         self,
         lane: Lane,
-        make_pool: Callable[[str], MemoryPool] = lambda device: select(device).memory_pool(),
         watchdog: Watchdog | None = None,
+        make_pool: Callable[[str], MemoryPool] = lambda device: select(device).memory_pool(),
     ) -> None:
-        self._lane, self._make_pool, self._watchdog = lane, make_pool, watchdog
+        self._lane, self._watchdog, self._make_pool = lane, watchdog, make_pool
         self._weights: MemoryPool = _COMMON
         self._gradients: MemoryPool = _COMMON
         self._chunks: dict[int, _Sharded] = {}
