@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
+from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.runtime import groups
 from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.nccl import options_beside_passes, without_p2p_warning
+from megatron.zero_bubble.runtime.nccl import check_streams, options_beside_passes, without_p2p_warning
 from tests.helpers.nccl import GPUs
 from tests.helpers.ranks import RankPool
 
@@ -71,6 +74,41 @@ def test_options_of_a_wrapped_backend_are_found() -> None:
     wrapped = pipeline_with(max_ctas=16)._get_backend(torch.device("cuda"))
     pipeline: Any = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(wrapped_pg=wrapped))
     assert options_beside_passes(pipeline, 3, timedelta(minutes=2)).config.max_ctas == 16
+
+
+def group_with(priority: bool | None) -> Any:
+    """A group whose streams have high priority or not; None for one without a backend for GPUs."""
+    if priority is None:
+        return SimpleNamespace(_get_backend=mock.Mock(side_effect=RuntimeError("No backend type associated")))
+    return SimpleNamespace(_get_backend=lambda _: SimpleNamespace(options=Options(priority)))
+
+
+@pytest.mark.parametrize(("num_others", "refused"), [(28, False), (29, True)])
+def test_communicators_that_would_share_a_stream_are_refused(
+    monkeypatch: pytest.MonkeyPatch, num_others: int, refused: bool
+) -> None:
+    """A rank has four channels, in two groups. Groups of default priority take other streams, those of gloo none."""
+    gpus = GPUs(3)
+    transport = gpus.transports(frozenset({(0, 1), (1, 0), (1, 2), (2, 1)}))[1]
+    of_messages = [group_with(True), group_with(True)]
+    transport._directions = replace(transport._directions, groups=dict(zip((True, False), of_messages, strict=True)))
+    lazy = [group_with(True) for _ in range(num_others)]
+    groups_of_job = [*lazy, *of_messages, *(group_with(priority) for priority in (False, None) for _ in range(40))]
+    world = SimpleNamespace(pg_map=[*groups_of_job])
+    monkeypatch.setattr(distributed_c10d, "_world", world)
+    with pytest.raises(UserError, match="got 4 for messages .* and 29 of other") if refused else nullcontext():
+        transport.check_streams()
+
+
+def test_gloo_takes_no_streams(ranks: RankPool) -> None:
+    ranks.run(2, check_streams_of_gloo)
+
+
+def check_streams_of_gloo(_rank: int) -> None:
+    assert torch.distributed.group.WORLD is not None
+    check_streams(32, [])
+    with pytest.raises(UserError, match="got 33 for messages between stages and 0 of other process groups"):
+        check_streams(33, [])
 
 
 def made_groups(

@@ -378,6 +378,7 @@ class Pipeline:
             self.units.connect(plan, select("cpu" if backend_of(group) == "gloo" else "cuda").lane, self._watchdog)
         assert self._lanes is not None
         self._lanes.open(collective_kinds(plan))
+        self._transport.check_streams()
         if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
             self._reports = LossReports(group, wait=self._rollback is None, timeout=self._timeout)
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from megatron.zero_bubble.errors import UserError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """The default timeout of torch.distributed for NCCL."""
 _UNSET = -(2**31)
 """``NCCL_CONFIG_UNDEF_INT``: NCCL's default applies."""
 _CTAS = ("min_ctas", "max_ctas")
+_NUM_STREAMS = 32
+"""Streams of high priority that torch has per device for communicators; the next one shares that of the first."""
 
 
 def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: timedelta) -> Any:
@@ -32,9 +37,7 @@ def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: t
     Returns:
         A new ``ProcessGroupNCCL.Options``, for one group: torch writes the group's name and ranks into it.
     """
-    backend: Any = pipeline._get_backend(torch.device("cuda"))
-    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
-    job = getattr(backend, "wrapped_pg", backend).options.config
+    job = _options_of(pipeline).config
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     if all(getattr(job, name) == _UNSET for name in _CTAS):
@@ -43,6 +46,40 @@ def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: t
         if (value := getattr(job, name)) not in (_UNSET, None):
             setattr(options.config, name, value)
     return options
+
+
+def _options_of(group: dist.ProcessGroup) -> Any:
+    backend: Any = group._get_backend(torch.device("cuda"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch wraps the backend.
+    return getattr(backend, "wrapped_pg", backend).options
+
+
+def check_streams(num_channels: int, of_messages: Collection[dist.ProcessGroup]) -> None:
+    """Check that no communicator of this rank shares its stream with another: they would wait for each other.
+
+    Args:
+        num_channels: the channels of this rank, each of which has a communicator.
+        of_messages: the groups that have these communicators.
+
+    Raises:
+        UserError: torch has fewer streams.
+    """
+    others = [group for group in distributed_c10d._world.pg_map if group not in of_messages and _has_priority(group)]
+    if num_channels + len(others) > _NUM_STREAMS:
+        raise UserError(
+            f"at most {_NUM_STREAMS} communicators of NCCL with high priority can have a stream of their own per GPU, "
+            f"and those that share one can deadlock; got {num_channels} for messages between stages and {len(others)} "
+            "of other process groups; name fewer groups in --high-priority-stream-groups, or in the file of "
+            "--nccl-communicator-config-path",
+            everywhere=False,
+        )
+
+
+def _has_priority(group: dist.ProcessGroup) -> bool:
+    try:
+        return bool(getattr(_options_of(group), "is_high_priority_stream", False))
+    except RuntimeError:
+        return False  # the group has no backend for GPUs
 
 
 def without_p2p_warning(call: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from megatron.zero_bubble.ir.plan import Channel
 from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.runtime.executor import Awaited
 from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.nccl import without_p2p_warning
+from megatron.zero_bubble.runtime.nccl import check_streams, without_p2p_warning
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 # Phrases in errors of gloo, NCCL and their store that mean a lost or silent peer.
@@ -113,6 +113,16 @@ class Transport:
         if channel not in self._routes:
             self._routes[channel] = self._directions.route(channel)
         return self._routes[channel]
+
+    def check_streams(self) -> None:
+        """With NCCL, check that every communicator of the rank has a stream of its own; called when it has all groups.
+
+        Raises:
+            UserError: see ``nccl.check_streams``.
+        """
+        if is_nccl(self._directions.backend):
+            own = [channel for channel in self._opened if self.rank in channel]
+            check_streams(len(own), tuple(self._directions.groups.values()))
 
     def send(self, message: Message, tensor: torch.Tensor) -> None:
         """Start sending ``tensor`` (contiguous, any dtype); never waits for the peer.
