@@ -88,12 +88,12 @@ def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.M
         made[name] = mock.Mock()
         monkeypatch.setattr(pipeline, name, made[name])
     made["Directions"].of.return_value = SimpleNamespace(backend="nccl", device="cpu")
-    connected, units = configured(nccl_ctas=7), mock.Mock()
+    connected, units = configured(nccl_ctas=7, nccl_collective_ctas=5), mock.Mock()
     connected.units = units
     plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
     connected._connect(SimpleNamespace(size=lambda: 2), plan)  # type: ignore[arg-type]
     watchdog = made["Watchdog"].return_value
     assert made["Transport"].call_args.args[-1] is watchdog
-    assert made["Lanes"].call_args.args[-1] is watchdog
+    assert made["Lanes"].call_args.args[-2:] == (5, watchdog)
     assert units.connect.call_args.args[-1] is watchdog
     watchdog.start.assert_called_once_with()

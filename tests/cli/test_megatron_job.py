@@ -48,7 +48,7 @@ OUR_VALUES = {
     "post-receives": "late", "nccl-ctas": "1", "offload": "all", "host-memory": "1GiB", "shard-transport": "on-demand",
     "unit-microbatches": "2", "whole-stages": "1", "num-slices": "2", "slice-ends": "16,32", "attention-share": "0.1",
     "vocabulary-parallel": "2", "placement": "vee", "memory-limit": "1p", "costs": "x", "rollback": "inverse",
-    "trace": "x", "record-costs": "x", "trace-iterations": "50-60",
+    "trace": "x", "record-costs": "x", "trace-iterations": "50-60", "nccl-collective-ctas": "4",
 }  # fmt: skip
 """Values of our own flags that are not switches."""
 JOBS_OF_RULES = (

@@ -13,7 +13,8 @@ OURS = """
 --zero-bubble-attention-share --zero-bubble-balance-microbatches --zero-bubble-costs
 --zero-bubble-device --zero-bubble-exact
 --zero-bubble-fuse-wgrad
---zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit --zero-bubble-nccl-ctas
+--zero-bubble-host-memory --zero-bubble-log-bubble --zero-bubble-memory-limit
+--zero-bubble-nccl-collective-ctas --zero-bubble-nccl-ctas
 --zero-bubble-num-slices --zero-bubble-offload --zero-bubble-placement --zero-bubble-post-receives
 --zero-bubble-post-validation --zero-bubble-recompute-logits
 --zero-bubble-record-costs --zero-bubble-rollback --zero-bubble-schedule --zero-bubble-schedule-file

@@ -132,11 +132,22 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
         ),
         ("--zero-bubble-wgrad-stream", 1, "--zero-bubble-wgrad-stream has no effect without a zero-bubble schedule"),
         ("--zero-bubble-post-receives late", 1, "--zero-bubble-post-receives late has no effect without"),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-nccl-collective-ctas 4",
+            2,
+            "--zero-bubble-nccl-collective-ctas has no effect without vocabulary parallelism",
+        ),
         ("--zero-bubble-nccl-ctas 4", 1, "--zero-bubble-nccl-ctas has no effect without a zero-bubble schedule"),
         (
             "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-nccl-ctas 0",
             2,
             "nccl_ctas must be positive; got 0",
+        ),
+        (
+            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 1 "
+            "--zero-bubble-nccl-collective-ctas 0",
+            2,
+            "nccl_collective_ctas must be positive; got 0; leave it out for 8",
         ),
         ("--zero-bubble-exact", 1, "--zero-bubble-exact has no effect without a zero-bubble schedule"),
         ("--zero-bubble-fuse-wgrad", 1, "--zero-bubble-fuse-wgrad has no effect without a zero-bubble schedule"),
@@ -257,7 +268,7 @@ def test_omitted_flags_get_defaults() -> None:
     config = checked("--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-auto", 2).zero_bubble
     assert (config.placement, config.memory_limit, config.rollback) == ("linear", "1p", "exact")
     assert (config.post_validation, config.wgrad_stream, config.fuse_wgrad) == (False, False, True)
-    assert (config.post_receives, config.nccl_ctas) == ("early", 2)
+    assert (config.post_receives, config.ctas) == ("early", (2, 8))
 
 
 def test_flags_of_a_configuration_file_are_checked(tmp_path: Path) -> None:

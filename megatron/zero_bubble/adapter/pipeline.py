@@ -36,7 +36,7 @@ from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
+from megatron.zero_bubble.job.config import Ctas
 from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
@@ -70,7 +70,7 @@ class Pipeline:
         rollback: makes what undoes rejected optimizer steps, which the passes then validate, so that ``post_validated``
             must be called; None if steps are final.
         accumulate: accumulates weight gradients into their parameters; default: bit-for-bit as upstream.
-        peer_timeout_s, post_receives, nccl_ctas, recompute_logits: see ``ZeroBubbleConfig``.
+        peer_timeout_s, post_receives, ctas, recompute_logits: see ``ZeroBubbleConfig``.
         select_moves: as ``make_schedule``, for what moves to at most ``host_limit`` bytes of host memory; or None.
         units: shards chunks over their data-parallel replicas, or None.
         say: prints how much stayed on the device that was planned to move; None on all ranks but one.
@@ -88,7 +88,7 @@ class Pipeline:
         rollback: Callable[[Optimizers], Rollback] | None = None,
         accumulate: GradAccumulator | None = None,
         post_receives: PostReceives = "early",
-        nccl_ctas: int = DEFAULT_NCCL_CTAS,
+        ctas: Ctas = Ctas(),  # noqa: B008 (an immutable value)
         recompute_logits: bool = False,
         select_moves: MoveSelection | None = None,
         host_limit: int | None = None,
@@ -105,7 +105,7 @@ class Pipeline:
         self._memory = memory
         self._observers = Observers((*(() if memory is None else (memory,)), *observers))
         self._rollback = rollback
-        self._post_receives, self._nccl_ctas = post_receives, nccl_ctas
+        self._post_receives, self._ctas = post_receives, ctas
         self._logits: Logits = RecomputedLogits() if recompute_logits else KeptLogits()
         self._select_moves, self._host_limit = select_moves, host_limit
         self.units, self._say = units, say
@@ -361,17 +361,16 @@ class Pipeline:
         check_same_plan(plan, group, "ranks of a pipeline")
         if self._transport is None or self._group is not group:
             self._disconnect()
-            directions, watchdog = Directions.of(group, self._timeout, self._nccl_ctas), None
-            if is_nccl(directions.backend):
-                watchdog = Watchdog(select("cuda"), self._timeout)
-            self._watchdog = watchdog
-            self._transport, self._group = Transport(directions, plan.channels, watchdog), group
-            self._lanes = Lanes(group, select(directions.device).lane, self._timeout, self._nccl_ctas, watchdog)
+            directions = Directions.of(group, self._timeout, self._ctas.message)
+            self._watchdog = Watchdog(select("cuda"), self._timeout) if is_nccl(directions.backend) else None
+            self._transport, self._group = Transport(directions, plan.channels, self._watchdog), group
+            make_lane, more = select(directions.device).lane, (self._timeout, self._ctas.collective, self._watchdog)
+            self._lanes = Lanes(group, make_lane, *more)
             if self._select_moves is not None:
                 host = select(directions.device).host_memory(self._host_limit)
                 self.offloader = Offloader(self.store.saved, host, select(directions.device).lane(), self._say)
-            if watchdog is not None:
-                watchdog.start()
+            if self._watchdog is not None:
+                self._watchdog.start()
         else:
             self._transport.open(plan.channels)
         if self.units is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
@@ -21,8 +21,16 @@ from megatron.zero_bubble.schedules import has_units, recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 
 DEFAULT_NCCL_CTAS = 2
+DEFAULT_NCCL_COLLECTIVE_CTAS = 8
 PLANNED_OFFLOAD = "auto"
 """The choice of ``offload`` that is planned during the run."""
+
+
+class Ctas(NamedTuple):
+    """The largest numbers of CTAs that NCCL occupies beside passes."""
+
+    message: int = DEFAULT_NCCL_CTAS
+    collective: int = DEFAULT_NCCL_COLLECTIVE_CTAS
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,8 @@ class ZeroBubbleConfig:
             occupies multiprocessors of the GPU until the message has arrived.
         nccl_ctas: the largest number of CTAs, and so of multiprocessors, that NCCL occupies for a message between two
             pipeline ranks. The job's own NCCL options for its pipeline take precedence.
+        nccl_collective_ctas: the same for a collective of ``vocabulary``, which moves as much as a message, and more in
+            float32, but waits less.
         offload: which activations are in host memory between forward and backward: ``all`` of them, the given share of
             each rank's microbatches, such as ``50%``, longest lifespan first, ``auto`` for those that delay no pass, as
             planned from measured passes and copies, or ``none``. Activations whose backward follows too closely stay
@@ -98,6 +108,7 @@ class ZeroBubbleConfig:
     wgrad_stream: bool = False
     post_receives: PostReceives = "early"
     nccl_ctas: int = DEFAULT_NCCL_CTAS
+    nccl_collective_ctas: int = DEFAULT_NCCL_COLLECTIVE_CTAS
     offload: str | None = None
     host_memory: str | None = None
     shard_weights: bool = False
@@ -150,10 +161,19 @@ class ZeroBubbleConfig:
                 f"and cannot on a separate stream; got fuse_wgrad={self.fuse_wgrad} and schedule={self.schedule!r}; "
                 "leave it out"
             )
-        if self.nccl_ctas < 1:
-            raise UserError(f"nccl_ctas must be positive; got {self.nccl_ctas}; leave it out for {DEFAULT_NCCL_CTAS}")
+        self._check_ctas()
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
+
+    @property
+    def ctas(self) -> Ctas:
+        """The CTAs of NCCL for messages and for collectives."""
+        return Ctas(self.nccl_ctas, self.nccl_collective_ctas)
+
+    def _check_ctas(self) -> None:
+        for name, count, default in zip(("nccl_ctas", "nccl_collective_ctas"), self.ctas, Ctas(), strict=True):
+            if count < 1:
+                raise UserError(f"{name} must be positive; got {count}; leave it out for {default}")
 
     def selection(self, source: ScheduleSource) -> MoveSelection | None:
         """How to select what leaves the device between forward and backward; None if nothing does."""

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS, ZeroBubbleConfig
+from megatron.zero_bubble.job.config import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, ZeroBubbleConfig
 from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
@@ -132,6 +132,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "ranks, also while it waits: fewer leave more of the GPU to the passes, more make the transfer faster; the "
         "best number has not been measured; Megatron's --nccl-communicator-config-path takes precedence; without "
         f"effect over gloo; default: {DEFAULT_NCCL_CTAS}",
+    )
+    add(
+        "--zero-bubble-nccl-collective-ctas",
+        metavar="N",
+        type=int,
+        help="the same for a collective of --zero-bubble-vocabulary-parallel, which all pipeline ranks start for each "
+        "microbatch; the best number has not been measured; Megatron's --nccl-communicator-config-path takes "
+        f"precedence; without effect over gloo; default: {DEFAULT_NCCL_COLLECTIVE_CTAS}",
     )
     add(
         "--zero-bubble-offload",
@@ -316,7 +324,8 @@ def config_of(
         fuse_wgrad=_fuses(options),
         wgrad_stream=bool(options.zero_bubble_wgrad_stream),
         post_receives=options.zero_bubble_post_receives or "early",
-        nccl_ctas=DEFAULT_NCCL_CTAS if options.zero_bubble_nccl_ctas is None else options.zero_bubble_nccl_ctas,
+        nccl_ctas=_or(options.zero_bubble_nccl_ctas, DEFAULT_NCCL_CTAS),
+        nccl_collective_ctas=_or(options.zero_bubble_nccl_collective_ctas, DEFAULT_NCCL_COLLECTIVE_CTAS),
         offload=options.zero_bubble_offload,
         host_memory=options.zero_bubble_host_memory,
         shard_weights=bool(options.zero_bubble_shard_weights),
@@ -327,6 +336,10 @@ def config_of(
         measure_memory=measure_memory,
         peer_timeout_s=peer_timeout_s,
     )
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
 
 
 def vocabulary_algorithm(options: argparse.Namespace) -> Algorithm | None:

@@ -133,7 +133,7 @@ _RULES = (
         "or drop the flag",
     ),
     _Rule(
-        ("recompute-logits",),
+        ("recompute-logits", "nccl-collective-ctas"),
         lambda job: vocabulary_algorithm(job.options) is not None or bool(job.options.zero_bubble_schedule_file),
         "has no effect without vocabulary parallelism; give --zero-bubble-vocabulary-parallel 2 or drop the flag",
     ),

@@ -170,7 +170,7 @@ def _pipeline(
         make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
     timeout, accumulate = config.peer_timeout_s, _accumulator(config)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    more = config.post_receives, config.nccl_ctas, config.recompute_logits
+    more = config.post_receives, config.ctas, config.recompute_logits
     # The number of ranks may be unknown yet; what a schedule file moves does not depend on it.
     select_moves = config.selection(sources(2))
     moves: MoveSelection | None = None if select_moves is None else functools.cache(select_moves)
