@@ -109,12 +109,15 @@ class FakeCuda(TorchFunctionMode):
     Attributes:
         compute: the stream of the passes, current at first.
         host: what the host knows to have ended.
+        num_held_back: how often memory was freed that the allocator did not get back at once, because a stream that
+            it knows of had not ended with it, as far as the host knew.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.compute = self.current = FakeStream(self, "compute")
         self.host: Clock = Counter()
+        self.num_held_back = 0
         self._memory: dict[int, _Memory] = {}
         self._num_streams = 0
         self._pools: defaultdict[int, list[FakeStream]] = defaultdict(list)
@@ -191,6 +194,7 @@ class FakeCuda(TorchFunctionMode):
         for stream, last in memory.used.items():
             if stream not in (memory.stream, *memory.recorded) and home[stream] < last:
                 raise Unordered(f"memory is freed while {stream} may still use it, and no record_stream says so")
+        self.num_held_back += any(self.host[stream] < memory.used[stream] for stream in memory.recorded)
 
     def host_waits_for(self, stream: FakeStream) -> bool:
         """Whether the host has waited for everything that is queued on ``stream``."""
@@ -201,6 +205,8 @@ class FakeCuda(TorchFunctionMode):
         name = func.__name__
         if name == "empty_like" and kwargs.pop("pin_memory", False):
             return self._added(func(*args, **kwargs), pinned=True)
+        if name == "empty_like" and (like := self._find(args[0])) is not None and not like.pinned:
+            return self._added(func(*args, **kwargs), pinned=False)
         if name == "pin_memory":
             return self._added(args[0].clone(), pinned=True)
         if name == "to" and kwargs.get("non_blocking"):  # the tests copy only to the GPU by this name

@@ -16,7 +16,8 @@ from megatron.zero_bubble.ir.offload import Evict, Fetch, Release
 from megatron.zero_bubble.optimizer import global_state
 from megatron.zero_bubble.optimizer.global_state import Reduction
 from megatron.zero_bubble.platforms import cuda as platform_module
-from megatron.zero_bubble.platforms.cuda import CudaPlatform, PinnedMemory
+from megatron.zero_bubble.platforms.cuda import CudaPlatform, CudaResult, PinnedMemory
+from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.saved import SavedTensors, unpack
 from tests.platforms.fake_cuda import POOL_SIZE, FakeCuda, FakeEvent, FakeStream, Unordered
@@ -51,20 +52,28 @@ def accumulate_on_a_side_stream(cuda: FakeCuda) -> float:
 
 
 def collect_on_a_lane(cuda: FakeCuda) -> float:
-    """A pass, a collective of its output on a lane, another pass meanwhile, and the pass that needs the result."""
-    lane = CudaPlatform().lane()
+    """Per microbatch, a pass, a collective of its output on a lane, another pass meanwhile, and the pass that needs the
+    result.
+    """
+    lane, passes, value = CudaPlatform().lane(), cuda.on_device(torch.ones(2)), cuda.on_device(torch.zeros(()))
+    for _ in range(3):
+        result = start_sum(cuda, lane)
+        cuda.free_dropped()
+        passes.mul_(2.0)
+        before = dict(cuda.compute.known)
+        total, _ = result.wait()
+        assert cuda.compute.known != before, "passes do not wait for the collective"
+        value.add_(total.sum())
+        del total, result
+        cuda.free_dropped()
+        assert not cuda.host_waits_for(cuda.compute), "the host waits for passes"
+    return float(value.item())
+
+
+def start_sum(cuda: FakeCuda, lane: Lane) -> Result:
     part = cuda.on_device(torch.ones(2))
     part.mul_(3.0)
-    result = lane.start(lambda: (part * 2.0, None), [part])
-    cuda.free(part)
-    passes = cuda.on_device(torch.ones(2))
-    passes.mul_(2.0)
-    before = dict(cuda.compute.known)
-    total, _ = result.wait()
-    assert cuda.compute.known != before, "passes do not wait for the collective"
-    value = total.sum()
-    cuda.free(total)
-    return float(value.item())
+    return lane.start(lambda: (part * 2.0, None), [part])
 
 
 def read_a_loss(cuda: FakeCuda) -> float:
@@ -163,7 +172,27 @@ def test_side_stream_runs_between_its_operands_and_the_reader_of_its_results(cud
 
 
 def test_lane_runs_between_its_operands_and_the_reader_of_its_results(cuda: FakeCuda) -> None:
-    assert collect_on_a_lane(cuda) == 12.0
+    assert collect_on_a_lane(cuda) == 3 * 12.0
+
+
+def test_memory_of_lanes_does_not_grow_with_the_run_ahead_of_the_host(cuda: FakeCuda) -> None:
+    collect_on_a_lane(cuda)
+    assert cuda.num_held_back == 0
+    accumulate_on_a_side_stream(cuda)
+    assert cuda.num_held_back == 1, "the fake notices memory that the allocator gets back late"
+
+
+def test_fake_notices_a_result_that_keeps_nothing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = CudaResult.__init__
+    monkeypatch.setattr(CudaResult, "__init__", lambda self, made, _uses, done: init(self, made, (), done))
+    with pytest.raises(Unordered):
+        collect_on_a_lane(cuda)
+
+
+def test_fake_notices_a_result_in_memory_of_the_lane(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform_module, "_in_memory_of", lambda _passes, made: made)
+    with pytest.raises(Unordered):
+        collect_on_a_lane(cuda)
 
 
 def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) -> None:
@@ -220,8 +249,16 @@ def test_reduced_figures_are_read_without_a_wait_for_passes(cuda: FakeCuda, monk
     assert reduce_figures(cuda, monkeypatch) == 6.0
 
 
-@pytest.mark.parametrize("forgotten", [(FakeStream, "wait_stream"), (torch.Tensor, "record_stream")])
-@pytest.mark.parametrize("use", [accumulate_on_a_side_stream, collect_on_a_lane, read_a_loss])
+@pytest.mark.parametrize(
+    ("use", "forgotten"),
+    [
+        (accumulate_on_a_side_stream, (FakeStream, "wait_stream")),
+        (accumulate_on_a_side_stream, (torch.Tensor, "record_stream")),
+        (collect_on_a_lane, (FakeStream, "wait_stream")),
+        (read_a_loss, (FakeStream, "wait_stream")),
+        (read_a_loss, (torch.Tensor, "record_stream")),
+    ],
+)
 def test_fake_notices_what_is_forgotten(
     cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, use: Callable[[FakeCuda], float], forgotten: tuple[type, str]
 ) -> None:

@@ -20,6 +20,7 @@ BASE = (
 )
 
 RAMP_UP = "--global-batch-size 8 --rampup-batch-size 2 2 9"
+VOCABULARY = "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 1"
 INTERLEAVED = "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 
 
@@ -144,8 +145,7 @@ def test_dynamic_loss_scaling_disables_the_nan_check() -> None:
             "nccl_ctas must be positive; got 0",
         ),
         (
-            "--pipeline-model-parallel-size 2 --zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 1 "
-            "--zero-bubble-nccl-collective-ctas 0",
+            f"{VOCABULARY} --zero-bubble-nccl-collective-ctas 0",
             2,
             "nccl_collective_ctas must be positive; got 0; leave it out for 8",
         ),

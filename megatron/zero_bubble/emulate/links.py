@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.ir import Message, Op, Plan
-from megatron.zero_bubble.ir.collectives import Spread, Sum
+from megatron.zero_bubble.ir.collectives import Finish, Spread, Sum
 from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
@@ -69,7 +69,7 @@ class VirtualCollectives:
             exchanges.append(_ExchangedTimes(end, op.rank, self._groups[op.lane], costs))
             return exchanges[-1:] * len(op.effects(plan.schedule.flow).gives)
 
-        yield {Spread: start, Sum: start}
+        yield {Spread: start, Sum: start, Finish: lambda _op, _inputs: None}
         for exchange in exchanges:
             exchange.wait("end")
 

@@ -4,6 +4,7 @@
     7F3:hidden<*7    take part in that collective as a receiver; rank 7 has the value
     2S3:part>+7      give this rank's part to the collective that adds the parts of all ranks on rank 7
     7S3:part<+7      the same on rank 7, which receives the sum in place of the parts
+    2S3:part>+7=     wait until the collective has read this rank's part, then free it
 
 A rank starts a collective and proceeds; the pass that uses its result waits. The collectives of a kind (``lane``) run
 in the same order on all ranks, one after the other, and those of different kinds independently of each other. A result
@@ -24,6 +25,10 @@ from megatron.zero_bubble.ir.slices import Slices
 
 if TYPE_CHECKING:
     from megatron.zero_bubble.ir.plan import Plan
+
+
+_GIVEN = "_given"
+"""Ends the name of what a rank has given to a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class Collective(Op):
     @property
     def is_root(self) -> bool:
         return self.rank == self.root
+
+    @property
+    def operand(self) -> Value | None:
+        """What a rank without a result has given to the collective, which reads it until ``Finish``; None on others."""
+        raise NotImplementedError
 
     def started(self, rank: int) -> Token:
         """The token that ``rank`` makes when it has started the collective."""
@@ -105,10 +115,14 @@ class Spread(Collective):
     def __str__(self) -> str:
         return f"{self.value}>*" if self.is_root else f"{self.value}<*{self.root}"
 
+    @property
+    def operand(self) -> Value | None:
+        return self.value._replace(name=f"{self.value.name}{_GIVEN}") if self.is_root else None
+
     def effects(self, flow: Flow) -> Effects:
         makes = (self.started(self.rank),)
-        if self.is_root:
-            return Effects(uses=(self.value,), makes=makes)
+        if self.operand is not None:
+            return Effects(uses=(self.value,), gives=(self.operand,), makes=makes, arrives=self.arrival())
         return Effects(gives=(self.value,), makes=makes, arrives=self.arrival())
 
 
@@ -124,16 +138,39 @@ class Sum(Collective):
         producer, name = self.value
         return Value(producer._replace(stage=0), name)
 
+    @property
+    def operand(self) -> Value | None:
+        return None if self.is_root else self.value._replace(name=f"{self.value.name}{_GIVEN}")
+
     def effects(self, flow: Flow) -> Effects:
         makes = (self.started(self.rank),)
-        if not self.is_root:
-            return Effects(takes=(self.value,), makes=makes)
+        if self.operand is not None:
+            return Effects(takes=(self.value,), gives=(self.operand,), makes=makes, arrives=self.arrival())
         (consumer,) = flow.consumers(self.value)
         parts = tuple([value for value in flow.inputs(consumer) if value.name == self.value.name])
         return Effects(takes=(self.value,), gives=parts, makes=makes, arrives=self.arrival())
 
 
-def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op]]:
+@dataclass(frozen=True, slots=True)
+class Finish(Op):
+    """Wait until a collective has read what this rank gave to it, then free that. The passes of the rank wait with it,
+    so that what is freed is free for the next pass.
+    """
+
+    collective: Collective
+
+    def __str__(self) -> str:
+        return f"{self.collective}="
+
+    def effects(self, flow: Flow) -> Effects:
+        assert self.collective.operand is not None, "who receives the result waits for that"
+        return Effects(takes=(self.collective.operand,))
+
+    def later(self, by: int) -> Finish:
+        return Finish(self.collective.later(by))
+
+
+def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op], type[Op]]:
     """The ops with a ``parse`` for a pipeline of ``num_ranks`` ranks, which their text does not say."""
 
     class _Spread(Spread):
@@ -152,4 +189,12 @@ def collectives_of(num_ranks: int) -> tuple[type[Op], type[Op]]:
             match = re.fullmatch(r"(.+)[<>]\+(\d+)", text)
             return Sum(Value.parse(match[1]), rank, int(match[2]), num_ranks) if match else None
 
-    return _Spread, _Sum
+    class _Finish(Finish):
+        __slots__ = ()
+
+        @classmethod
+        def parse(cls, text: str, rank: int) -> Finish | None:
+            op = _Spread.parse(text[:-1], rank) or _Sum.parse(text[:-1], rank) if text.endswith("=") else None
+            return None if op is None else Finish(op)
+
+    return _Finish, _Spread, _Sum

@@ -14,13 +14,16 @@ from dataclasses import replace
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
 from megatron.zero_bubble.ir.collectives import Spread, Sum
 from megatron.zero_bubble.ir.vocabulary import PART, TO_ALL_RANKS, Vocabulary
+from megatron.zero_bubble.plan.finish import finish
 
 
 def collect(plan: Plan) -> Plan:
-    """A lowering pass: add the collectives. Plans without vocabulary parallelism, or of one rank, stay as they are."""
+    """A lowering pass: add the collectives, and free what ranks have given to them. Plans without vocabulary
+    parallelism, or of one rank, stay as they are.
+    """
     if not isinstance(plan.schedule.flow, Vocabulary) or plan.schedule.num_ranks == 1:
         return plan
-    return replace(plan, ops=tuple(_row(plan, rank) for rank in range(len(plan.ops))))
+    return finish(replace(plan, ops=tuple(_row(plan, rank) for rank in range(len(plan.ops)))))
 
 
 def _row(plan: Plan, rank: int) -> tuple[Op, ...]:

@@ -104,6 +104,16 @@ def _acknowledge(row: _Row) -> None:
             leg.acknowledged = arrived.get(leg.message.target, 0)
 
 
+def _following(ops: tuple[Op, ...], inputs: list[tuple[_Leg, ...]]) -> list[tuple[_Leg, ...]]:
+    """The messages that the next op waits for, for every op; ops that take no time are passed over."""
+    found: list[tuple[_Leg, ...]] = []
+    following: tuple[_Leg, ...] = ()
+    for op, legs in zip(reversed(ops), reversed(inputs), strict=True):
+        found.append(following)
+        following = legs if op.lane is not None else following
+    return found[::-1]
+
+
 class _RankOps:
     """Write the ops of one rank; ``_post``, ``_send`` and the ``_settle`` methods implement the three rules."""
 
@@ -119,7 +129,7 @@ class _RankOps:
 
     def write(self) -> tuple[Op, ...]:
         ops, inputs, outputs = self._routes.rows[self._rank]
-        for op, legs, following, sends in zip(ops, inputs, [*inputs[1:], ()], outputs, strict=True):
+        for op, legs, following, sends in zip(ops, inputs, _following(ops, inputs), outputs, strict=True):
             self._post(legs)
             if self._is_early:
                 self._post(following)

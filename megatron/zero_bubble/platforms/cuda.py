@@ -68,18 +68,23 @@ _OF_LANES = -1
 
 
 class CudaLane:
-    """A ``Lane`` on a CUDA stream of its own: it must not wait for other lanes, nor for messages."""
+    """A ``Lane`` on a CUDA stream of its own: it must not wait for other lanes, nor for messages.
+
+    torch's allocator need not know of the lane. Work uses memory of the passes only until a result is waited for, and
+    the result keeps it until then; later passes may have it, because they wait as well. Results are in memory of the
+    passes, too. With ``record_stream``, memory would come back only when the GPU has proceeded so far: the further the
+    host runs ahead, the more memory would be in use.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = take_stream(device, _OF_LANES)
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> CudaResult:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        for tensor in uses:
-            tensor.record_stream(self._stream)
+        passes = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(passes)
         with torch.cuda.stream(self._stream):
-            made = work()
-            return CudaResult(made, self._stream.record_event())
+            made = _in_memory_of(passes, work())
+            return CudaResult(made, tuple(uses), self._stream.record_event())
 
     def join(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
@@ -95,18 +100,29 @@ class CudaLane:
         return True
 
 
-class CudaResult:
-    """The tensors that a work item on a stream makes: None, a tensor, or a tuple of them."""
+def _in_memory_of(passes: torch.cuda.Stream, made: Any) -> Any:
+    """A copy of what the current stream has made, in memory that belongs to the stream of the passes.
 
-    def __init__(self, made: Any, done: torch.cuda.Event) -> None:
-        self._made, self._done = made, done
+    The current stream has waited for the passes, so it may write there. Its own memory is free for its next work.
+    """
+    if isinstance(made, tuple):
+        return tuple(_in_memory_of(passes, tensor) for tensor in made)
+    if not isinstance(made, torch.Tensor):
+        return made
+    with torch.cuda.stream(passes):
+        copy = torch.empty_like(made)
+    return copy.copy_(made)
+
+
+class CudaResult:
+    """The tensors that a work item on a stream makes: None, a tensor, or a tuple of them; and those that it uses."""
+
+    def __init__(self, made: Any, uses: tuple[torch.Tensor, ...], done: torch.cuda.Event) -> None:
+        self._made, self._uses, self._done = made, uses, done
 
     def wait(self) -> Any:
-        current = torch.cuda.current_stream()
-        current.wait_event(self._done)
-        for tensor in self._made if isinstance(self._made, tuple) else (self._made,):
-            if isinstance(tensor, torch.Tensor):
-                tensor.record_stream(current)
+        torch.cuda.current_stream().wait_event(self._done)
+        self._uses = ()
         return self._made
 
 

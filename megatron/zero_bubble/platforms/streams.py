@@ -33,7 +33,7 @@ class Lane(Protocol):
     """Runs work items that may wait for other ranks, in order, concurrently with the caller's later work."""
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> Result:
-        """Run ``work`` after everything queued so far; the lane keeps the memory of ``uses`` until it is done.
+        """Run ``work`` after everything queued so far. The result keeps the memory of ``uses``, and must be waited for.
 
         Raises what an earlier work item raised, if that is known.
         """

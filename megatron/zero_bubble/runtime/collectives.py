@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Kind, Op, Plan, Value
-from megatron.zero_bubble.ir.collectives import Collective, Spread, Sum
+from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_COLLECTIVE_CTAS
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
@@ -162,17 +162,25 @@ def collective_handlers(
 
     def spread(op: Spread, inputs: Sequence[Any]) -> Sequence[Any]:
         held = inputs[0] if op.is_root else None
-        result = start(op, lambda group: transfers.spread(op.value, held, op.root, group), held)
-        return () if op.is_root else (result,)
+
+        def give(group: dist.ProcessGroup) -> None:
+            transfers.spread(op.value, held, op.root, group)  # the root has the value already
+
+        if op.is_root:
+            return (start(op, give, held),)
+        return (start(op, lambda group: transfers.spread(op.value, None, op.root, group), None),)
 
     def total(op: Sum, inputs: Sequence[Any]) -> Sequence[Any]:
         (part,) = inputs
         kind, microbatch = op.value.producer.kind, op.value.producer.microbatch
         result = start(op, lambda group: transfers.total(kind, microbatch, part, op.root, group), part)
         # The sum is in place of the first part.
-        return (result, *(None for _ in op.effects(flow).gives[1:])) if op.is_root else ()
+        return (result, *(None for _ in op.effects(flow).gives[1:]))
 
-    return {Spread: spread, Sum: total}
+    def finish(_op: Finish, _inputs: Sequence[Any]) -> None:
+        """The executor has waited for the collective, and drops what it has read."""
+
+    return {Spread: spread, Sum: total, Finish: finish}
 
 
 def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
