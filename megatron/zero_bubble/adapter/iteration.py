@@ -140,6 +140,7 @@ class Iteration:
             by_op[Compute] = self.store.saved.around(by_op[Compute])
             if self.offloader is not None:
                 by_op.update(self.offloader.handlers(self.observer))
+                self.offloader.expect(row)
                 hooks.enter_context(self.offloader.iteration())
             if self.units is not None:
                 by_op.update(self.units.handlers(self.observer))

@@ -71,6 +71,18 @@ class HostMemory(ABC):
         self._free: list[Extent] = []  # in order, none next to another
         self.used = self.peak = 0
 
+    def reserve(self, num_bytes: int) -> None:
+        """Make one block of all bytes that buffers of ``num_bytes`` together need in addition to the present blocks.
+
+        Raises:
+            UserError: the machine has no more memory.
+        """
+        if self._limit is not None:
+            num_bytes = min(num_bytes, self._limit)
+        missing = _rounded(num_bytes) - sum(block.numel() for block in self._blocks)
+        if missing > 0:
+            self._add_block(missing)
+
     def take(self, num_bytes: int) -> HostBuffer:
         """Return a buffer of ``num_bytes``.
 
@@ -84,11 +96,10 @@ class HostMemory(ABC):
                 "percentage of --zero-bubble-offload",
                 everywhere=False,
             )
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        size = _rounded(num_bytes)
         missing = size - sum(map(_size, self._free))
         if missing > 0:
-            self._blocks.append(self._allocate(missing))
-            self._free.append(Extent(len(self._blocks) - 1, 0, missing))
+            self._add_block(missing)
         whole = [extent for extent in self._free if extent.size >= size]
         # The smallest that is large enough, else the largest ones.
         candidates = [min(whole, key=_size)] if whole else sorted(self._free, key=_size, reverse=True)
@@ -124,12 +135,20 @@ class HostMemory(ABC):
         self._free.clear()
         self.used = 0
 
+    def _add_block(self, num_bytes: int) -> None:
+        self._blocks.append(self._allocate(num_bytes))
+        self._free.append(Extent(len(self._blocks) - 1, 0, num_bytes))
+
     @abstractmethod
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         """Make a block, a uint8 tensor of exactly ``num_bytes``."""
 
     def _release(self, block: torch.Tensor) -> None:  # noqa: B027 (most blocks end with their last reference)
         """Undo what ``_allocate`` did in addition to making the tensor."""
+
+
+def _rounded(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _size(extent: Extent) -> int:

@@ -57,6 +57,8 @@ class Offloader:
         self._stays: set[Key] = set()
         self._stayed: set[Key] = set()
         self._left: set[Key] = set()
+        self._planned: Sequence[Op] = ()
+        self._sizes: dict[tuple[int, int], int] = {}  # of what a forward moves, by stage and slice
 
     @property
     def num_away(self) -> int:
@@ -98,6 +100,27 @@ class Offloader:
             self._host.close()
         return stopped
 
+    def expect(self, row: Sequence[Op]) -> None:
+        """Plan host memory for the ops of a rank: page locking takes long, so it is taken in as few blocks as possible,
+        when the first forward of a stage shows how much its forwards move.
+        """
+        if row is not self._planned:
+            self._planned = row
+            self._sizes.clear()
+
+    def _reserve(self, forward: Pass, num_bytes: int) -> None:
+        key = forward.stage, forward.slice
+        if key in self._sizes:
+            return
+        self._sizes[key] = num_bytes
+        used = most = 0
+        for op in self._planned:
+            if isinstance(op, (Evict, Fetch)):
+                size = -(-self._sizes.get((op.forward.stage, op.forward.slice), 0) // ALIGNMENT) * ALIGNMENT
+                used += size if isinstance(op, Evict) else -size
+                most = max(most, used)
+        self._host.reserve(most)
+
     def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
         """The handlers of one iteration; ``observer`` is notified when copies run."""
         return {
@@ -111,6 +134,7 @@ class Offloader:
         (ends,) = inputs
         away = self._away[op.forward] = _Away(op.forward, ends, self._saved.take(op.forward), self._stays)
         self._bytes[_SMALL] += away.left_out
+        self._reserve(op.forward, away.num_bytes)
         if away.num_bytes:
             away.buffer = self._host.take(away.num_bytes)
         return (self._start(observer, op, away.out(), away),)
