@@ -1,0 +1,123 @@
+"""No rank blocks another by loading a kernel, which may wait until the GPU is idle, on simulated GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from megatron.zero_bubble import SCHEDULES, build
+from megatron.zero_bubble.ir import Pass, Plan
+from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.plan.communicate import PostReceives
+from megatron.zero_bubble.plan.shard import Sharding
+from tests.helpers.nccl_loading import Kernels, always_new, by_kind, by_stage, ends
+
+WITH_VOCABULARY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
+RECEIVES: tuple[PostReceives, ...] = ("early", "late")
+
+
+def loaded(_step: Pass | str) -> None:
+    """All kernels are loaded."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan, and what else happens in its iteration; see ``ends``."""
+
+    kind: str
+    plan: Plan
+    num_replicas: int = 1
+    rejected: bool = False
+
+    def ends(self, kernels: Kernels, **rules: bool) -> bool:
+        return ends(self.plan, kernels, self.num_replicas, self.rejected, **rules)
+
+
+def runs(name: str, sizes: Iterable[tuple[int, int]], receives: Sequence[PostReceives] = RECEIVES) -> Iterator[Run]:
+    """Yield the iterations of a schedule with these numbers of ranks and microbatches."""
+    for p, m in sizes:
+        schedule = build(name, num_ranks=p, num_microbatches=m)
+        for post in receives:
+            yield Run("training", lower_training(schedule, post))
+            yield Run("evaluation", lower_forward_only(schedule, post))
+            yield Run("post-validation", lower_training(schedule, post, post_validation=True), rejected=True)
+            yield Run("shards", lower_training(schedule, post, sharding=Sharding(2)), num_replicas=2)
+
+
+def vocabulary_runs(name: str, sizes: Iterable[tuple[int, int]]) -> Iterator[Run]:
+    """The same with vocabulary parallelism."""
+    for p, m in sizes:
+        for algorithm in (1, 2):
+            schedule = ScheduleSource.by_name(name, p, vocabulary=algorithm).make(m)
+            for post in RECEIVES:
+                yield Run("training", lower_training(schedule, post))
+                yield Run("evaluation", lower_forward_only(schedule, post))
+                yield Run("post-validation", lower_training(schedule, post, post_validation=True), rejected=True)
+
+
+def blocked(found: Iterable[Run], kernels: Kernels, **rules: bool) -> list[str]:
+    return [f"{run.kind}: {run.plan.schedule}" for run in found if not run.ends(kernels, **rules)]
+
+
+def many(num_ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Numbers of ranks and of microbatches."""
+    return [(p, m) for p in num_ranks for m in sorted({1, p, 2 * p + 1, 3 * p})]
+
+
+@pytest.mark.parametrize(
+    ("name", "receives", "kernels", "count"),
+    [
+        ("zb-h1", "early", by_stage, 0),
+        ("zb-v", "late", by_stage, 0),
+        ("v-half", "early", by_kind, 3),
+        ("v-half", "late", by_kind, 5),
+        ("v-min", "early", by_stage, 5),
+        ("dualpipe-v", "late", by_kind, 0),
+        ("dualpipe-v", "late", by_stage, 4),
+    ],
+)
+def test_ranks_block_each_other_at_first_launches(
+    name: str, receives: PostReceives, kernels: Kernels, count: int
+) -> None:
+    sizes = [(p, n * p) for p in (2, 4) for n in (1, 2, 3)]
+    found = [run for run in runs(name, sizes, (receives,)) if run.kind == "training"]
+    assert (len(blocked(found, kernels)), blocked(found, loaded)) == (count, [])
+
+
+@pytest.mark.parametrize("name", WITH_VOCABULARY)
+def test_no_first_launch_ends_with_vocabulary_parallelism(name: str) -> None:
+    """Ranks start to receive broadcasts before their first pass."""
+    found = list(vocabulary_runs(name, [(2, 3)]))
+    assert (len(blocked(found, by_kind)), blocked(found, loaded)) == (len(found), [])
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_rank_blocks_another_where_messages_are_staged(name: str) -> None:
+    """Whatever kernels are loaded already."""
+    assert blocked(runs(name, [(2, 1), (3, 4)]), always_new, staged=True) == []
+
+
+@pytest.mark.parametrize("name", WITH_VOCABULARY)
+def test_no_rank_blocks_another_where_the_collectives_of_vocabularies_are_staged(name: str) -> None:
+    assert blocked(vocabulary_runs(name, [(2, 3)]), always_new, staged=True) == []
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_rank_blocks_another_by_shrinking_a_segment(name: str) -> None:
+    """With expandable segments, the allocator waits only for the stream of the passes."""
+    assert blocked(runs(name, [(2, 1), (3, 4)]), always_new, waits_for_passes=True) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_no_rank_blocks_another_with_up_to_eight_ranks(name: str) -> None:
+    assert blocked(runs(name, many(range(2, 9))), always_new, staged=True) == []
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", WITH_VOCABULARY)
+def test_no_rank_blocks_another_with_up_to_eight_shards_of_a_vocabulary(name: str) -> None:
+    assert blocked(vocabulary_runs(name, many(range(2, 9))), always_new, staged=True) == []
