@@ -88,6 +88,14 @@ settings=(
     # context parallelism, or from Blackwell on: work issued after a receive then need not wait for it. A rank has eight
     # or more streams, which share queues at random if there are fewer than 32. breadth-first needs more than one.
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+    # Load all kernels of CUDA's libraries at start-up. By default, CUDA loads a kernel when it is launched for the first
+    # time, and may then wait until everything on the GPU has ended, also a receive of NCCL whose message depends on what
+    # this rank has not launched yet. This takes memory of the GPU, and does not load what Triton compiles later.
+    "CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}"
+    # Grow the allocator's segments in place. When memory runs short, torch otherwise frees cached segments by cudaFree,
+    # which waits for everything on the GPU, as above; to shrink these, it waits only for the stream that used them.
+    # Megatron's --use-nccl-ub requires expandable_segments:False.
+    "PYTORCH_CUDA_ALLOC_CONF=${PYTORCH_CUDA_ALLOC_CONF:-${PYTORCH_ALLOC_CONF:-expandable_segments:True}}"
     # Neighbours in the pipeline connect once at start-up, with one communicator per direction. If that fails, for
     # example because a network interface is missing, WARN prints the reason. INFO adds the transport of each pair.
     "NCCL_DEBUG=${NCCL_DEBUG:-WARN}"

@@ -23,7 +23,8 @@ JOB = f"{SHAPES} --train-iters 2 --lr 1e-3 --eval-iters 0 --log-interval 1 --moc
 # Prints the arguments of torchrun; runs everything else with Python.
 PYTHON = f"""#!/usr/bin/env bash
 if [[ "$2" == torch.distributed.run ]]; then
-    printed=$(printf '%s\\n' "$CUDA_DEVICE_MAX_CONNECTIONS $NCCL_DEBUG" "$@")
+    settings="$CUDA_DEVICE_MAX_CONNECTIONS $CUDA_MODULE_LOADING $PYTORCH_CUDA_ALLOC_CONF $NCCL_DEBUG"
+    printed=$(printf '%s\\n' "$settings" "$@")
     cat <<<"$printed"  # in one write, because another node may print at the same time
 else
     exec {shlex.quote(sys.executable)} "$@"
@@ -70,7 +71,8 @@ def launch(script: str, *arguments: str, **environment: str) -> subprocess.Compl
         "MEGATRON_PATH",
         "SLURM_",
         "NCCL_",
-        "CUDA_DEVICE",
+        "CUDA_",
+        "PYTORCH_",
     )
     kept = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return subprocess.run(
@@ -108,7 +110,7 @@ def test_dry_run_prints_the_command_of_each_node(stubs: Path) -> None:
     assert dry.stdout.startswith("2 nodes x 2 processes = 4 ranks: tensor 1 x data 2 x pipeline 2\n")
     real = launch("launch_torchrun.sh", *JOB, *odd, NODE_RANK="1", **nodes)
     settings, *called = real.stdout.splitlines()
-    assert settings == "1 WARN"
+    assert settings == "1 EAGER expandable_segments:True WARN"
     assert called[:10] == (
         "-m torch.distributed.run --nnodes 2 --nproc-per-node 2 --node-rank 1 --master-addr node-a".split()
     )
@@ -122,13 +124,19 @@ def test_dry_run_prints_the_command_of_each_node(stubs: Path) -> None:
 
 def test_environment_variables_override_defaults(stubs: Path) -> None:
     python = {"PYTHON": str(stubs / "python"), "NCCL_SOCKET_IFNAME": "ib0"}
-    real = launch("launch_torchrun.sh", *JOB, NPROC="2", CUDA_DEVICE_MAX_CONNECTIONS="8", NCCL_DEBUG="INFO", **python)
-    assert real.stdout.splitlines()[0] == "8 INFO"
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "CUDA_MODULE_LOADING": "LAZY", "NCCL_DEBUG": "INFO"}
+    allocator = "expandable_segments:False"
+    real = launch("launch_torchrun.sh", *JOB, NPROC="2", PYTORCH_CUDA_ALLOC_CONF=allocator, **own, **python)
+    assert real.stdout.splitlines()[0] == f"8 LAZY {allocator} INFO"
     assert "--standalone" in real.stdout.splitlines()
+    # torch reads this newer name only if the older one is not set.
+    real = launch("launch_torchrun.sh", *JOB, NPROC="2", PYTORCH_ALLOC_CONF=allocator, **own, **python)
+    assert real.stdout.splitlines()[0] == f"8 LAZY {allocator} INFO"
     dry = launch("launch_torchrun.sh", "--dry-run", *JOB, NPROC="2", **python)
-    assert "node 0: env CUDA_DEVICE_MAX_CONNECTIONS=1 NCCL_DEBUG=WARN OMP_NUM_THREADS=1 NCCL_SOCKET_IFNAME=ib0 " in (
-        dry.stdout
-    )
+    assert (
+        "node 0: env CUDA_DEVICE_MAX_CONNECTIONS=1 CUDA_MODULE_LOADING=EAGER "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True NCCL_DEBUG=WARN OMP_NUM_THREADS=1 NCCL_SOCKET_IFNAME=ib0 "
+    ) in dry.stdout
 
 
 @pytest.mark.parametrize("script", ["launch_torchrun.sh", "launch_slurm.sh"])
