@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,7 +14,7 @@ from megatron.zero_bubble.adapter.history import Histories
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageFacts, StageParts, StepArguments, StepResults
-from megatron.zero_bubble.ir import Compute, Op, Plan
+from megatron.zero_bubble.ir import Compute, Op, Plan, Slices
 from megatron.zero_bubble.ir.offload import Evict
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.replay import Replay, Rewindable
@@ -146,3 +146,15 @@ class Iteration:
                 by_op.update(self.units.handlers(self.observer))
                 hooks.enter_context(self.units.iteration(self.stages, self.chunks))
             return Executor(self.plan, self.transport.rank, by_op, self.observer).run()
+
+
+class Call(NamedTuple):
+    """One call of the forward-backward function."""
+
+    step: StepArguments
+    groups: Any
+    chunks: list[torch.nn.Module]
+    iterators: list[Any]
+    boundary: Callable[[Slices], Boundary]
+    force_all_reduce: bool | None
+    is_uneven: bool

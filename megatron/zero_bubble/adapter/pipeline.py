@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,24 @@ from megatron.core.utils import get_model_config
 from megatron.zero_bubble.adapter.boundary import Boundary, make_boundary
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
 from megatron.zero_bubble.adapter.history import Histories
-from megatron.zero_bubble.adapter.iteration import ChainStages, Iteration, StageMaker
+from megatron.zero_bubble.adapter.iteration import Call, ChainStages, Iteration, StageMaker
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
 from megatron.zero_bubble.adapter.prepared import Prepared, check_queues, check_same_plan, loss_rank
 from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
+from megatron.zero_bubble.adapter.staging import Links, Staging, spins
 from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
 from megatron.zero_bubble.adapter.vocabulary.build import VocabularyStages
 from megatron.zero_bubble.adapter.vocabulary.logits import KeptLogits, Logits, RecomputedLogits, SavedForT
-from megatron.zero_bubble.analysis.period import break_even
-from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.costs.lengths import Shape
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Pass, Plan, Schedule, Slices
+from megatron.zero_bubble.ir import Pass, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import Ctas
 from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
-from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback
@@ -116,6 +114,7 @@ class Pipeline:
         self._transport: Transport | None = None
         self._lanes: Lanes | None = None
         self._watchdog: Watchdog | None = None
+        self._staging: Staging | None = None
         self._group: dist.ProcessGroup | None = None
 
     @property
@@ -125,7 +124,7 @@ class Pipeline:
 
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
-        under_way = (self._transport, self._reports, self._optimizer)
+        under_way = (self._transport, self._staging, self._reports, self._optimizer)
         kept = len(self.store) + len(self.histories) + len(self.saved_for_t)
         kept += 0 if self.offloader is None else self.offloader.num_away
         return kept + sum(part.num_in_flight for part in under_way if part is not None)
@@ -212,7 +211,7 @@ class Pipeline:
         step = StepArguments(forward_step_func, num_microbatches, config, groups.cp.size(), *what)
         equal = seq_length, micro_batch_size, decoder_seq_length
         boundary = make_boundary(shapes, equal, config, groups, adjust_tensor_shapes_fn, chunks[0], device_of(chunks))
-        call = _Call(step, groups, chunks, iterators, boundary, force_all_reduce, shapes is not None)
+        call = Call(step, groups, chunks, iterators, boundary, force_all_reduce, shapes is not None)
         if forward_only:
             return self._run(call, None)
         self.microbatch, saved = (decoder_seq_length or seq_length, micro_batch_size), self.store.saved
@@ -220,7 +219,7 @@ class Pipeline:
         with observed(self._observers, start):
             return self._run(call, self._observers or None)
 
-    def _run(self, call: _Call, observer: IterationObserver | None) -> list[Any]:
+    def _run(self, call: Call, observer: IterationObserver | None) -> list[Any]:
         step, config, chunks = call.step, call.step.config, call.chunks
         if self._group is not None and call.groups.pp is not self._group:
             self._disconnect()  # the job has rebuilt its process groups
@@ -234,7 +233,7 @@ class Pipeline:
         self.store.clear()
         if config.timers is not None:
             config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-        assert self._transport is not None
+        links = self._links(prepared, step.forward_only)
         if observer is not None:
             observer.planned(prepared.schedule)
         iteration = Iteration(
@@ -245,11 +244,11 @@ class Pipeline:
             step,
             results,
             boundary,
-            self._transport,
+            links.transport,
             self.store,
             self.histories,
             observer,
-            self._maker(call, prepared, boundary),
+            self._maker(call, prepared, boundary, links.lanes),
             None if step.forward_only else self.offloader,
             None if self.units is None else self.units.of(step.forward_only),
         )
@@ -267,12 +266,20 @@ class Pipeline:
             return losses
         return self._reports.deliver(losses, prepared.last_stage_rank, boundary.device)
 
-    def _maker(self, call: _Call, prepared: Prepared, boundary: Boundary) -> StageMaker:
+    def _links(self, prepared: Prepared, forward_only: bool) -> Links:
+        """What moves values between ranks in this iteration."""
+        assert self._transport is not None and self._lanes is not None
+        links = Links(self._transport, self._lanes)
+        if self._staging is None:
+            return links
+        validates = not forward_only and self._optimizer is not None and self._optimizer.is_pending
+        return self._staging.of(prepared.steps | {"validate"} if validates else prepared.steps, links)
+
+    def _maker(self, call: Call, prepared: Prepared, boundary: Boundary, lanes: Lanes) -> StageMaker:
         if prepared.vocabulary is None:
             return ChainStages()
-        assert self._lanes is not None
         facts, tensor = prepared.vocabulary, call.groups.tp
-        return VocabularyStages(facts, boundary, tensor, self._lanes, self.accumulate, self._logits, self.saved_for_t)
+        return VocabularyStages(facts, boundary, tensor, lanes, self.accumulate, self._logits, self.saved_for_t)
 
     def _train(self, iteration: Iteration, prepared: Prepared, is_uneven: bool) -> None:
         """Run all passes of a training step, then start the gradient reductions that no pass has started."""
@@ -313,6 +320,9 @@ class Pipeline:
         if self._lanes is not None:
             self._lanes.close()
             self._lanes = None
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
         if self.offloader is not None and self.offloader.close():
             self.offloader = None  # else copies still use its memory
         if self.units is not None:
@@ -345,7 +355,7 @@ class Pipeline:
             plan = self._plan(schedule, moves, forward_only)
             check_queues(group, plan)
             self._connect(group, plan)
-            prepared = self._prepared[key] = Prepared.of(schedule, moves, plan, group.rank(), _break_even(plan))
+            prepared = self._prepared[key] = Prepared.of(schedule, moves, plan, group.rank(), forward_only)
         return prepared
 
     def _plan(self, schedule: Schedule, moves: Collection[Move], forward_only: bool) -> Plan:
@@ -366,6 +376,8 @@ class Pipeline:
             self._transport, self._group = Transport(directions, plan.channels, self._watchdog), group
             make_lane, more = select(directions.device).lane, (self._timeout, self._ctas.collective, self._watchdog)
             self._lanes = Lanes(group, make_lane, *more)
+            if spins(directions.backend):
+                self._staging = Staging(group, select(directions.device).thread_lane, self._timeout)
             if self._select_moves is not None:
                 host = select(directions.device).host_memory(self._host_limit)
                 self.offloader = Offloader(self.store.saved, host, select(directions.device).lane(), self._say)
@@ -378,24 +390,7 @@ class Pipeline:
         assert self._lanes is not None
         self._lanes.open(collective_kinds(plan))
         self._transport.check_streams()
+        if self._staging is not None:
+            self._staging.open(plan)
         if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
             self._reports = LossReports(group, wait=self._rollback is None, timeout=self._timeout)
-
-
-class _Call(NamedTuple):
-    """One call of the forward-backward function."""
-
-    step: StepArguments
-    groups: Any
-    chunks: list[torch.nn.Module]
-    iterators: list[Any]
-    boundary: Callable[[Slices], Boundary]
-    force_all_reduce: bool | None
-    is_uneven: bool
-
-
-def _break_even(plan: Plan) -> float:
-    """See ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length."""
-    if not plan.drain:
-        return 0.0  # the plan validates nothing
-    return break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,14 @@ import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron.zero_bubble.adapter.stage import StageFacts
+from megatron.zero_bubble.adapter.staging import steps_of
 from megatron.zero_bubble.adapter.vocabulary.facts import VocabularyFacts
+from megatron.zero_bubble.analysis.period import break_even
+from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.nccl import is_nccl, one_queue
+from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.plan import prove_single_queue
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.runtime.groups import backend_of
@@ -22,7 +26,12 @@ from megatron.zero_bubble.runtime.groups import backend_of
 
 @dataclass(frozen=True)
 class Prepared:
-    """A plan, and the facts about it that one rank needs in every iteration."""
+    """A plan, and the facts about it that one rank needs in every iteration.
+
+    Attributes:
+        break_even: see ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length.
+        steps: see ``staging.steps_of``.
+    """
 
     schedule: Schedule
     moves: Collection[Move]
@@ -31,12 +40,17 @@ class Prepared:
     stages: tuple[StageFacts, ...]
     break_even: float
     vocabulary: VocabularyFacts | None
+    steps: frozenset[Hashable]
 
     @classmethod
-    def of(cls, schedule: Schedule, moves: Collection[Move], plan: Plan, rank: int, break_even: float) -> Prepared:
+    def of(cls, schedule: Schedule, moves: Collection[Move], plan: Plan, rank: int, forward_only: bool) -> Prepared:
         own = schedule.placement.stages_of(rank)
         facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
-        return cls(schedule, moves, plan, rank, facts, break_even, VocabularyFacts.of(plan.schedule, rank))
+        even = 0.0  # a plan without a drain validates nothing
+        if plan.drain:
+            even = break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
+        vocabulary = VocabularyFacts.of(plan.schedule, rank)
+        return cls(schedule, moves, plan, rank, facts, even, vocabulary, steps_of(plan, forward_only, moves))
 
     @property
     def last_stage_rank(self) -> int:

@@ -72,6 +72,9 @@ class Platform(Protocol):
     def lane(self) -> Lane:
         """A lane on the current device, for collectives and copies that run concurrently with the passes."""
 
+    def thread_lane(self) -> Lane:
+        """A lane on a thread that uses the current device, for collectives over gloo."""
+
     def host_memory(self, limit: int | None = None) -> HostMemory:
         """Host memory for tensors that leave the device; ``limit`` is in bytes, None for no limit."""
 

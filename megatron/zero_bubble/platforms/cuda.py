@@ -6,7 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.host import HostMemory
 from megatron.zero_bubble.platforms.own_streams import give_stream, take_stream
 from megatron.zero_bubble.platforms.pools import CommonPool, MemoryPool
-from megatron.zero_bubble.platforms.streams import HostCopy
+from megatron.zero_bubble.platforms.streams import HostCopy, ThreadLane
 
 _PERIOD_S = 0.001
 """Time between two looks at a stream whose end is awaited."""
@@ -267,6 +267,10 @@ class CudaPlatform:
 
     def lane(self) -> CudaLane:
         return CudaLane(self.current_device())
+
+    def thread_lane(self) -> ThreadLane:
+        # A new thread starts on GPU 0.
+        return ThreadLane(partial(torch.cuda.set_device, self.current_device()))
 
     def host_memory(self, limit: int | None = None) -> PinnedMemory:
         return PinnedMemory(limit)

@@ -49,9 +49,13 @@ class ThreadLane:
     """A ``Lane`` for devices without streams: a daemon thread, which does not keep a failing process alive.
 
     After an error it runs no other work item: the next one would take part in the collective of the failed one.
+
+    Args:
+        begin: is called by the thread first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Callable[[], object] = lambda: None) -> None:
+        self._begin = begin
         self._items: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="lane", daemon=True)
@@ -85,6 +89,7 @@ class ThreadLane:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._begin()
         while (item := self._items.get()) is not None:
             item()
             del item  # and with it the memory that the work uses

@@ -70,6 +70,9 @@ class CpuPlatform:
     def lane(self) -> ThreadLane:
         return ThreadLane()
 
+    def thread_lane(self) -> ThreadLane:
+        return ThreadLane()
+
     def host_memory(self, limit: int | None = None) -> MappedMemory:
         return MappedMemory(limit)
 

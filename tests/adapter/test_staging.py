@@ -1,0 +1,101 @@
+"""The first iteration that does something new is staged in host memory, and has the same bits as any other."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from unittest import mock
+
+import pytest
+
+from megatron.zero_bubble import build
+from megatron.zero_bubble.adapter import pipeline
+from megatron.zero_bubble.adapter.staging import Links, Staging, spins, steps_of
+from megatron.zero_bubble.ir import WHOLE, Pass
+from megatron.zero_bubble.job.source import fused_but_last
+from megatron.zero_bubble.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.plan.offload import Move
+from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
+from tests.helpers.ranks import RankPool
+
+SHARDS = "--zero-bubble-shard-weights --zero-bubble-unit-microbatches 2 --use-distributed-optimizer"
+
+Found = tuple[list[Outcome], list[int]]
+
+
+def train_staging(rank: int, flags: str, schedules: Sequence[str | None]) -> Found:
+    """Train as if gloo were a backend whose messages spin; also return which iterations were staged."""
+    staged: list[int] = []
+
+    class Recorded(Staging):
+        def of(self, steps: Collection[Hashable], usual: Links) -> Links:
+            links = super().of(steps, usual)
+            staged.append(int(links is not usual))
+            assert (links.transport is usual.transport) is (links.lanes is usual.lanes) is (links is usual)
+            return links
+
+    with mock.patch.multiple(pipeline, spins=lambda _backend: True, Staging=Recorded):
+        return train(rank, flags, schedules), staged
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "schedule", "staged"),
+    [
+        (Layout(2), "--bf16", "zb-h1", [1, 0, 0, 1, 0, 0]),
+        (Layout(3), "--clip-grad 100 --zero-bubble-post-validation", "zb-h2", [1, 0, 1, 1, 0, 0]),
+        (Layout(2, data=2), "--rampup-batch-size 4 4 12 --zero-bubble-post-receives late", "zb-h1", [1, 0, 0, 1, 0, 0]),
+    ],
+    ids=["bf16", "the third iteration is the first that validates a step", "m grows, late receives"],
+)
+def test_same_bits_as_stock(ranks: RankPool, layout: Layout, options: str, schedule: str, staged: list[int]) -> None:
+    """Three steps, an evaluation, and two steps."""
+    schedules = [None, schedule]
+    found = ranks.run(layout.num_ranks, train_staging, layout.flags(3, options), schedules, timeout=120)
+    assert_same_bits([outcomes for outcomes, _ in found], schedules)
+    assert [own for _, own in found] == [staged] * layout.num_ranks
+
+
+@pytest.mark.parametrize(
+    ("layout", "schedule"),
+    [
+        (Layout(2, num_layers=4), "zb-v"),
+        (Layout(3), "--zero-bubble-schedule zb-h1 --zero-bubble-vocabulary-parallel 2"),
+        (Layout(2, data=2, num_layers=4), f"--zero-bubble-schedule zero-pp {SHARDS}"),
+    ],
+    ids=["two stages per rank", "vocabulary", "shards"],
+)
+def test_same_bits_as_without(ranks: RankPool, layout: Layout, schedule: str) -> None:
+    flags = layout.flags(3, "--untie-embeddings-and-output-weights")
+    found = ranks.run(layout.num_ranks, train_staging, flags, [schedule], timeout=120)
+    assert [staged for _, staged in found] == [[1, 0, 0, 1, 0, 0]] * layout.num_ranks
+    assert [outcomes for outcomes, _ in found] == ranks.run(layout.num_ranks, train, flags, [schedule], timeout=120)
+
+
+def steps(name: str, num_microbatches: int = 4, forward_only: bool = False) -> frozenset[Hashable]:
+    schedule = build(name, num_ranks=2, num_microbatches=num_microbatches)
+    lower = lower_forward_only if forward_only else lower_training
+    return steps_of(lower(schedule), forward_only, ())
+
+
+def test_other_numbers_of_microbatches_are_nothing_new() -> None:
+    assert steps("zb-h1") == steps("zb-h1", 40) == steps("zb-h2", 7)
+    assert not steps("zb-h1") & steps("zb-h1", forward_only=True) - {WHOLE}
+
+
+def test_other_passes_are_new() -> None:
+    """As after a switch of ``zb-auto``: a fused backward, or the gradients of a divided vocabulary."""
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
+    fused = steps_of(lower_training(fused_but_last(schedule)), False, ())
+    assert fused - steps("zb-h1")
+    assert steps("1f1b") - steps("zb-h1")
+
+
+def test_other_moves_and_slices_are_new() -> None:
+    schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
+    plan = lower_training(schedule)
+    one, two = (steps_of(plan, False, [Move(Pass.parse("0F0")), Move(Pass.parse("0F1"))][:n]) for n in (1, 2))
+    assert steps("zb-h1") < one < two
+    assert steps("seq-zb-h1") - steps("zb-h1")
+
+
+def test_messages_of_nccl_spin() -> None:
+    assert [backend for backend in ("nccl", "gloo") if spins(backend)] == ["nccl"]
