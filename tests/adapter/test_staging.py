@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,8 +13,11 @@ from megatron.zero_bubble.adapter import pipeline
 from megatron.zero_bubble.adapter.staging import Links, Staging, spins, steps_of
 from megatron.zero_bubble.ir import WHOLE, Pass
 from megatron.zero_bubble.job.source import fused_but_last
+from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.plan import lower_forward_only, lower_training
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.runtime.transport import Receive, Transport
+from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train
 from tests.helpers.ranks import RankPool
 
@@ -68,6 +72,46 @@ def test_same_bits_as_without(ranks: RankPool, layout: Layout, schedule: str) ->
     found = ranks.run(layout.num_ranks, train_staging, flags, [schedule], timeout=120)
     assert [staged for _, staged in found] == [[1, 0, 0, 1, 0, 0]] * layout.num_ranks
     assert [outcomes for outcomes, _ in found] == ranks.run(layout.num_ranks, train, flags, [schedule], timeout=120)
+
+
+def under_way_when_undone(rank: int, flags: str, faults: Sequence[Fault]) -> list[int]:
+    """Train; return the number of messages that were under way on this rank whenever it undid a step."""
+    under_way, found = [0], []
+
+    def counting(by: int, function: Any) -> Any:
+        def counted(*arguments: Any) -> Any:
+            under_way[0] += by
+            return function(*arguments)
+
+        return counted
+
+    undo = PostValidatedOptimizer._undo
+
+    def undone(*arguments: Any, **options: Any) -> None:
+        found.append(under_way[0])
+        undo(*arguments, **options)
+
+    with (
+        mock.patch.multiple(
+            Transport,
+            send=counting(1, Transport.send),
+            settle=counting(-1, Transport.settle),
+            post=counting(1, Transport.post),
+        ),
+        mock.patch.object(Receive, "wait", counting(-1, Receive.wait)),
+        mock.patch.object(PostValidatedOptimizer, "_undo", undone),
+    ):
+        train_with_faults(rank, flags, [""], faults, daring=True)
+    assert under_way == [0]
+    return found
+
+
+def test_steps_are_undone_when_messages_are_drained(ranks: RankPool) -> None:
+    """The first undoing loads kernels, in an iteration that is not staged. Rank 1 has waited and undoes nothing."""
+    flags = Layout(2, num_layers=4).flags(4, "--zero-bubble-schedule zb-v --clip-grad 100 --train-iters 7")
+    faults = [Fault(5, 1, 2, 1e6)]
+    found = ranks.run(2, under_way_when_undone, f"{flags} --zero-bubble-post-validation", faults, timeout=120)
+    assert found == [[0], []]
 
 
 def steps(name: str, num_microbatches: int = 4, forward_only: bool = False) -> frozenset[Hashable]:

@@ -320,18 +320,13 @@ def ends(plan: Plan, kernels: Kernels, num_replicas: int = 1, rejected: bool = F
 
     def host(gpus: LoadingGPUs, transport: Transport) -> None:
         rank, answers = transport.rank, [not rejected, True]
-
-        def validate() -> bool:
-            if not (right := answers.pop(0)):
-                gpus.launch(rank, "undo")
-            return right
-
         stages = dict.fromkeys(range(plan.schedule.num_stages), _Stage(gpus, plan, rank))
-        by_op = handlers(stages, transport, lambda _message: torch.zeros(()), validate=validate)
+        by_op = handlers(stages, transport, lambda _message: torch.zeros(()), validate=lambda: answers.pop(0))
         by_op.update(collective_handlers(plan, _Lanes(gpus, rank), _Tensors()))  # type: ignore[arg-type]
         by_op.update(_shard_handlers(gpus, rank))
-        while not Executor(plan, rank, by_op).run():
-            pass
+        if not Executor(plan, rank, by_op).run():
+            gpus.launch(rank, "undo")
+            assert Executor(plan, rank, by_op).run()
         assert transport.num_in_flight == 0
 
     started = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -21,6 +21,11 @@ RECEIVES: tuple[PostReceives, ...] = ("early", "late")
 
 def loaded(_step: Pass | str) -> None:
     """All kernels are loaded."""
+
+
+def undoing(step: Pass | str) -> Hashable:
+    """All kernels are loaded except those that undo an optimizer step."""
+    return step if step == "undo" else None
 
 
 @dataclass(frozen=True)
@@ -103,6 +108,19 @@ def test_no_rank_blocks_another_where_messages_are_staged(name: str) -> None:
 @pytest.mark.parametrize("name", WITH_VOCABULARY)
 def test_no_rank_blocks_another_where_the_collectives_of_vocabularies_are_staged(name: str) -> None:
     assert blocked(vocabulary_runs(name, [(2, 3)]), always_new, staged=True) == []
+
+
+@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "v-half"])
+def test_no_rank_blocks_another_by_the_first_undoing(name: str) -> None:
+    """It runs when the messages are drained, at any iteration; before that, ranks would block each other."""
+    found = [run for run in runs(name, many((2, 3))) if run.rejected]
+    assert found and blocked(found, undoing) == []
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "v-half"])
+def test_no_rank_blocks_another_by_the_first_undoing_with_vocabulary_parallelism(name: str) -> None:
+    found = [run for run in vocabulary_runs(name, [(2, 3), (3, 3)]) if run.rejected]
+    assert found and blocked(found, undoing) == []
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

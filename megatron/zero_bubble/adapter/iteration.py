@@ -107,18 +107,23 @@ class Iteration:
         iterators = self.iterators if replay is None else replay.iterators
         optimizer.before_forwards()
 
-        def validate() -> bool:
-            right = optimizer.validate()
+        def make_final() -> None:
+            optimizer.validate()
             for sync in syncs:
                 sync.hold()
-            if right:
-                self.step.scale_auxiliary_losses(self.boundary.device)
-                if replay is not None:
-                    replay.confirm()
-            return right
+
+        def validate() -> bool:
+            if not optimizer.is_right():
+                return False
+            make_final()
+            self.step.scale_auxiliary_losses(self.boundary.device)
+            if replay is not None:
+                replay.confirm()
+            return True
 
         if not self._run(iterators, overlapped, validate):
             assert replay is not None, "a step was rejected although may_run_again is False"
+            make_final()
             replay.rewind()
             self.results.clear()
             self.store.clear()

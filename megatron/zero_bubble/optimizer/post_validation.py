@@ -22,15 +22,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, clip_grads
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.optimizer.clip_forecast import ClipForecast
+from megatron.zero_bubble.optimizer.clipping import Clipping
 from megatron.zero_bubble.optimizer.global_state import Chain, GlobalState, Replicas, joined, refused_together, split
 from megatron.zero_bubble.optimizer.loss_scale import LossScale
 from megatron.zero_bubble.optimizer.own_state import prepare, reducing_over
 from megatron.zero_bubble.optimizer.rollback import Optimizers, Rollback, SnapshotRollback
-from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally
+from megatron.zero_bubble.optimizer.step import Outcome, PartialState, Step, StepMode, Tally, Verdict
 from megatron.zero_bubble.optimizer.step_options import StepOptions
 from megatron.zero_bubble.optimizer.surface import OptimizerSurface, check_optimizers
 from megatron.zero_bubble.platforms.device import device_of
@@ -100,6 +101,7 @@ class PostValidatedOptimizer(OptimizerSurface):
         self._wrong = False
         self._zero_later: list[Callable[[], object]] = []
         self._forecast = ClipForecast()
+        self._clipping = Clipping(optimizer, self._parts, device_of(chunks))
         self._loss_scale = LossScale()
         self._outcomes: list[Outcome] = []
         self._stepped = self._closed = False
@@ -214,6 +216,14 @@ class PostValidatedOptimizer(OptimizerSurface):
         if self._pending is not None and self._pending.how is StepMode.WAITED:
             self._complete(self._pending)
 
+    def is_right(self) -> bool:
+        """Wait for the global state. Returns False if forwards ran on wrong weights, which ``validate`` corrects.
+
+        Launches nothing that could wait for messages in flight, as a first undoing could (``adapter.staging``).
+        """
+        step = self._pending
+        return not (self._wrong if step is None else step.someone_ahead and self._learn(step).wrong)
+
     def validate(self) -> bool:
         """Wait for the global state and make the last step final. Returns False if forwards ran on wrong weights."""
         self._complete_pending()
@@ -315,14 +325,9 @@ class PostValidatedOptimizer(OptimizerSurface):
     @torch.no_grad()
     def _complete(self, step: Step) -> None:
         """Wait for the global state and make a step final: keep, repeat, take or skip it."""
-        found = [flag > 0 for reduction in step.found_inf for flag in reduction.wait()]
-        sums = [reduction.wait() for reduction in step.sums]
-        norm = self._norm([square for square, *_ in sums])
-        counts = [joined(parts) for _, *parts in sums if parts]
-        zeros = sum(counts) if counts else None
+        found, norm, zeros, wrong = self._learn(step)
         updated = not any(found)
         assert step.how is not StepMode.SKIPPED or not updated, "a rank skips only if a gradient is infinite"
-        wrong = self._replicas.any(not updated or self._is_clipped(norm))
         if step.how is StepMode.AHEAD and wrong:
             step.how = StepMode.REPEATED
             with self._options.of_step():
@@ -345,6 +350,17 @@ class PostValidatedOptimizer(OptimizerSurface):
         scale = self._loss_scale.of(self.get_loss_scale())
         self._outcomes.append(Outcome(updated, *reported, scale, step.how, step.of))
 
+    def _learn(self, step: Step) -> Verdict:
+        """Wait for the global state of a step."""
+        if step.verdict is None:
+            found = [flag > 0 for reduction in step.found_inf for flag in reduction.wait()]
+            sums = [reduction.wait() for reduction in step.sums]
+            norm = self._norm([square for square, *_ in sums])
+            counts = [joined(parts) for _, *parts in sums if parts]
+            wrong = self._replicas.any(any(found) or self._clipping.clips(norm))
+            step.verdict = Verdict(found, norm, sum(counts) if counts else None, wrong)
+        return step.verdict
+
     def _scaled(self) -> list[Any]:
         """The optimizers in ``_parts`` with a loss scale."""
         return [part for part in self._parts if getattr(part, "grad_scaler", None)]
@@ -358,28 +374,8 @@ class PostValidatedOptimizer(OptimizerSurface):
     def _reports_norm(self) -> bool:
         return isinstance(self._optimizer, ChainedOptimizer) or self._optimizer.config.clip_grad > 0
 
-    def _total(self, norm: float, device: torch.device) -> float | torch.Tensor:
-        """The norm as megatron-core clips by it: since 0.17, TransformerEngine's kernels take a tensor."""
-        if getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:
-            return norm
-        return torch.tensor([norm], dtype=torch.float32, device=device)
-
-    def _is_clipped(self, norm: float) -> bool:
-        clip = self._optimizer.config.clip_grad
-        # On the host, the same operations give the same bits, but do not wait for the passes.
-        return clip > 0 and bool(clip / (self._total(norm, torch.device("cpu")) + 1.0e-6) < 1.0)
-
     def _clip_and_step(self, norm: float) -> None:
-        clip = self._optimizer.config.clip_grad
-        for part in self._parts:
-            parameters = [] if part.is_stub_optimizer else part.get_parameters()
-            if parameters and clip > 0:
-                clip_grads.clip_grad_by_total_norm_fp32(
-                    parameters,
-                    clip,
-                    self._total(norm, device_of(self._chunks)),
-                    part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
-                )
+        self._clipping.clip(norm)
         self._optimizer.step_with_ready_grads()
 
     def _undo(self, norm: float, repeat: bool) -> None:

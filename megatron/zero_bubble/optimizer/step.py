@@ -63,6 +63,22 @@ class Outcome:
     of: Any = None
 
 
+class Verdict(NamedTuple):
+    """What the global state says about a step.
+
+    Attributes:
+        found_inf: whether a gradient is infinite, per optimizer with a loss scale.
+        norm: of all gradients.
+        num_zeros: number of zeros in all gradients, if the job logs it.
+        wrong: whether a step that was taken ahead must be undone.
+    """
+
+    found_inf: list[bool]
+    norm: float
+    num_zeros: float | None
+    wrong: bool
+
+
 @dataclass
 class Step:
     """A step whose global state is still being reduced.
@@ -74,6 +90,7 @@ class Step:
         how: the mode decided so far.
         can_be_wrong: whether the step can be rejected, because the job clips gradients or has a loss scale.
         someone_ahead: whether any rank of the pipeline stepped ahead; if so, the first rank did.
+        verdict: None until the global state has arrived.
     """
 
     found_inf: list[Reduction]
@@ -82,6 +99,7 @@ class Step:
     of: Any = None
     how: StepMode = StepMode.AHEAD
     someone_ahead: bool = False
+    verdict: Verdict | None = None
 
 
 @dataclass

@@ -56,7 +56,8 @@ def handlers(
         stages: stages of this rank, by stage number.
         new_buffer: returns an uninitialized tensor on the compute device with the shape and dtype of a message.
         observer: is notified of messages and waits.
-        validate: returns whether the last optimizer step was correct; a rejected step is corrected before it returns.
+        validate: returns whether the last optimizer step was correct; a rejected step is corrected when the messages
+            are drained.
     """
     messages = _Messages(channels, new_buffer) if observer is None else _Observed(channels, new_buffer, observer)
 
