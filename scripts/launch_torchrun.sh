@@ -90,7 +90,8 @@ settings=(
     "CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     # Load all kernels of CUDA's libraries at start-up. By default, CUDA loads a kernel when it is launched for the first
     # time, and may then wait until everything on the GPU has ended, also a receive of NCCL whose message depends on what
-    # this rank has not launched yet. This takes memory of the GPU, and does not load what Triton compiles later.
+    # this rank has not launched yet. The first iterations avoid that by sending nothing over NCCL; this setting covers
+    # later ones with other shapes. It takes memory of the GPU, and does not load what Triton compiles.
     "CUDA_MODULE_LOADING=${CUDA_MODULE_LOADING:-EAGER}"
     # Grow the allocator's segments in place. When memory runs short, torch otherwise frees cached segments by cudaFree,
     # which waits for everything on the GPU, as above; to shrink these, it waits only for the stream that used them.
