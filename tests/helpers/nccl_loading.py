@@ -31,7 +31,6 @@ from megatron.zero_bubble.ir import Kind, Op, Pass, Plan, Value
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
 from megatron.zero_bubble.runtime.collectives import collective_handlers
 from megatron.zero_bubble.runtime.executor import Awaited, Executor, Handler
-from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.nccl import COMPUTE, Event, GPUs, Stream, _Task
@@ -124,7 +123,6 @@ class LoadingGPUs(GPUs):
     Attributes:
         hosts: those of all pipelines.
         kernels: which kernels there are.
-        staged: whether messages and the collectives of the pipeline go through host memory.
         waits_for_passes: whether a host that stops waits for the compute stream only, as where torch's allocator
             shrinks an expandable segment.
         replicas: the GPUs of all pipelines.
@@ -132,20 +130,19 @@ class LoadingGPUs(GPUs):
 
     hosts: Hosts = field(default_factory=lambda: Hosts(0))
     kernels: Kernels = always_new
-    staged: bool = False
     waits_for_passes: bool = False
     replicas: Sequence[LoadingGPUs] = ()
-    _loaded: set[tuple[int, Hashable]] = field(default_factory=set)
+    _loaded: set[tuple[int, Hashable, bool]] = field(default_factory=set)
     _sent: defaultdict[Stream, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     _posted: defaultdict[Stream, int] = field(default_factory=lambda: defaultdict(int))
-    _started: dict[tuple[Value, int], Event] = field(default_factory=dict)
+    _started: defaultdict[tuple[str, int], list[Event]] = field(default_factory=lambda: defaultdict(list))
 
-    def launch(self, rank: int, step: Pass | str) -> None:
+    def launch(self, rank: int, step: Pass | str, forward_only: bool = False) -> None:
         """Launch the kernel of a step, which stops the host if it is new."""
         name = self.kernels(step)
-        if name is not None and (rank, name) not in self._loaded:
+        if name is not None and (rank, name, forward_only) not in self._loaded:
             self.hosts.wait(lambda: self.is_idle(rank))
-            self._loaded.add((rank, name))
+            self._loaded.add((rank, name, forward_only))
         self.compute(rank, lambda: None)
 
     def is_idle(self, rank: int) -> bool:
@@ -185,16 +182,11 @@ class LoadingGPUs(GPUs):
             other.popleft()
         return True
 
-    def opened(self, channels: frozenset[tuple[int, int]]) -> list[Transport]:
-        """A transport for every rank."""
-        if not self.staged:
-            return self.transports(channels)
-        return [Transport(self._staged(rank), ()) for rank in range(self.num_ranks)]
-
-    def _staged(self, rank: int) -> Directions:
+    def staged(self, rank: int) -> Transport:
+        """The transport of a rank whose messages go through host memory."""
         directions = self._directions(rank)
         groups = {key: _Staged(self, rank, key) for key in directions.groups}
-        return replace(directions, backend="gloo", groups=groups)  # type: ignore[arg-type]
+        return Transport(replace(directions, backend="gloo", groups=groups), ())  # type: ignore[arg-type]
 
 
 @dataclass
@@ -253,17 +245,19 @@ class _Lanes:
 
     gpus: LoadingGPUs
     rank: int
+    staged: bool
 
     def start(self, op: Any, work: Callable[[Any], Any], _uses: Iterable[torch.Tensor]) -> Awaited:
         gpus = self.gpus
-        if not gpus.staged:
+        if not self.staged:
             event = gpus.collective(op.lane, self.rank, [(gpus, rank) for rank in range(gpus.num_ranks)])
             return _StreamWork(gpus, self.rank, event, work(None))
-        gpus._started[op.key, self.rank] = gpus.record((self.rank, COMPUTE))
+        starts = [gpus._started[op.lane, rank] for rank in range(gpus.num_ranks)]
+        number = len(starts[self.rank])
+        starts[self.rank].append(gpus.record((self.rank, COMPUTE)))
 
         def done() -> bool:
-            started = [gpus._started.get((op.key, rank)) for rank in range(gpus.num_ranks)]
-            return all(event is not None and gpus.reached(event) for event in started)
+            return all(len(events) > number and gpus.reached(events[number]) for events in starts)
 
         return _HostWork(gpus.hosts, done, work(None))
 
@@ -283,12 +277,12 @@ class _Stage:
     """The stages of a rank; a pass is one kernel."""
 
     gpus: LoadingGPUs
-    plan: Plan
+    turn: Turn
     rank: int
 
     def run(self, work: Pass, _inputs: Sequence[Any]) -> list[torch.Tensor]:
-        self.gpus.launch(self.rank, work)
-        return [torch.zeros(()) for _ in self.plan.schedule.flow.outputs(work)]
+        self.gpus.launch(self.rank, work, self.turn.forward_only)
+        return [torch.zeros(()) for _ in self.turn.plan.schedule.flow.outputs(work)]
 
 
 def _shard_handlers(gpus: LoadingGPUs, rank: int) -> dict[type[Op], Handler]:
@@ -306,32 +300,58 @@ def _shard_handlers(gpus: LoadingGPUs, rank: int) -> dict[type[Op], Handler]:
     return {Gather: start, Reduce: start, Wait: change, Release: change, Open: change, Close: change}
 
 
-def ends(plan: Plan, kernels: Kernels, num_replicas: int = 1, rejected: bool = False, **rules: Any) -> bool:
-    """Whether an iteration ends on GPUs on which no kernel is loaded.
+@dataclass
+class Turn:
+    """One iteration.
 
-    Args:
-        rules: see ``LoadingGPUs``.
-        num_replicas: pipelines that run the plan; they take part together in the collectives of sharded units.
+    Attributes:
+        staged: whether messages and the collectives of the pipeline go through host memory.
         rejected: whether the plan finds that the last optimizer step was wrong, so that it runs again.
     """
-    ranks = range(plan.schedule.num_ranks)
-    hosts = Hosts(num_replicas * len(ranks))
-    replicas = [LoadingGPUs(len(ranks), hosts=hosts, kernels=kernels, **rules) for _ in range(num_replicas)]
+
+    plan: Plan
+    forward_only: bool = False
+    staged: bool = False
+    rejected: bool = False
+
+
+def all_end(turns: Sequence[Turn], kernels: Kernels, num_replicas: int = 1, waits_for_passes: bool = False) -> bool:
+    """Whether iterations end, one after the other, on GPUs on which no kernel is loaded; their hosts run ahead.
+
+    Args:
+        num_replicas: pipelines that run the plans; they take part together in the collectives of sharded units.
+        waits_for_passes: see ``LoadingGPUs``.
+    """
+    num_ranks = turns[0].plan.schedule.num_ranks
+    channels = frozenset[tuple[int, int]]().union(*(turn.plan.channels for turn in turns))
+    hosts = Hosts(num_replicas * num_ranks)
+    replicas = [LoadingGPUs(num_ranks, hosts=hosts, kernels=kernels) for _ in range(num_replicas)]
 
     def host(gpus: LoadingGPUs, transport: Transport) -> None:
-        rank, answers = transport.rank, [not rejected, True]
-        stages = dict.fromkeys(range(plan.schedule.num_stages), _Stage(gpus, plan, rank))
-        by_op = handlers(stages, transport, lambda _message: torch.zeros(()), validate=lambda: answers.pop(0))
-        by_op.update(collective_handlers(plan, _Lanes(gpus, rank), _Tensors()))  # type: ignore[arg-type]
-        by_op.update(_shard_handlers(gpus, rank))
-        if not Executor(plan, rank, by_op).run():
-            gpus.launch(rank, "undo")
-            assert Executor(plan, rank, by_op).run()
-        assert transport.num_in_flight == 0
+        staged = gpus.staged(transport.rank)
+        for turn in turns:
+            _run(gpus, turn, staged if turn.staged else transport)
 
     started = []
     for gpus in replicas:
         gpus.replicas = replicas
-        started += [partial(host, gpus, transport) for transport in gpus.opened(plan.channels)]
+        gpus.waits_for_passes = waits_for_passes
+        started += [partial(host, gpus, transport) for transport in gpus.transports(channels)]
         assert gpus.run(), "the channels must open"
     return hosts.run(started) and replicas[0].run_all()
+
+
+def _run(gpus: LoadingGPUs, turn: Turn, transport: Transport) -> None:
+    """Run one iteration of one rank."""
+    rank, plan, answers = transport.rank, turn.plan, [not turn.rejected, True]
+    stages = dict.fromkeys(range(plan.schedule.num_stages), _Stage(gpus, turn, rank))
+    by_op = handlers(stages, transport, lambda _message: torch.zeros(()), validate=lambda: answers.pop(0))
+    lanes: Any = _Lanes(gpus, rank, turn.staged)
+    by_op.update(collective_handlers(plan, lanes, _Tensors()))
+    by_op.update(_shard_handlers(gpus, rank))
+    if not Executor(plan, rank, by_op).run():
+        gpus.launch(rank, "undo")
+        assert Executor(plan, rank, by_op).run()
+    assert transport.num_in_flight == 0
+    if not turn.forward_only:
+        gpus.launch(rank, "step")
