@@ -184,9 +184,8 @@ class LoadingGPUs(GPUs):
 
     def staged(self, rank: int) -> Transport:
         """The transport of a rank whose messages go through host memory."""
-        directions = self._directions(rank)
-        groups = {key: _Staged(self, rank, key) for key in directions.groups}
-        return Transport(replace(directions, backend="gloo", groups=groups), ())  # type: ignore[arg-type]
+        groups: Any = {ascending: _Staged(self, rank, ascending) for ascending in (True, False)}
+        return Transport(replace(self._directions(rank), backend="gloo", groups=groups), ())
 
 
 @dataclass
