@@ -72,3 +72,11 @@ def test_closing_does_not_wait_for_a_blocked_lane() -> None:
     go.set()
     assert blocked.wait()
     assert lane.close(10)
+
+
+def test_a_thread_begins_with_what_it_is_told() -> None:
+    """Such as choosing a GPU, which is a property of the thread."""
+    seen: list[str] = []
+    lane = ThreadLane(lambda: seen.append(threading.current_thread().name))
+    assert lane.start(lambda: [*seen, threading.current_thread().name], ()).wait() == ["lane", "lane"]
+    assert lane.close(5.0)
