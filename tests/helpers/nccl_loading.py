@@ -182,10 +182,10 @@ class LoadingGPUs(GPUs):
             other.popleft()
         return True
 
-    def staged(self, rank: int) -> Transport:
-        """The transport of a rank whose messages go through host memory."""
-        groups: Any = {ascending: _Staged(self, rank, ascending) for ascending in (True, False)}
-        return Transport(replace(self._directions(rank), backend="gloo", groups=groups), ())
+    def staged(self, usual: Transport) -> Transport:
+        """A transport for the rank of ``usual`` whose messages go through host memory."""
+        groups: Any = {ascending: _Staged(self, usual.rank, ascending) for ascending in (True, False)}
+        return Transport(replace(usual._directions, backend="gloo", groups=groups), ())
 
 
 @dataclass
@@ -327,7 +327,7 @@ def all_end(turns: Sequence[Turn], kernels: Kernels, num_replicas: int = 1, wait
     replicas = [LoadingGPUs(num_ranks, hosts=hosts, kernels=kernels) for _ in range(num_replicas)]
 
     def host(gpus: LoadingGPUs, transport: Transport) -> None:
-        staged = gpus.staged(transport.rank)
+        staged = gpus.staged(transport)
         for turn in turns:
             _run(gpus, turn, staged if turn.staged else transport)
 
