@@ -27,7 +27,7 @@ PLANNED_OFFLOAD = "auto"
 
 
 class Ctas(NamedTuple):
-    """The largest numbers of CTAs that NCCL occupies beside passes."""
+    """The largest numbers of CTAs that NCCL occupies alongside passes."""
 
     message: int = DEFAULT_NCCL_CTAS
     collective: int = DEFAULT_NCCL_COLLECTIVE_CTAS

@@ -4,7 +4,7 @@ torch has 32 streams per priority and device, which it hands out in turn: the 33
 Users of one stream wait for each other, and if they wait for other ranks, ranks can deadlock. Every communicator of
 NCCL takes a stream from there as well, so a job can need more than 32.
 
-torch has no function that makes another stream beside its default stream: that of ``torch.cuda.cudart()`` has neither
+torch has no function for a stream that runs alongside its default stream: that of ``torch.cuda.cudart()`` has neither
 flags nor a priority. So the driver makes it; its streams are those of the runtime.
 """
 
@@ -52,7 +52,7 @@ def _make(device: torch.device, priority: int) -> int:
         )
     if status or handle.value is None:
         raise UserError(
-            f"collectives and copies beside passes need CUDA streams of their own; got error {status} of the CUDA "
+            f"collectives and copies alongside passes need CUDA streams of their own; got error {status} of the CUDA "
             "driver for another stream; look for earlier CUDA errors, or for other processes that use the GPU",
             everywhere=False,
         )
