@@ -47,7 +47,8 @@ def main() -> int:
     if options.nccl:
         work = FOLDER / "nccl-downloads"
         download(f"nvidia-nccl-cu13=={options.nccl}", work, python, "--only-binary", ":all:")
-        shared_nccl.pack(*work.glob(f"*-{options.nccl}-*.whl"), options.architecture, first)
+        (wheel,) = work.glob(f"*-{options.nccl}-*.whl")
+        shared_nccl.pack(wheel, options.architecture, first)
     if options.transformer_engine:
         pack_engine(options.transformer_engine, python)
     sizes = {piece.name: size(piece) for piece in sorted(FOLDER.glob("piece-*"))}
