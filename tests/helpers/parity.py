@@ -213,8 +213,9 @@ def own_rows(chunks: Any, weight: torch.Tensor, of_stock: torch.Tensor) -> torch
     from megatron.zero_bubble.adapter.vocabulary.shards import Shards
 
     tensor = parallel_state.get_tensor_model_parallel_group()
+    of_stock = of_stock.to(weight.device).contiguous()
     pieces = [torch.empty_like(of_stock) for _ in range(tensor.size())]
-    torch.distributed.all_gather(pieces, of_stock.contiguous(), group=tensor)
+    torch.distributed.all_gather(pieces, of_stock, group=tensor)
     rows = Shards.of(chunks[0]).output.rows
     return torch.cat([*pieces, of_stock.new_zeros(weight.shape)])[rows.first : rows.first + rows.num_rows]
 
