@@ -26,7 +26,7 @@ def shared_gpu(ranks_per_gpu: int) -> Iterator[bool]:
 
     All ranks of this machine enter before they use CUDA; the first starts the service. Gives whether it is in use.
     """
-    if ranks_per_gpu < 2 or PIPES in os.environ:
+    if ranks_per_gpu < 2 or os.environ.get(PIPES):
         yield ranks_per_gpu > 1  # under a service that somebody else has started
         return
     folder = Path(tempfile.gettempdir()) / f"zero-bubble-mps-{os.environ['TORCHELASTIC_RUN_ID']}"

@@ -11,9 +11,9 @@ import pytest
 from megatron.core import process_groups_config
 
 from megatron.zero_bubble import build
-from megatron.zero_bubble.adapter import pipeline
+from megatron.zero_bubble.adapter import pipeline, prepared
 from megatron.zero_bubble.adapter.pipeline import Pipeline
-from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Op
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.patching.apply import _pipeline
@@ -97,3 +97,21 @@ def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.M
     assert made["Lanes"].call_args.args[-2:] == (5, watchdog)
     assert units.connect.call_args.args[-1] is watchdog
     watchdog.start.assert_called_once_with()
+
+
+@pytest.mark.parametrize("variable", ["CUDA_DEVICE_MAX_CONNECTIONS", "NCCL_LAUNCH_ORDER_IMPLICIT"])
+@pytest.mark.parametrize("backend", ["nccl", "nccl2", "cpu:gloo,cuda:nccl"])
+def test_plans_that_need_several_queues_are_refused_where_transfers_start_in_one_order(
+    monkeypatch: pytest.MonkeyPatch, backend: str, variable: str
+) -> None:
+    plan, group = lower_training(build("breadth-first", num_ranks=4, num_microbatches=16)), mock.Mock()
+    for name, value in {"CUDA_DEVICE_MAX_CONNECTIONS": "32", variable: "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(prepared, "backend_of", lambda _: backend)
+    with pytest.raises(PlanError, match=f"{variable} is 1.*; set it to .*, or choose another schedule"):
+        prepared.check_queues(group, plan)
+    monkeypatch.setattr(prepared, "backend_of", lambda _: "gloo")
+    prepared.check_queues(group, plan)
+    monkeypatch.setattr(prepared, "backend_of", lambda _: backend)
+    monkeypatch.delenv(variable)
+    prepared.check_queues(group, plan)

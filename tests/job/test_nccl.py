@@ -20,19 +20,19 @@ def test_other_backends_are_not_nccl(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "remedy"),
+    ("environment", "setting"),
     [
         ({}, None),
         ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1"),
         ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, None),
         ({"NCCL_LAUNCH_ORDER_IMPLICIT": ""}, None),
         (
             {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
-            "NCCL_LAUNCH_ORDER_IMPLICIT is 1, which has the same effect as one queue; set it to 0",
+            "NCCL_LAUNCH_ORDER_IMPLICIT is 1, which has the same effect as one queue",
         ),
     ],
 )
-def test_both_settings_that_order_transfers_are_found(environment: dict[str, str], remedy: str | None) -> None:
+def test_both_settings_that_order_transfers_are_found(environment: dict[str, str], setting: str | None) -> None:
     found = one_queue(environment)
-    assert (None if found is None else found.remedy) == remedy
+    assert (None if found is None else found.setting) == setting

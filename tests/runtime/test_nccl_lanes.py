@@ -1,4 +1,4 @@
-"""Collectives of vocabulary parallelism beside the messages of a plan, by NCCL's rules, on simulated GPUs."""
+"""Collectives of vocabulary parallelism alongside the messages of a plan, by NCCL's rules, on simulated GPUs."""
 
 from __future__ import annotations
 

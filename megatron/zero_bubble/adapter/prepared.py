@@ -104,4 +104,4 @@ def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
     """Raise PlanError if ranks could block each other where the transfers of a GPU start in one order."""
     queue = one_queue()
     if queue is not None and is_nccl(backend_of(group)):
-        prove_single_queue(plan, queue.remedy)
+        prove_single_queue(plan, queue.setting, queue.several)

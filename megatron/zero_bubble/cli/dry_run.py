@@ -223,7 +223,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         training = lower_training(schedule, config.post_receives, config.post_validation, moves, sharding)
         for own in (training, lower_forward_only(schedule, config.post_receives, sharding)):
             if queue is not None:
-                prove_single_queue(own, queue.remedy)
+                prove_single_queue(own, queue.setting, queue.several)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
     where = "" if queue is None else f", with {queue.what}"
     return f"Proved free of deadlock for {listed} microbatches{where}."

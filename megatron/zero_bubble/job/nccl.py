@@ -19,10 +19,17 @@ def is_nccl(backend: str) -> bool:
 
 
 class OneQueue(NamedTuple):
-    """Why transfers of a GPU start in the order in which the host issued them, and what to change."""
+    """Why transfers of a GPU start in the order in which the host issued them.
+
+    Attributes:
+        what: the consequence.
+        setting: the variable and its value.
+        several: the value with which transfers start independently.
+    """
 
     what: str
-    remedy: str
+    setting: str
+    several: str
 
 
 def one_queue(environment: Mapping[str, str] = os.environ) -> OneQueue | None:
@@ -32,9 +39,9 @@ def one_queue(environment: Mapping[str, str] = os.environ) -> OneQueue | None:
     guide of NCCL, "NCCL_LAUNCH_ORDER_IMPLICIT".
     """
     if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        return OneQueue("one hardware queue per GPU", "CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32")
+        return OneQueue("one hardware queue per GPU", "CUDA_DEVICE_MAX_CONNECTIONS is 1", "32")
     order = environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "").strip()
     if order in ("", "0"):
         return None
-    remedy = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue; set it to 0"
-    return OneQueue("one order for all transfers of a GPU", remedy)
+    setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
+    return OneQueue("one order for all transfers of a GPU", setting, "0")

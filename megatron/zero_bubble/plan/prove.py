@@ -75,11 +75,12 @@ def _prove_whole(plan: Plan, queues: Queues) -> list[list[Step]]:
     return rows
 
 
-def prove_single_queue(plan: Plan, remedy: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32") -> None:
+def prove_single_queue(plan: Plan, setting: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1", several: str = "32") -> None:
     """Prove a plan for GPUs with the single hardware queue that Megatron requires.
 
     Args:
-        remedy: why there is a single queue, and how to have several.
+        setting: why there is a single queue: a variable of the environment and its value.
+        several: the value of the variable with which there are several.
 
     Raises:
         PlanError: when the ranks would block each other; the message states the remedy.
@@ -88,8 +89,8 @@ def prove_single_queue(plan: Plan, remedy: str = "CUDA_DEVICE_MAX_CONNECTIONS is
         prove(plan, Queues.DEVICE)
     except PlanError as error:
         raise PlanError(
-            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; {remedy}, "
-            f"or choose another schedule. {error}"
+            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; {setting}; set it to "
+            f"{several}, or choose another schedule. {error}"
         ) from error
 
 

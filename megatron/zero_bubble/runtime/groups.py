@@ -108,7 +108,7 @@ def group_beside_passes(
 
 
 def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int) -> _Options:
-    """How to make a group for transfers beside passes."""
+    """How to make a group for transfers that run concurrently with passes."""
     backend = backend_of(group)
     if not is_nccl(backend):
         return _Options(backend, timeout)
