@@ -84,7 +84,7 @@ def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.Monk
 
 def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, mock.Mock] = {}
-    for name in ("Directions", "Transport", "Lanes", "Watchdog", "check_same_plan", "backend_of", "select"):
+    for name in ("Directions", "Transport", "Lanes", "Staging", "Watchdog", "check_same_plan", "backend_of", "select"):
         made[name] = mock.Mock()
         monkeypatch.setattr(pipeline, name, made[name])
     made["Directions"].of.return_value = SimpleNamespace(backend="nccl", device="cpu")
