@@ -34,7 +34,7 @@ from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 COMPUTE = "compute"
-JOIN_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 60.0
 
 T = TypeVar("T")
 
