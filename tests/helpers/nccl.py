@@ -5,8 +5,11 @@ The rules, as in torch's ``ProcessGroupNCCL``:
 * A group has a communicator for its collectives, and one for the sends and receives of each pair of its ranks. Each is
   created lazily: its first transfer blocks the host until all its ranks join. If communicators are eager, a group has
   one for everything, which is created with the group, and blocks the host there.
+* A communicator connects an algorithm lazily in any case: the first collective of each blocks the host, too
+  (``ncclCollPreconnect``). Sums use a tree, broadcasts a ring, and gathers another tree, as they may between nodes.
 * Otherwise, no transfer blocks the host.
-* A communicator has one stream per rank, which runs its transfers in the order of issue.
+* A communicator has one stream per rank, which runs its transfers in the order of issue; but a collective that a host
+  issues in a lane runs in the stream of the lane, because no Work is asked for (since torch 2.8).
 * A transfer starts after everything that the current stream of its rank contained when it was issued: the compute
   stream, or that of a lane. It ends when all its ranks have it at the front of the communicator's stream.
 * ``Work.wait`` makes the current stream wait, and returns at once.
@@ -142,9 +145,23 @@ class Group:
             for tensor in of_all:
                 tensor.copy_(total)
 
+        self._connect("tree")
         return self.gpus.transfer((self.name,), self.own, self.ranks, "sum", own, move)
 
+    def allgather(self, into: list[torch.Tensor], own: torch.Tensor) -> Work:
+        def move(of_all: list[torch.Tensor]) -> None:
+            for target, tensor in zip(into, of_all, strict=True):
+                target.copy_(tensor)
+
+        self._connect("binomial tree")
+        return self.gpus.transfer((self.name,), self.own, self.ranks, "gather", own, move)
+
+    def _connect(self, algorithm: str) -> None:
+        self.gpus.join((self.name, algorithm), len(self.ranks))
+
     def broadcast(self, tensor: torch.Tensor, root: int) -> Work:
+        self._connect("ring")
+
         def move(of_all: list[torch.Tensor]) -> None:
             for other in of_all:
                 other.copy_(of_all[root])
@@ -205,18 +222,20 @@ class GPUs:
 
     Attributes:
         eager: whether communicators are created eagerly, one per group.
-        one_queue: whether each GPU has a single hardware queue, as with CUDA_DEVICE_MAX_CONNECTIONS=1: what waits at
-            its front holds back everything that the rank issued later.
+        num_queues: the number of hardware queues of each GPU (CUDA_DEVICE_MAX_CONNECTIONS), which streams share in
+            turn; None if every stream has one. What waits at the front of a queue holds back what the rank issued
+            later in the same queue.
         backend: the name of the pipeline's backend; with ``gloo``, all messages of a direction share a group.
     """
 
     num_ranks: int
     eager: bool = False
-    one_queue: bool = False
+    num_queues: int | None = None
     backend: str = "nccl"
     streams: defaultdict[Stream, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
     communicators: dict[Hashable, threading.Barrier] = field(default_factory=dict)
-    _queues: defaultdict[int, deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
+    _queues: defaultdict[tuple[int, int], deque[_Task]] = field(default_factory=lambda: defaultdict(deque))
+    _queue_of: dict[Stream, tuple[int, int]] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _current: threading.local = field(default_factory=threading.local)
 
@@ -255,8 +274,8 @@ class GPUs:
         self._current.stream = before
 
     def compute(self, rank: int, run: Callable[[], object]) -> None:
-        """Issue a kernel on the compute stream."""
-        self._issue(_Kernel((rank, COMPUTE), not self.one_queue, run))
+        """Issue a kernel on the current stream, which is the compute stream outside of lanes."""
+        self._issue(_Kernel((rank, self.current), not self._share, run))
 
     def record(self, stream: Stream) -> Event:
         event = Event()
@@ -265,7 +284,7 @@ class GPUs:
         return event
 
     def wait(self, stream: Stream, event: Event) -> None:
-        self._issue(_Wait(stream, not self.one_queue, event))
+        self._issue(_Wait(stream, not self._share, event))
 
     def transfer(
         self,
@@ -278,9 +297,10 @@ class GPUs:
     ) -> Work:
         """Issue the part of ``rank``; see ``_Transfer``."""
         self.join(communicator, len(ranks))
-        stream = (rank, communicator)
+        in_lane = what != "message" and self.current != COMPUTE
+        stream = (rank, self.current if in_lane else communicator)
         self.wait(stream, self.record((rank, self.current)))
-        self._issue(_Transfer(stream, not self.one_queue, ranks, what, tensor, move))
+        self._issue(_Transfer(stream, not self._share, ranks, what, tensor, move))
         return Work(self, rank, self.record(stream))
 
     def join(self, communicator: Hashable, num_ranks: int) -> None:
@@ -295,8 +315,18 @@ class GPUs:
     def _issue(self, task: _Task, in_queue: bool = True) -> None:
         with self._lock:
             self.streams[task.stream].append(task)
-            if self.one_queue and in_queue:
-                self._queues[task.stream[0]].append(task)
+            if self._share and in_queue:
+                self._queues[self._queue(task.stream)].append(task)
+
+    @property
+    def _share(self) -> bool:
+        return self.num_queues is not None
+
+    def _queue(self, stream: Stream) -> tuple[int, int]:
+        """The hardware queue of a stream, which it gets at its first use."""
+        rank, count = stream[0], self.num_queues or 1
+        number = sum(owner == rank for owner, _ in self._queue_of) % count
+        return self._queue_of.setdefault(stream, (rank, number))
 
     def run(self) -> bool:
         """Execute everything that was issued; False if some of it waits forever, which then stays in ``streams``."""

@@ -167,7 +167,7 @@ class LoadingGPUs(GPUs):
         """Issue a collective of NCCL between ``members``, which all issue those of a name in one order."""
         stream = (rank, name)
         self.wait(stream, self.record((rank, COMPUTE)))
-        self._issue(_Collective(stream, not self.one_queue, members))
+        self._issue(_Collective(stream, not self._share, members))
         return self.record(stream)
 
     def _step(self, stream: deque[_Task]) -> bool:

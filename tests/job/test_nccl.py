@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.job.nccl import is_nccl, one_queue
+from megatron.zero_bubble.job.nccl import hardware_queues, is_nccl
 
 
 @pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "nccl-legacy"])
@@ -20,19 +20,24 @@ def test_other_backends_are_not_nccl(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("environment", "setting"),
+    ("environment", "number", "setting"),
     [
-        ({}, None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, None),
-        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, "CUDA_DEVICE_MAX_CONNECTIONS is 1"),
-        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, None),
-        ({"NCCL_LAUNCH_ORDER_IMPLICIT": ""}, None),
+        ({}, 8, "CUDA_DEVICE_MAX_CONNECTIONS is not set, which means 8"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": ""}, 8, "CUDA_DEVICE_MAX_CONNECTIONS is not set, which means 8"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "32"}, 32, "CUDA_DEVICE_MAX_CONNECTIONS is 32"),
+        ({"CUDA_DEVICE_MAX_CONNECTIONS": "1"}, 1, "CUDA_DEVICE_MAX_CONNECTIONS is 1"),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": "0"}, 8, "CUDA_DEVICE_MAX_CONNECTIONS is not set, which means 8"),
+        ({"NCCL_LAUNCH_ORDER_IMPLICIT": ""}, 8, "CUDA_DEVICE_MAX_CONNECTIONS is not set, which means 8"),
         (
             {"NCCL_LAUNCH_ORDER_IMPLICIT": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "32"},
+            1,
             "NCCL_LAUNCH_ORDER_IMPLICIT is 1, which has the same effect as one queue",
         ),
     ],
 )
-def test_both_settings_that_order_transfers_are_found(environment: dict[str, str], setting: str | None) -> None:
-    found = one_queue(environment)
-    assert (None if found is None else found.setting) == setting
+def test_settings_that_let_streams_share_queues_are_found(
+    environment: dict[str, str], number: int, setting: str
+) -> None:
+    found = hardware_queues(environment)
+    assert (found.number, found.setting) == (number, setting)
+    assert bool(found.what) == (number == 1)

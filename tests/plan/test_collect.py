@@ -16,7 +16,7 @@ from megatron.zero_bubble.ir.ops import OPS
 from megatron.zero_bubble.ir.vocabulary import HIDDEN, PART, TO_ALL_RANKS, Algorithm
 from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, lower_training, prove
 from megatron.zero_bubble.plan.collect import collect
-from megatron.zero_bubble.plan.prove import Queues, prove_single_queue
+from megatron.zero_bubble.plan.prove import Queues, num_streams, prove_for_queues
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
 
 RANKS, MICROBATCHES = 4, 6
@@ -110,10 +110,29 @@ def test_a_collective_that_waits_for_itself_is_rejected() -> None:
         prove(replace(plan, ops=(*plan.ops[:-1], moved)))
 
 
-def test_single_queue_refuses_plans_whose_collectives_block_passes() -> None:
-    prove_single_queue(lower_training(made("zb-h1", 2)[0]))
-    with pytest.raises(PlanError, match="needs several hardware queues per GPU"):
-        prove_single_queue(lower_training(made("1f1b", 1)[0]))
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("algorithm", [1, 2])
+def test_streams_that_share_queues_are_refused_where_collectives_block_passes(name: str, algorithm: Algorithm) -> None:
+    """What follows a collective in its stream holds back its queue, and the first broadcasts start before all passes.
+
+    A rank between two others has a stream for passes, four for messages, and two for each kind of collective.
+    """
+    plan = lower_training(made(name, algorithm)[0])
+    needed = num_streams(plan)
+    for num_queues in (1, 8, needed - 1):
+        with pytest.raises(PlanError, match=rf"needs several hardware queues per GPU: {needed}, one for each"):
+            prove_for_queues(plan, num_queues)
+    prove_for_queues(plan, needed)
+    kinds = {op.lane for op in plan.ops[0] if isinstance(op, Collective)}
+    assert needed == 5 + 2 * len(kinds) <= 32
+
+
+def test_plans_without_collectives_need_no_queues_of_their_own() -> None:
+    """Whatever ends in a single queue ends in several."""
+    plan = lower_training(build("zb-h1", num_ranks=4, num_microbatches=8))
+    assert num_streams(plan) == 5
+    prove_for_queues(plan, 1)
+    prove_for_queues(plan, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)

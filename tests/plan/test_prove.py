@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import SCHEDULES, Pass, Placement, Schedule, build
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Op, Plan, Recv, Send
-from megatron.zero_bubble.plan import Queues, lower, lower_forward_only, prove, prove_single_queue
+from megatron.zero_bubble.plan import Queues, lower, lower_forward_only, prove, prove_for_queues
 from tests.helpers.strategies import schedules
 
 
@@ -85,8 +85,8 @@ def test_single_queue_rejects_a_plan_that_several_queues_allow() -> None:
     with pytest.raises(PlanError, match="the ranks wait for each other"):
         prove(plan, Queues.DEVICE)
     with pytest.raises(PlanError, match="CUDA_DEVICE_MAX_CONNECTIONS is 1; set it to 32, or choose another schedule"):
-        prove_single_queue(plan)
-    prove_single_queue(lower(build("zb-h2", num_ranks=3, num_microbatches=6)))
+        prove_for_queues(plan)
+    prove_for_queues(lower(build("zb-h2", num_ranks=3, num_microbatches=6)))
 
 
 def blocked_by_one_queue_per_direction(ranks: Iterable[int]) -> tuple[int, Counter[tuple[str, str]]]:

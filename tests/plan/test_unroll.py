@@ -18,7 +18,7 @@ from megatron.zero_bubble.ir.collectives import Spread, collectives_of
 from megatron.zero_bubble.ir.ops import OPS
 from megatron.zero_bubble.ir.repeats import find_repeats
 from megatron.zero_bubble.ir.unrolled import Unrolled
-from megatron.zero_bubble.plan import communicate, lower, prove, prove_single_queue, with_validation
+from megatron.zero_bubble.plan import communicate, lower, prove, prove_for_queues, with_validation
 from megatron.zero_bubble.plan.lower import LoweringPass
 from megatron.zero_bubble.plan.unroll import can_repeat
 from megatron.zero_bubble.schedules import SCHEDULES, build
@@ -72,7 +72,7 @@ def test_what_is_stored_does_not_grow_with_the_microbatches(name: str) -> None:
     assert few.digest != many.digest
     validate(many.schedule)
     prove(many)
-    prove_single_queue(many)
+    prove_for_queues(many)
 
 
 @settings(deadline=None, max_examples=25)
@@ -259,7 +259,7 @@ def test_errors_show_the_microbatches_of_the_whole_plan() -> None:
     messages = []
     for plan in (lower(schedule), replace(lower(schedule), ops=tuple(lower(schedule).ops))):
         with pytest.raises(PlanError, match="hardware queues") as caught:
-            prove_single_queue(plan)
+            prove_for_queues(plan)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 

@@ -122,7 +122,7 @@ def test_every_message_arrives_at_its_pass(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(
-    ("rules", "queues"), [(ONE_PER_DIRECTION, Queues.DIRECTION), ({"one_queue": True}, Queues.DEVICE)]
+    ("rules", "queues"), [(ONE_PER_DIRECTION, Queues.DIRECTION), ({"num_queues": 1}, Queues.DEVICE)]
 )
 def test_plans_deadlock_where_the_proof_says_so(name: str, rules: dict[str, Any], queues: Queues) -> None:
     disputed = [str(plan.schedule) for plan in plans(name, (2, 3)) if ends(plan, **rules) is not proved(plan, queues)]
@@ -156,4 +156,4 @@ def test_one_hardware_queue_deadlocks() -> None:
     ]
     plan = lower(Schedule.from_text("late", Placement.interleaved(3, 2), 3, map(str.split, rows)))
     assert ends(plan)
-    assert not ends(plan, one_queue=True)
+    assert not ends(plan, num_queues=1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import product
+from dataclasses import dataclass
+from itertools import count, product
 from typing import Any
 from unittest import mock
 
@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from megatron.zero_bubble import Kind, Pass
+from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Value
-from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.ir.vocabulary import HIDDEN, Algorithm
 from megatron.zero_bubble.job.source import ScheduleSource
-from megatron.zero_bubble.plan import lower_forward_only, lower_training
+from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.runtime import groups
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers, collective_kinds
 from megatron.zero_bubble.runtime.executor import Executor
@@ -35,12 +36,13 @@ class StreamLane:
 
     gpus: GPUs
     rank: int
-    name: object = field(default_factory=object)
+    name: str
 
     def start(self, work: Callable[[], Any], _uses: Iterable[torch.Tensor]) -> StreamResult:
         self.gpus.wait((self.rank, self.name), self.gpus.record((self.rank, COMPUTE)))
         with self.gpus.stream(self.name):
             made = work()
+            self.gpus.compute(self.rank, lambda: None)  # the copy of the result into memory of the passes
         return StreamResult(self.gpus, self.rank, made, self.gpus.record((self.rank, self.name)))
 
 
@@ -57,16 +59,19 @@ class StreamResult:
 
 
 class Transfers:
-    """Collectives without values, which ``test_collectives`` checks."""
+    """Collectives without values, which ``test_collectives`` checks, in as many transfers as those of a model."""
 
-    def spread(self, _value: Value, _held: Any, root: int, group: Any) -> torch.Tensor:
+    def spread(self, value: Value, _held: Any, root: int, group: Any) -> torch.Tensor:
         tensor = torch.zeros(1)
-        group.broadcast(tensor, root).wait()
+        for _ in range(2 if value.name == HIDDEN else 1):
+            group.broadcast(tensor, root).wait()
         return tensor
 
-    def total(self, _kind: Kind, _microbatch: int, _part: Any, root: int, group: Any) -> torch.Tensor | None:
+    def total(self, kind: Kind, _microbatch: int, _part: Any, root: int, group: Any) -> torch.Tensor | None:
         tensor = torch.zeros(1)
-        group.allreduce([tensor]).wait()
+        if kind is Kind.S:
+            group.allgather([torch.zeros(1) for _ in group.ranks], tensor).wait()
+        group.broadcast(tensor, root).wait()  # a reduction takes the same ring
         return tensor if group.rank() == root else None
 
 
@@ -90,7 +95,9 @@ def ends(plan: Plan, **rules: Any) -> bool:
     def host(pipeline: Any) -> None:
         rank = pipeline.rank()
         transport = Transport(Directions.of(pipeline), plan.channels)
-        lanes = Lanes(pipeline, lambda: StreamLane(gpus, rank), None)  # type: ignore[arg-type, return-value]
+        number = count()
+        make: Any = lambda: StreamLane(gpus, rank, f"lane {next(number)}")  # noqa: E731
+        lanes = Lanes(pipeline, make, None)
         lanes.open(collective_kinds(plan))
         stages = dict.fromkeys(range(plan.schedule.num_stages), Stage(plan, gpus, rank))
         by_op = handlers(stages, transport, lambda _message: torch.zeros(1))
@@ -126,6 +133,29 @@ def test_no_rank_waits_forever(name: str, eager: bool) -> None:
 def test_no_rank_of_any_plan_waits_forever(name: str, eager: bool) -> None:
     every = plans(name, (2, 3, 4), lambda p: (1, p, 2 * p + 1, 3 * p))
     assert [what for what, plan in every if not ends(plan, eager=eager)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_plans_block_each_other_in_queues_for_which_they_are_refused(name: str) -> None:
+    """No plan is accepted that streams with shared queues block: neither in one queue, nor in the eight that CUDA has
+    by default, where the lane of a broadcast can hold back the passes that other ranks wait for.
+    """
+    every = list(plans(name, (2, 3), lambda p: (p,)))
+    for num_queues in (1, 2, 8):
+        found = {what for what, plan in every if not ends(plan, num_queues=num_queues)}
+        refused = {what for what, plan in every if not accepted(plan, num_queues)}
+        assert found <= refused
+        assert found == refused or num_queues > 1
+        assert found, f"{num_queues} queues are fewer than the streams of a rank"
+    assert all(accepted(plan, 32) and ends(plan, num_queues=32) for _, plan in every)
+
+
+def accepted(plan: Plan, num_queues: int) -> bool:
+    try:
+        prove_for_queues(plan, num_queues)
+    except PlanError:
+        return False
+    return True
 
 
 def test_hosts_that_join_a_group_among_the_passes_wait_forever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,9 +17,9 @@ from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.job.nccl import is_nccl, one_queue
+from megatron.zero_bubble.job.nccl import hardware_queues, is_nccl
 from megatron.zero_bubble.job.source import even_costs
-from megatron.zero_bubble.plan import prove_single_queue
+from megatron.zero_bubble.plan import prove_for_queues
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.runtime.groups import backend_of
 
@@ -101,7 +101,7 @@ def check_same_plan(plan: Plan, group: dist.ProcessGroup, who: str) -> None:
 
 
 def check_queues(group: dist.ProcessGroup, plan: Plan) -> None:
-    """Raise PlanError if ranks could block each other where the transfers of a GPU start in one order."""
-    queue = one_queue()
-    if queue is not None and is_nccl(backend_of(group)):
-        prove_single_queue(plan, queue.setting, queue.several)
+    """Raise PlanError if ranks could block each other because streams of a GPU share hardware queues."""
+    if is_nccl(backend_of(group)):
+        queues = hardware_queues()
+        prove_for_queues(plan, queues.number, queues.setting, queues.several)

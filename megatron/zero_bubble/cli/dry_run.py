@@ -27,10 +27,10 @@ from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.layers import job_layers, job_predictions
-from megatron.zero_bubble.job.nccl import is_nccl, one_queue
+from megatron.zero_bubble.job.nccl import hardware_queues, is_nccl
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.source import AUTO, ScheduleSource
-from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_single_queue
+from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
@@ -209,7 +209,7 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         return "The job uses Megatron's built-in schedule, which is not proved."
     config: ZeroBubbleConfig = args.zero_bubble
     select = _selection(args)
-    queue = one_queue() if _uses_nccl(args) else None
+    queues = hardware_queues() if _uses_nccl(args) else None
     batches = args.batch_sizes
     counts = sorted({size // batches.granule for size in batches.steps})
     if args.zero_bubble_schedule == AUTO:
@@ -222,10 +222,10 @@ def _prove(args: argparse.Namespace, costs: Figures) -> str:
         sharding = config.sharding(costs.num_ranks) if config.shard_weights else None
         training = lower_training(schedule, config.post_receives, config.post_validation, moves, sharding)
         for own in (training, lower_forward_only(schedule, config.post_receives, sharding)):
-            if queue is not None:
-                prove_single_queue(own, queue.setting, queue.several)
+            if queues is not None:
+                prove_for_queues(own, queues.number, queues.setting, queues.several)
     listed = show(counts) if len(counts) < 3 else f"{counts[0]} to {counts[-1]}"
-    where = "" if queue is None else f", with {queue.what}"
+    where = f", with {queues.what}" if queues is not None and queues.what else ""
     return f"Proved free of deadlock for {listed} microbatches{where}."
 
 

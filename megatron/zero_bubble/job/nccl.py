@@ -18,30 +18,38 @@ def is_nccl(backend: str) -> bool:
     return of_devices.get("cuda", backend.lower()).startswith("nccl")
 
 
-class OneQueue(NamedTuple):
-    """Why transfers of a GPU start in the order in which the host issued them.
+_DEFAULT_QUEUES = 8
+"""CUDA's, without ``CUDA_DEVICE_MAX_CONNECTIONS``."""
+
+
+class HardwareQueues(NamedTuple):
+    """How many queues bring the work of streams to a GPU. Streams that share one start in the order of the host.
 
     Attributes:
-        what: the consequence.
+        number: of queues per GPU.
+        what: the consequence, if there is one queue.
         setting: the variable and its value.
         several: the value with which transfers start independently.
     """
 
+    number: int
     what: str
     setting: str
     several: str
 
 
-def one_queue(environment: Mapping[str, str] = os.environ) -> OneQueue | None:
-    """What the environment of a job says about the queues of its GPUs; None if transfers start independently.
+def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueues:
+    """What the environment of a job says about the queues of its GPUs.
 
-    They start in order with one hardware queue, and if NCCL orders the kernels of all communicators. Source: the user
-    guide of NCCL, "NCCL_LAUNCH_ORDER_IMPLICIT".
+    If NCCL orders the kernels of all communicators, that has the effect of one queue. Sources: the environment
+    variables in CUDA's programming guide; the user guide of NCCL, "NCCL_LAUNCH_ORDER_IMPLICIT".
     """
-    if environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        return OneQueue("one hardware queue per GPU", "CUDA_DEVICE_MAX_CONNECTIONS is 1", "32")
+    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
     order = environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "").strip()
-    if order in ("", "0"):
-        return None
-    setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
-    return OneQueue("one order for all transfers of a GPU", setting, "0")
+    if value != "1" and order not in ("", "0"):
+        setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
+        return HardwareQueues(1, "one order for all transfers of a GPU", setting, "0")
+    number = int(value) if value.isdecimal() and value != "0" else _DEFAULT_QUEUES
+    shown = value or f"not set, which means {_DEFAULT_QUEUES}"
+    what = "one hardware queue per GPU" if number == 1 else ""
+    return HardwareQueues(number, what, f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}", "32")

@@ -3,7 +3,7 @@
 from megatron.zero_bubble.plan.communicate import PostReceives, communicate
 from megatron.zero_bubble.plan.lower import LoweringPass, lower, lower_forward_only, lower_training
 from megatron.zero_bubble.plan.post_validation import with_validation
-from megatron.zero_bubble.plan.prove import Queues, prove, prove_single_queue
+from megatron.zero_bubble.plan.prove import Queues, prove, prove_for_queues
 
 __all__ = [
     "LoweringPass",
@@ -14,6 +14,6 @@ __all__ = [
     "lower_forward_only",
     "lower_training",
     "prove",
-    "prove_single_queue",
+    "prove_for_queues",
     "with_validation",
 ]

@@ -5,14 +5,14 @@ deterministic: if one order of execution reaches the end, every order does, at a
 advances as far as it can is therefore a proof, and a run that stops early shows the deadlock. The values on a rank
 depend only on the order of its own ops, and are checked without a run.
 
-``Queues`` lists stricter rules for transfers. ``prove_single_queue`` proves a plan for the single hardware queue that
-Megatron requires.
+``Queues`` lists stricter rules for transfers. ``prove_for_queues`` proves a plan for GPUs whose streams share hardware
+queues, such as the single one that Megatron requires.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 
@@ -35,7 +35,7 @@ class Queues(Enum):
     )
     DEVICE = (
         "one hardware queue per device (CUDA_DEVICE_MAX_CONNECTIONS=1): a transfer that waits for the previous one on "
-        "its channel blocks everything that the rank issues afterwards"
+        "its channel blocks everything that the rank issues afterwards, and so does a collective until it has ended"
     )
 
 
@@ -75,22 +75,46 @@ def _prove_whole(plan: Plan, queues: Queues) -> list[list[Step]]:
     return rows
 
 
-def prove_single_queue(plan: Plan, setting: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1", several: str = "32") -> None:
-    """Prove a plan for GPUs with the single hardware queue that Megatron requires.
+def num_channels(plan: Plan) -> int:
+    """The largest number of channels of a rank; each is opened together with its way back."""
+    ways = {way for channel in plan.channels for way in (channel, channel[::-1])}
+    return max(Counter(rank for way in ways for rank in way).values(), default=0)
+
+
+def num_streams(plan: Plan) -> int:
+    """The largest number of streams that the passes, messages and collectives of a rank take on a GPU.
+
+    A kind of collective has a lane, and a communicator whose own stream is used when it is joined.
+    """
+    kinds = {op.lane for row in plan.stem.ops for op in row if isinstance(op, Collective)}
+    return 1 + num_channels(plan) + 2 * len(kinds)
+
+
+def prove_for_queues(
+    plan: Plan, num_queues: int = 1, setting: str = "CUDA_DEVICE_MAX_CONNECTIONS is 1", several: str = "32"
+) -> None:
+    """Prove a plan for GPUs with ``num_queues`` hardware queues each.
+
+    If there are fewer queues than streams, some streams share one. CUDA does not say which, so the plan is then proved
+    for a single queue. What ends there ends with any number: a task waits for those before it in its own queue, and in
+    a single queue it waits for all of these, too.
 
     Args:
-        setting: why there is a single queue: a variable of the environment and its value.
-        several: the value of the variable with which there are several.
+        setting: why there are so few queues: a variable of the environment and its value.
+        several: the value of the variable with which there are more.
 
     Raises:
-        PlanError: when the ranks would block each other; the message states the remedy.
+        PlanError: when the ranks could block each other; the message states the remedy.
     """
+    needed = num_streams(plan)
+    if num_queues >= needed:
+        return
     try:
         prove(plan, Queues.DEVICE)
     except PlanError as error:
         raise PlanError(
-            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU; {setting}; set it to "
-            f"{several}, or choose another schedule. {error}"
+            f"schedule {plan.schedule.name!r} needs several hardware queues per GPU: {needed}, one for each of its "
+            f"streams; {setting}; set it to {several}, or choose another schedule. {error}"
         ) from error
 
 
@@ -120,17 +144,15 @@ def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[S
 
 def _in_one_queue(rows: list[list[Step]]) -> list[list[Step]]:
     """Make every transfer also wait until the other rank has issued the previous transfer on the same channel, and
-    every collective until all ranks have started the previous one of its kind.
+    every op that follows a collective until all ranks have started that.
+
+    A transfer is one kernel, which leaves the queue when it starts, before it ends. A collective is followed by others
+    in its stream, which wait for it at the front of the queue: the next tensor, or the copy of its result.
     """
     last: dict[tuple[type[Op], tuple[int, int]], Message] = {}
-    collectives: dict[tuple[int, str], Collective] = {}
 
     def held_back(step: Step) -> Step:
         op = step.op
-        if isinstance(op, Collective):
-            previous = collectives.get((op.rank, op.lane))
-            collectives[op.rank, op.lane] = op
-            return step if previous is None else step._replace(waits=(*step.waits, *previous.arrival()))
         if not isinstance(op, (Send, Recv)):
             return step
         before = last.get((type(op), op.message.channel))
@@ -139,7 +161,15 @@ def _in_one_queue(rows: list[list[Step]]) -> list[list[Step]]:
             return step
         return step._replace(waits=(*step.waits, Token("posted" if isinstance(op, Send) else "sent", before)))
 
-    return [list(map(held_back, row)) for row in rows]
+    return [[*map(held_back, _after_collectives(row))] for row in rows]
+
+
+def _after_collectives(row: Iterable[Step]) -> Iterator[Step]:
+    """Yield the steps of a rank, of which those after a collective also wait for the other ranks."""
+    others: tuple[Hashable, ...] = ()
+    for step in row:
+        yield step._replace(waits=(*step.waits, *others)) if others else step
+        others = step.op.arrival() if isinstance(step.op, Collective) else ()
 
 
 def _in_queues_of_directions(rows: list[list[Step]]) -> tuple[list[list[Step]], list[list[Step]]]:

@@ -134,8 +134,9 @@ def new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None = No
     """A new group over ``ranks``, which all of them have joined.
 
     A collective call: every rank of the job passes the ranks of its own new group. A communicator of NCCL is created in
-    the first collective of its group, where the host waits until all ranks take part. Among the passes, whose order
-    differs between ranks, two hosts could wait for each other there; here, all ranks join their groups in one order.
+    the first collective of its group, where the host waits until all ranks take part, and connected in the first one of
+    each algorithm. Among the passes, whose order differs between ranks, two hosts could wait for each other there;
+    here, all ranks join their groups in one order.
     """
     return _joined(ranks, _Options(backend, timeout))
 
@@ -144,7 +145,11 @@ def _joined(ranks: Sequence[int], options: _Options) -> dist.ProcessGroup:
     (group,) = _made([ranks], options)
     token = torch.zeros(1, device=device_type(backend_of(group)))
     group.allreduce([token]).wait()
-    token.item()  # with NCCL, the wait before was that of the GPU
+    # NCCL connects an algorithm when it is used for the first time (NCCL_RUNTIME_CONNECT), and the host waits for the
+    # others again. A sum may take a tree; broadcasts take a ring; a gather may take a tree of its own.
+    group.broadcast(token, 0).wait()
+    group.allgather([torch.zeros_like(token) for _ in ranks], token).wait()
+    token.item()  # with NCCL, the waits before were those of the GPU
     return group
 
 
