@@ -14,10 +14,23 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from megatron.zero_bubble import build
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan
+from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.job.config import Ctas
+from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.runtime import groups
+from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.nccl import check_streams, options_beside_passes, without_p2p_warning
+from megatron.zero_bubble.runtime.nccl import (
+    MOST_KINDS,
+    check_streams,
+    collective_ctas,
+    options_beside_passes,
+    without_p2p_warning,
+)
 from tests.helpers.nccl import GPUs
 from tests.helpers.ranks import RankPool
 
@@ -109,6 +122,38 @@ def check_streams_of_gloo(_rank: int) -> None:
     check_streams(32, [])
     with pytest.raises(UserError, match="got 33 for messages between stages and 0 of other process groups"):
         check_streams(33, [])
+
+
+def vocabulary_plan(name: str = "zb-h1", algorithm: Algorithm = 1) -> Plan:
+    return lower_training(ScheduleSource.by_name(name, 4, vocabulary=algorithm).make(4))
+
+
+@pytest.mark.parametrize(
+    ("num_multiprocessors", "expected"), [(None, 8), (132, 8), (128, 8), (66, 3), (33, 1), (30, 1)]
+)
+def test_collectives_leave_half_of_the_multiprocessors_to_passes(
+    num_multiprocessors: int | None, expected: int
+) -> None:
+    """A rank in the middle has four channels of two CTAs; 33 multiprocessors are a quarter of an H200."""
+    said: list[str] = []
+    assert collective_ctas(Ctas(), vocabulary_plan(), num_multiprocessors, said.append) == expected
+    assert bool(said) == (expected < 8)
+    assert num_multiprocessors is None or MOST_KINDS * expected + 8 <= num_multiprocessors / 2
+
+
+def test_gpus_that_are_too_small_for_collectives_are_refused() -> None:
+    with pytest.raises(
+        UserError, match="got 28 multiprocessors, 8 CTAs for messages and 7 kinds of collectives; lower"
+    ):
+        collective_ctas(Ctas(), vocabulary_plan(), 28)
+    assert collective_ctas(Ctas(message=1), vocabulary_plan(), 28) == 1
+    assert collective_ctas(Ctas(), lower_training(build("zb-h1", num_ranks=4, num_microbatches=4)), 8) == 8
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h2", "zb-v", "interleaved-1f1b"])
+def test_no_plan_has_more_kinds_of_collectives(name: str) -> None:
+    for algorithm in (1, 2):
+        assert len(collective_kinds(vocabulary_plan(name, algorithm))) <= MOST_KINDS
 
 
 def made_groups(

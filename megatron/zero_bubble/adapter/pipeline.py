@@ -48,6 +48,7 @@ from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, backend_of
+from megatron.zero_bubble.runtime.nccl import collective_ctas
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.transport import Transport
@@ -374,7 +375,9 @@ class Pipeline:
             directions = Directions.of(group, self._timeout, self._ctas.message)
             self._watchdog = Watchdog(select("cuda"), self._timeout) if is_nccl(directions.backend) else None
             self._transport, self._group = Transport(directions, plan.channels, self._watchdog), group
-            make_lane, more = select(directions.device).lane, (self._timeout, self._ctas.collective, self._watchdog)
+            device = select(directions.device)
+            ctas = collective_ctas(self._ctas, plan, device.num_multiprocessors(), self._say)
+            make_lane, more = device.lane, (self._timeout, ctas, self._watchdog)
             self._lanes = Lanes(group, make_lane, *more)
             if spins(directions.backend):
                 self._staging = Staging(group, select(directions.device).thread_lane, self._timeout)

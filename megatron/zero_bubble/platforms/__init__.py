@@ -42,6 +42,9 @@ class Platform(Protocol):
     def device_count(self) -> int:
         """Number of devices of this machine; 1 on the CPU platform, where all ranks share the CPU."""
 
+    def num_multiprocessors(self) -> int | None:
+        """Number of multiprocessors of the current device that this process can use; None on the CPU platform."""
+
     def describe(self) -> str:
         """A phrase for the line printed at start-up."""
 

@@ -222,6 +222,10 @@ class CudaPlatform:
     def device_count(self) -> int:
         return torch.cuda.device_count()
 
+    def num_multiprocessors(self) -> int:
+        # Under CUDA's Multi-Process Service it is the share of the process.
+        return torch.cuda.get_device_properties(self.current_device()).multi_processor_count
+
     def describe(self) -> str:
         return f"cuda ({self.device_count()} x {torch.cuda.get_device_name()})"
 

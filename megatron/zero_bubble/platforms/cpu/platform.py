@@ -39,6 +39,9 @@ class CpuPlatform:
     def device_count(self) -> int:
         return 1
 
+    def num_multiprocessors(self) -> None:
+        return None
+
     def describe(self) -> str:
         threads = torch.get_num_threads()
         return f"cpu ({threads} thread{'s' * (threads > 1)} per rank; no GPU is used)"
