@@ -2,7 +2,7 @@
 
 The base is the product that the library computes fastest: without accumulation into a narrow result for bfloat16, into
 the float32 gradient for float32. "unfused" is megatron-core's computation, a rounded product that is then added. On a
-GPU the kernels' names show the tiles and the split of the sum that cuBLASLt chose.
+GPU the names of the kernels of the largest size show the tiles and the split of the sum that cuBLASLt chose.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from megatron.zero_bubble.kernels import reference, select
 
 WEIGHTS = {"qkv": (3, 1), "fc1": (4, 1), "fc2": (1, 4)}
 """Rows and columns of each weight, in hidden sizes."""
+FLOPS_PER_ROUND = 2e12
+"""Float32 on an H200 needs 40 ms for them; ten calls of the largest products would take most of a step's time."""
 BASE, FUSED, ENGINE = "library", "fused", "TransformerEngine"
 
 
@@ -35,7 +37,7 @@ def main() -> int:
     options = parser.parse_args()
     print(f"ops: {select(options.device).words}")
     rows = [
-        _row(options.device, options.rounds, options.tokens, size, weight, dtype)
+        _row(options.device, options.rounds, options.tokens, size, weight, dtype, size == max(options.hidden_size))
         for size in options.hidden_size
         for dtype in options.dtype
         for weight in WEIGHTS
@@ -54,15 +56,17 @@ def _shares(rows: list[dict[str, Any]]) -> dict[str, float]:
     return {**shares, **({"engine": median(engine)} if engine else {})}
 
 
-def _row(device: str, rounds: int, tokens: int, size: int, weight: str, name: str) -> dict[str, Any]:
+def _row(device: str, rounds: int, tokens: int, size: int, weight: str, name: str, is_profiled: bool) -> dict[str, Any]:
     dtype = getattr(torch, name)
     out, width = (factor * size for factor in WEIGHTS[weight])
     x, dy = (torch.randn(tokens, columns, device=device).to(dtype) for columns in (width, out))
     variants = _variants(x, dy, torch.zeros(out, width, device=device), torch.zeros(out, device=device))
-    times = {variant: step.time_us(run, device, rounds) for variant, run in variants.items()}
     flops = 2 * tokens * out * width
+    calls = max(1, min(10, int(FLOPS_PER_ROUND / flops)))
+    times = {variant: step.time_us(run, device, rounds, calls) for variant, run in variants.items()}
     row = {"hidden_size": size, "dtype": name, "weight": weight, "us": times, "tflops": flops / times[FUSED] / 1e6}
-    return {**row, "kernels": {variant: _kernels(variants[variant]) for variant in (BASE, FUSED) if device == "cuda"}}
+    named = (BASE, FUSED) if is_profiled and device == "cuda" else ()
+    return {**row, "kernels": {variant: _kernels(variants[variant]) for variant in named}}
 
 
 def _variants(
