@@ -10,7 +10,7 @@ from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import table
 
 _RANKS, _CHUNKS = 8, 4
-_LINKS = (0.5, 1.0, 1.5)
+_LINKS = (0.5, 1.0, 1.5, 2.0)
 """The time of both copies over that of F, B and W: k of the paper."""
 _NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b", "gis", "gis-h", "pipe-offload")
 

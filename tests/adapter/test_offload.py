@@ -363,6 +363,6 @@ def test_exceeded_limit_of_host_memory_ends_the_run(ranks: RankPool) -> None:
     """In one sentence, and without a rank that waits for ever."""
     flags = Layout(2).flags(6, LARGE)
     with pytest.raises(
-        RankFailure, match="must fit in --zero-bubble-host-memory, 409600 bytes per rank; this rank has"
+        RankFailure, match="must fit in --zero-bubble-host-memory, 512000 bytes per rank; this rank has"
     ):
-        ranks.run(2, train, flags, [f"zb-h2 {ALL} --zero-bubble-host-memory 400KiB"], timeout=60)
+        ranks.run(2, train, flags, [f"zb-h2 {ALL} --zero-bubble-host-memory 500KiB"], timeout=60)

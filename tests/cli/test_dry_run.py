@@ -267,8 +267,8 @@ def test_limit_of_host_memory_is_checked(capsys: Capture) -> None:
     offload = ["--zero-bubble-offload", "all", "--zero-bubble-host-memory"]
     run(capsys, FOUR, [*OFFLOADED, *offload, "1000GiB"])
     text = refusal(capsys, FOUR, [*OFFLOADED, *offload, "1GiB"])
-    assert "must fit in --zero-bubble-host-memory, 1GiB per rank; zb-h2 needs an estimated 12.8 GiB" in text
-    assert "on pipeline rank 0, and 25.5 GiB on a node of 4 ranks; raise the limit, or lower the percentage" in text
+    assert "must fit in --zero-bubble-host-memory, 1GiB per rank; zb-h2 needs an estimated 14.9 GiB" in text
+    assert "on pipeline rank 0, and 31.9 GiB on a node of 4 ranks; raise the limit, or lower the percentage" in text
 
 
 def test_dry_run_does_not_load_torch() -> None:

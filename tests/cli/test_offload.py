@@ -108,7 +108,8 @@ def test_both_algorithms_of_the_vocabulary_are_offloaded(capsys: pytest.CaptureF
 def test_svg_draws_both_copies(capsys: pytest.CaptureFixture[str]) -> None:
     drawn = out_of(capsys, "plan", "--schedule", "pipe-offload", *UNITS, *COPIES, "--format", "svg")
     assert drawn.count('<path class="lane"') == 2 * 4
-    assert 'data-numbers="0F0^ ' in drawn and ">copy</text>" in drawn and ">compute</text>" not in drawn
+    assert 'data-numbers="0F0^ ' in drawn and ">compute</text>" not in drawn
+    assert ">copy out</text>" in drawn and ">copy back</text>" in drawn
     assert 'class="lane"' not in out_of(capsys, "plan", "--schedule", "gis", *UNITS, "--format", "svg")
 
 

@@ -1,6 +1,6 @@
 """A new kind of op, defined outside the package, is proved, simulated, executed, recorded and drawn.
 
-The op copies a forward's saved tensors to the host, on the ``copy`` lane, which frees memory until they are copied
+The op copies a forward's saved tensors to the host, on a lane of its own, which frees memory until they are copied
 back.
 """
 
@@ -30,7 +30,7 @@ from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.formats.trace import Recording, trace_from_json, trace_to_json
 from megatron.zero_bubble.ir import Compute, Effects, Flow, Kind, Op, Plan, Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
-from megatron.zero_bubble.ir.ops import COPY, OPS, Memory, Times
+from megatron.zero_bubble.ir.ops import OPS, Memory, Times
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan import communicate, lower, prove, with_validation
@@ -41,7 +41,7 @@ from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.ranks import RankPool
 
-COPY_MS = 4.0
+COPY, COPY_MS = "copy", 4.0
 
 
 @dataclass(frozen=True, slots=True)

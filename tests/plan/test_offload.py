@@ -12,7 +12,7 @@ from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.analysis.memory import host_peaks, memory_curve
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Kind, Op, Pass, Plan
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.plan import lower_training, prove
 from megatron.zero_bubble.plan.offload import (
     Move,
@@ -116,7 +116,11 @@ BACKWARD = Compute(Pass(0, Kind.B, 0))
         (lambda row: _moved(row, Fetch(FIRST), Release(FIRST)), "0F0v needs 0F0:host, which rank 0 does not have"),
         (lambda row: _moved(row, Release(FIRST), Evict(FIRST)), "0F0~ needs 0F0:leaving, which rank 0 does not have"),
         (lambda row: _moved(row, Evict(FIRST), Compute(FIRST)), "0F0:saved is used by 0F0\\^ but is not there"),
-        (lambda row: _without(row, Fetch(FIRST)), "0F0:saved is used by 0B0 but is not there"),
+        (lambda row: _moved(row, BACKWARD, Reclaim(FIRST)), "0F0:saved is used by 0B0 but is not there"),
+        (lambda row: _moved(row, Reclaim(FIRST), Fetch(FIRST)), "0F0_ needs 0F0:coming, which rank 0 does not have"),
+        (lambda row: _without(row, Fetch(FIRST)), "0F0_ needs 0F0:coming, which rank 0 does not have"),
+        (lambda row: _without(row, Fetch(FIRST), Reclaim(FIRST)), "0F0:saved is used by 0B0 but is not there"),
+        (lambda row: _without(row, Reclaim(FIRST)), "0F0:saved is used by 0B0 but is not there"),
         (lambda row: _without(row, Fetch(FIRST), BACKWARD), "including 0B0|leaves .* behind"),
         (lambda row: (*row, Evict(FIRST)), "0F0:saved is used by 0F0\\^ but is not there"),
     ],
@@ -129,16 +133,16 @@ def test_misplaced_ops_are_rejected(edit: Callable[[tuple[Op, ...]], tuple[Op, .
 
 
 def test_host_memory_left_behind_is_rejected() -> None:
-    """Also of a fetch that leaves the value in both places."""
+    """Also of an op that waits for the copy back, and leaves the value in both places."""
 
-    class Copy(Fetch):
+    class Keep(Reclaim):
         __slots__ = ()
 
         def effects(self, flow):  # type: ignore[no-untyped-def]
-            return super().effects(flow)._replace(takes=(self.on_host,))
+            return super().effects(flow)._replace(takes=(self.coming,))
 
     plan = offloaded("zb-h2")
-    row = tuple(Copy(op.forward) if op == Fetch(FIRST) else op for op in plan.ops[0])
+    row = tuple(Keep(op.forward) if op == Reclaim(FIRST) else op for op in plan.ops[0])
     with pytest.raises(PlanError, match="0F0\\^ leaves the host memory of 0F0 behind"):
         prove(replace(plan, ops=(row, *plan.ops[1:])))
 
@@ -187,6 +191,6 @@ def test_fetch_behind_its_backward_is_refused_without_messages_too() -> None:
     prove(plan)
     row = list(plan.ops[0])
     place = next(place for place, op in enumerate(row) if isinstance(op, Fetch))
-    row[place], row[place + 1] = row[place + 1], row[place]
+    row[place : place + 3] = row[place + 2], row[place], row[place + 1]
     with pytest.raises(PlanError, match="0F2:saved is used by 0B2 but is not there"):
         prove(replace(plan, ops=(tuple(row), plan.ops[1])))

@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.analysis.bounds import lower_bound_with_offload
-from megatron.zero_bubble.analysis.memory import host_peaks, memory_curve
+from megatron.zero_bubble.analysis.memory import highest, host_peaks, memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
+from megatron.zero_bubble.ir.offload import Evict, Fetch
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.planning.offload import HostLimits, Offloaded, plan_offload
 
@@ -90,6 +91,24 @@ def test_auto_delays_nothing_and_saves_memory(case: tuple[Timeline, PassCosts, P
         assert curve[-1].amount == pytest.approx(0.0, abs=1e-6)
     lowered = lower_training(before.schedule, moves=plan.moves)
     assert host_peaks(lowered, memory) == pytest.approx(plan.host_peak)
+
+
+@settings(deadline=None, max_examples=20)
+@given(cases(), st.sampled_from(["auto", "all"]), st.booleans())
+def test_host_memory_is_used_until_the_copy_back_has_ended(
+    case: tuple[Timeline, PassCosts, PassMemory], choice: str, limited: bool
+) -> None:
+    """At no time is more in use than what is planned, though copies to the host run meanwhile."""
+    before, _, memory = case
+    limit = 0.5 * max(plan_offload(*case, choice).host_peak) if limited else None
+    plan = plan_offload(*case, choice, host=HostLimits(limit))
+    assert limit is None or max(plan.host_peak) <= limit * (1 + 1e-9)
+    for spans, peak in zip(plan.timeline.lanes, plan.host_peak, strict=False):
+        sizes = {op: memory.size(op.saved, before.schedule.slices) for _, op, *_ in spans if isinstance(op, Evict)}
+        taken = [(span.start_ms, sizes[span.op]) for span in spans if isinstance(span.op, Evict)]
+        given = [(span.end_ms - 1e-6, -sizes[Evict(span.op.forward)]) for span in spans if isinstance(span.op, Fetch)]
+        assert len(taken) == len(given)
+        assert highest(size for _, size in sorted(taken + given)) <= peak + 1e-9
 
 
 @settings(deadline=None, max_examples=30)
@@ -218,18 +237,20 @@ def test_bound_counts_lane_and_memory() -> None:
     """Two ranks with passes of 1 ms and 100 microbatches. On rank 0, a microbatch that stays is kept for F, F and B of
     the next rank, B and W, 5 ms; copies of 3 ms would save nothing.
     """
-    ones, placement = (1.0, 1.0), Placement.linear(2)
-    memory = PassMemory(ones, ones)
 
-    def bound(host_ms: float, limit: float) -> float:
-        costs = PassCosts(ones, ones, ones, host_ms=(host_ms,) * 2)
-        return lower_bound_with_offload(costs, memory, placement, 100, limit).value_ms
+    def bound(host_ms: float, limit: float, d: int = 2) -> float:
+        ones = (1.0,) * d
+        costs, memory = PassCosts(ones, ones, ones, host_ms=(host_ms,) * d), PassMemory(ones, ones)
+        return lower_bound_with_offload(costs, memory, Placement.linear(d), 100, limit).value_ms
 
     assert bound(3.0, 1.5) == pytest.approx(100 * 5 / 1.5)
-    # Copies of 0.5 ms save 1 of the 5 ms: all move, in 100 ms on the lane.
+    # Copies of 0.5 ms save 1 of the 5 ms: all move, in 50 ms on either lane.
     assert bound(0.5, 1.25) == pytest.approx(100 * 4 / 1.25)
-    # Copies of 0.8 ms save 0.4 ms: half of the microbatches would fill the lane for 80 ms, so it does not limit either.
+    # Copies of 0.8 ms save 0.4 ms: all microbatches would fill a lane for 80 ms, so it does not limit either.
     assert bound(0.8, 1.25) == pytest.approx(100 * (5 - 0.4) / 1.25)
+    # Of 8 ranks, a microbatch on rank 0 is kept for 17 ms, of which copies of 4 ms save 6 ms. A part x moves, for which
+    # either lane, with 4x ms, takes as long as the memory of 4 for (17 - 6x) ms.
+    assert bound(4.0, 4.0, 8) == pytest.approx(100 * 4 * 17 / (4 * 4 + 6))
 
 
 FIGURE_15 = {

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.adapter import loss_reports
 from megatron.zero_bubble.adapter.loss_reports import Collected
 from megatron.zero_bubble.ir import Compute, Kind, Pass
-from megatron.zero_bubble.ir.offload import Evict, Fetch, Release
+from megatron.zero_bubble.ir.offload import Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.optimizer import global_state
 from megatron.zero_bubble.optimizer.global_state import Reduction
 from megatron.zero_bubble.platforms import cuda as platform_module
@@ -102,12 +102,23 @@ class PinnedByFake(PinnedMemory):
 
 
 def offload(cuda: FakeCuda) -> float:
-    """What two forwards saved goes to the host and back, with a pass during each copy; both use one host buffer."""
-    saved, lane, total = SavedTensors(), CudaPlatform().lane(), 0.0
-    offloader = Offloader(saved, PinnedByFake(cuda), lane)
+    """What four forwards saved goes to the host and back, one after the other, with a pass during each copy. A copy to
+    the host starts while the one before it comes back, and uses the host memory of the one before that.
+    """
+    saved, platform = SavedTensors(), CudaPlatform()
+    offloader = Offloader(saved, PinnedByFake(cuda), platform.lane(), platform.lane())
     by_op = offloader.handlers(None)
-    passes = cuda.on_device(torch.ones(2))
-    for forward in (Pass(0, Kind.F, 0), Pass(0, Kind.F, 1)):
+    passes, sums = cuda.on_device(torch.ones(2)), []
+
+    def come_back(forward: Pass, kept: Any, coming: Any) -> None:
+        before = dict(cuda.compute.known)
+        ends = coming.wait("reclaim")
+        assert cuda.compute.known != before, "passes do not wait for the copy"
+        by_op[Reclaim](Reclaim(forward), (ends,))
+        sums.append(unpack(kept).sum())
+
+    returning: tuple[Any, ...] | None = None
+    for forward in (Pass(0, Kind.F, microbatch) for microbatch in range(4)):
 
         def run() -> Any:
             x = cuda.on_device(torch.ones(32, 32))
@@ -118,6 +129,9 @@ def offload(cuda: FakeCuda) -> float:
         kept = saved.around(lambda _op, _inputs, run=run: run())(Compute(forward), ())
         (leaving,) = by_op[Evict](Evict(forward), ((None, None),))
         passes.mul_(2.0)
+        if returning is not None:
+            come_back(*returning)
+            returning = None
         away = leaving.wait("release")
         by_op[Release](Release(forward), (away,))
         cuda.free_dropped()
@@ -126,14 +140,13 @@ def offload(cuda: FakeCuda) -> float:
         (coming,) = by_op[Fetch](Fetch(forward), (away,))
         passes.mul_(2.0)
         assert not cuda.host_waits_for(cuda.compute), "the host waits for passes"
-        before = dict(cuda.compute.known)
-        coming.wait("backward")
-        assert cuda.compute.known != before, "passes do not wait for the copy"
-        total += unpack(kept).sum().item()
+        returning = forward, kept, coming
         del kept, away, coming, leaving
         cuda.free_dropped()
-    assert offloader.host_peak == 32 * 32 * 4
-    return total
+    assert returning is not None
+    come_back(*returning)
+    assert offloader.host_peak == 2 * 32 * 32 * 4
+    return sum(each.item() for each in sums)
 
 
 class NcclWork:
@@ -200,7 +213,22 @@ def test_loss_is_read_without_a_wait_for_the_passes_behind_it(cuda: FakeCuda) ->
 
 
 def test_offload_copies_between_the_passes_that_write_and_read(cuda: FakeCuda) -> None:
-    assert offload(cuda) == 2 * 3 * 32 * 32
+    assert offload(cuda) == 4 * 3 * 32 * 32
+
+
+def test_fake_notices_host_memory_that_a_copy_back_still_reads(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were free when the copy back starts, which is safe only if all copies are on one lane."""
+    fetch = Offloader._fetch
+
+    def give_early(self: Offloader, observer: Any, op: Fetch, inputs: Any) -> Any:
+        coming = fetch(self, observer, op, inputs)
+        self._free(op.forward)
+        return coming
+
+    monkeypatch.setattr(Offloader, "_fetch", give_early)
+    monkeypatch.setattr(Offloader, "_reclaim", lambda self, op, inputs: inputs)
+    with pytest.raises(Unordered, match="overwrites what another stream may still use"):
+        offload(cuda)
 
 
 def test_lanes_share_no_stream_with_one_another_or_with_the_pool(cuda: FakeCuda) -> None:

@@ -19,7 +19,7 @@ from megatron.zero_bubble import PassMemory, build
 from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Compute, Kind, Pass
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import select_longest
 from megatron.zero_bubble.platforms import select
@@ -38,7 +38,7 @@ class Rank:
 
     def __init__(self, saved: SavedTensors, host: HostMemory) -> None:
         self.saved, self.host = saved, host
-        self.offloader = Offloader(saved, host, select("cpu").lane())
+        self.offloader = Offloader(saved, host, *(select("cpu").lane() for _ in range(2)))
         self.by_op = self.offloader.handlers(None)
 
     def forward(self, run: Any, model: Sequence[torch.nn.Module] = (), moves: bool = True) -> Any:
@@ -52,7 +52,8 @@ class Rank:
         return self.by_op[Release](Release(FIRST), (leaving.wait("release"),))[0]
 
     def fetch(self, on_host: Any) -> None:
-        self.by_op[Fetch](Fetch(FIRST), (on_host,))[0].wait("backward")
+        coming = self.by_op[Fetch](Fetch(FIRST), (on_host,))[0]
+        self.by_op[Reclaim](Reclaim(FIRST), (coming.wait("reclaim"),))
 
 
 @pytest.fixture
@@ -205,11 +206,12 @@ class Stuck(ThreadLane):
 
 
 def test_host_memory_is_kept_while_copies_may_use_it() -> None:
-    for lane, blocks in ((ThreadLane(), 0), (Stuck(), 1)):
-        host = select("cpu").host_memory()
+    for out, back, blocks in ((ThreadLane, ThreadLane, 0), (Stuck, ThreadLane, 1), (ThreadLane, Stuck, 1)):
+        host, lanes = select("cpu").host_memory(), (out(), back())
         host.take(ALIGNMENT)
-        assert Offloader(SavedTensors(), host, lane).close() == (not blocks)
+        assert Offloader(SavedTensors(), host, *lanes).close() == (not blocks)
         assert len(host._blocks) == blocks
+        assert not any(lane._thread.is_alive() for lane in lanes), "both are stopped"
 
 
 class Subclass(torch.Tensor):
@@ -315,7 +317,7 @@ def test_a_plan_runs_with_its_peak_as_the_limit(name: str) -> None:
         for op in row * 3:
             if isinstance(op, Evict):
                 held[op.forward] = host.take(sizes[op.forward.stage])
-            elif isinstance(op, Fetch):
+            elif isinstance(op, Reclaim):
                 host.give(held.pop(op.forward))
         assert (host.peak, host.used) == (limit, 0)
         host.close()

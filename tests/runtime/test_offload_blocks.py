@@ -9,7 +9,7 @@ import torch
 
 from megatron.zero_bubble import build
 from megatron.zero_bubble.ir import Compute
-from megatron.zero_bubble.ir.offload import OFFLOAD_OPS, Evict, Fetch, Release
+from megatron.zero_bubble.ir.offload import OFFLOAD_OPS, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import select_longest
 from megatron.zero_bubble.platforms import select
@@ -36,7 +36,10 @@ def run(offloader: Offloader, saved: SavedTensors, row: Any) -> None:
                 packed, leaving = held[op.forward]
                 held[op.forward] = packed, by_op[Release](op, (leaving.wait("release"),))[0]
             elif isinstance(op, Fetch):
-                by_op[Fetch](op, (held.pop(op.forward)[1],))[0].wait("backward")
+                packed, on_host = held[op.forward]
+                held[op.forward] = packed, by_op[Fetch](op, (on_host,))[0]
+            elif isinstance(op, Reclaim):
+                by_op[Reclaim](op, (held.pop(op.forward)[1].wait("reclaim"),))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b"])
@@ -44,7 +47,7 @@ def test_one_block_per_stage_of_together_the_planned_peak(name: str) -> None:
     schedule = build(name, num_ranks=4, num_microbatches=12)
     plan = lower_training(schedule, moves=select_longest(schedule, 1.0))
     saved, host = SavedTensors(), select("cpu").host_memory()
-    offloader = Offloader(saved, host, select("cpu").lane())
+    offloader = Offloader(saved, host, *(select("cpu").lane() for _ in range(2)))
     row, stages = plan.ops[0], schedule.placement.stages_of(0)
     assert any(isinstance(op, OFFLOAD_OPS) for op in row)
     for _ in range(2):

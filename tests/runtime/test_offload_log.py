@@ -14,7 +14,7 @@ def test_what_stayed_is_said_once() -> None:
     """Of a held tensor, its exponential, and 4 bytes; nothing is said of later iterations."""
     rank, said = Rank(SavedTensors(), select("cpu").host_memory()), list[str]()
     rank.offloader.close()
-    offloader = Offloader(rank.saved, rank.host, select("cpu").lane(), said.append)
+    offloader = Offloader(rank.saved, rank.host, *(select("cpu").lane() for _ in range(2)), said.append)
     rank.offloader, rank.by_op = offloader, offloader.handlers(None)
     shared, x, little = torch.randn(SIZE), torch.randn(SIZE, requires_grad=True), torch.randn(1)
     for _ in range(2):

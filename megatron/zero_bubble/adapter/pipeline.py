@@ -383,7 +383,7 @@ class Pipeline:
                 self._staging = Staging(group, select(directions.device).thread_lane, self._timeout)
             if self._select_moves is not None:
                 host = select(directions.device).host_memory(self._host_limit)
-                self.offloader = Offloader(self.store.saved, host, select(directions.device).lane(), self._say)
+                self.offloader = Offloader(self.store.saved, host, make_lane(), make_lane(), self._say)
             if self._watchdog is not None:
                 self._watchdog.start()
         else:

@@ -3,11 +3,13 @@
     2F0^     start to copy what 2F0 saved to the host
     2F0~     wait until it is there, then free it on the device
     2F0v     allocate it on the device, and start to copy it back
+    2F0_     wait until it is there, then free it on the host
     2F0x     free it on the host, because the ranks have stopped
 
-The method is that of PipeOffload (arXiv 2503.01328, section 3). The copies of a rank run in order on one lane, because
-both directions at once are slower and less steady (section 5). A copy is read only by an op that waits for it, so the
-order of the ops alone proves that no backward reads what is not there.
+The method is that of PipeOffload (arXiv 2503.01328, section 3). The copies of a rank run in order on two lanes, one per
+direction, because links are duplex (section 5 has one for both; docs/offload.md has what was measured). A copy is read,
+and the memory that it reads is freed, only by an op that waits for it. So the order of the ops alone proves that no
+backward reads what is not there, and that no copy overwrites what another one still reads.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from megatron.zero_bubble.ir.flow import SAVED, Flow, Value
-from megatron.zero_bubble.ir.ops import COMPUTE, COPY, Effects, Memory, Op, Times
+from megatron.zero_bubble.ir.ops import COMPUTE, COPY_BACK, COPY_OUT, Effects, Memory, Op, Times
 from megatron.zero_bubble.ir.passes import Pass
 from megatron.zero_bubble.ir.slices import Slices
 
@@ -25,6 +27,8 @@ LEAVING = "leaving"
 """What a forward saved, while it is copied to the host and still on the device."""
 HOST = "host"
 """What a forward saved, in host memory only."""
+COMING = "coming"
+"""What a forward saved, while it is copied back to the device and still on the host."""
 
 
 class HostBuffer(NamedTuple):
@@ -59,6 +63,10 @@ class _Move(Op):
     def on_host(self) -> Value:
         return Value(self.forward, HOST)
 
+    @property
+    def coming(self) -> Value:
+        return Value(self.forward, COMING)
+
     @classmethod
     def parse(cls, text: str, rank: int) -> _Move | None:
         match = re.fullmatch(rf"(\d+F[\d.]+){re.escape(cls.sign)}", text)
@@ -69,7 +77,7 @@ class Evict(_Move):
     """Allocate host memory and start to copy to it; never waits. The device keeps its memory until ``Release``."""
 
     __slots__ = ()
-    lane: ClassVar[str] = COPY
+    lane: ClassVar[str] = COPY_OUT
     sign = "^"
 
     def effects(self, flow: Flow) -> Effects:
@@ -99,22 +107,33 @@ class Release(_Move):
 
 
 class Fetch(_Move):
-    """Allocate device memory and start to copy back; never waits, but the backward does. Host memory is free for the
-    copies that start later, which run on the same lane.
-    """
+    """Allocate device memory and start to copy back; never waits. The host keeps its memory until ``Reclaim``."""
 
     __slots__ = ()
-    lane: ClassVar[str] = COPY
+    lane: ClassVar[str] = COPY_BACK
     sign = "v"
 
     def effects(self, flow: Flow) -> Effects:
-        return Effects(takes=(self.on_host, HostBuffer(self.forward)), gives=(self.saved,))
+        return Effects(takes=(self.on_host,), gives=(self.coming,))
 
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return times.copy(self.saved, slices)
 
     def memory(self, memory: Memory, slices: Slices) -> tuple[float, float]:
         return memory.size(self.saved, slices), 0.0
+
+
+class Reclaim(_Move):
+    """Wait until the copy is back on the device, then free the host's memory. The passes of the rank wait with it, and
+    copies to the host wait for the passes before them, so none overwrites what the copy back still reads.
+    """
+
+    __slots__ = ()
+    lane: ClassVar[str] = COMPUTE
+    sign = "_"
+
+    def effects(self, flow: Flow) -> Effects:
+        return Effects(takes=(self.coming, HostBuffer(self.forward)), gives=(self.saved,))
 
     def host_memory(self, memory: Memory, slices: Slices) -> float:
         return -memory.size(self.saved, slices)
@@ -133,4 +152,4 @@ class Discard(_Move):
         return -memory.size(self.saved, slices)
 
 
-OFFLOAD_OPS: tuple[type[Op], ...] = (Evict, Release, Fetch, Discard)
+OFFLOAD_OPS: tuple[type[Op], ...] = (Evict, Release, Fetch, Reclaim, Discard)

@@ -27,7 +27,7 @@ from megatron.zero_bubble.ir.slices import WHOLE, Slices
 if TYPE_CHECKING:
     from megatron.zero_bubble.ir.plan import Plan
 
-COMPUTE, COPY, NET = "compute", "copy", "net"
+COMPUTE, COPY_OUT, COPY_BACK, NET = "compute", "copy out", "copy back", "net"
 
 
 class Times(Protocol):

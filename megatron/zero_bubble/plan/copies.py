@@ -1,10 +1,10 @@
 """Plan the copies of a rank to host memory and back, so that they delay no pass (arXiv 2503.01328, section 4).
 
-The passes keep their times. All copies of a rank run one after the other on one lane. A copy to the host starts as
-early as the lane allows, and a copy back as late as the backwards allow, because both mean less memory. Whenever the
-lane is free, it copies to the host what is needed last, unless a copy back would then be late.
+The passes keep their times. The copies of a rank in one direction run one after the other on one lane. A copy to the
+host starts as early as its lane allows, and a copy back as late as the backwards allow, because both mean less memory.
+Whenever its lane is free, what is needed last is copied to the host, unless a copy back would then be late.
 
-A forward stays on the device if its round trip does not fit between it and its backward, or into the lane: where the
+A forward stays on the device if its round trip does not fit between it and its backward, or into the lanes: where a
 lane is slower than the passes, this leaves a part of the forwards, spread evenly, and nothing waits.
 """
 
@@ -44,7 +44,7 @@ class Candidate(NamedTuple):
 
     @property
     def gain(self) -> float:
-        """How long the memory could be free per time on the lane, as a factor."""
+        """How long the memory could be free per time on a lane, as a factor."""
         return self.kept_ms / self.ms if self.ms else math.inf
 
 
@@ -69,7 +69,7 @@ def fit_copies(row: Sequence[Span], movable: Sequence[Candidate], room: float = 
         movable: in the order of their forwards.
         room: limit of host memory, in the unit of the memory figures.
     """
-    return _Lane(row, room).fit(movable)
+    return _Lanes(row, room).fit(movable)
 
 
 class RowMemory:
@@ -102,15 +102,16 @@ class RowMemory:
 
 
 class _Away(NamedTuple):
-    """A forward on the host or on its way there, and the places of its first two ops."""
+    """A forward on the host or on its way there: the places of its first two ops, and when the first copy ends."""
 
     candidate: Candidate
     evict: int
     release: int
+    end_ms: float
 
 
-class _Lane:
-    """The lane of one rank.
+class _Lanes:
+    """The two lanes of one rank, from copy to copy.
 
     ``_due`` has what must come back, in the order of the backwards, and ``_latest`` when each copy must start if those
     after it are to be in time.
@@ -121,11 +122,12 @@ class _Lane:
         self._ends = [span.end_ms for span in row]
         self._rounding = _ROUNDING * max(self._ends, default=0.0)
         self._room = room * (1 + _ROUNDING)
-        self._now = 0.0
+        self._now = self._out_free = self._back_free = 0.0
         self._due: list[_Away] = []
         self._deadlines: list[float] = []
         self._latest: list[float] = []
-        self._fetched_by = 0.0  # end of the pass before which the last copy back is issued
+        self._fetched: list[float] = []  # when the copies back have started
+        self._returning: list[tuple[int, float]] = []  # of what comes back: the place of its backward, and its size
         self._moves: list[Move] = []
 
     def fit(self, movable: Sequence[Candidate]) -> list[Move]:
@@ -133,29 +135,30 @@ class _Lane:
         waiting: list[tuple[float, int]] = []
         arrived = 0
         while arrived < len(movable) or waiting or self._due:
-            while arrived < len(movable) and ends[arrived] <= self._now + self._rounding:
+            while arrived < len(movable) and self._is_past(ends[arrived]):
                 heappush(waiting, (-self._deadline(movable[arrived]), arrived))
                 arrived += 1
             latest = self._latest[0] if self._due else math.inf
-            if not waiting:
-                coming = ends[arrived] if arrived < len(movable) else math.inf
-                self._now = max(self._now, min(coming, latest))
-                if coming <= latest:
-                    continue
-            elif movable[waiting[0][1]].size > self._room:  # until something comes back
-                if not self._due:
-                    heappop(waiting)
-                    continue
-                self._now = max(self._now, latest)
-            else:
+            if self._is_past(latest):
+                self._fetch()
+                continue
+            out = math.inf  # when the lane to the host can go on
+            if waiting:
                 chosen = movable[waiting[0][1]]
-                start = self._evict_start()
-                if start + chosen.ms <= latest + self._rounding:
+                out = max(self._out_free, self._roomy_ms(chosen.size))
+                if self._is_past(out):
                     heappop(waiting)
-                    self._evict(chosen, start)
+                    self._evict(chosen)
                     continue
-            self._fetch()
+                if out == latest == math.inf:
+                    heappop(waiting)  # there will never be room
+                    continue
+            coming = ends[arrived] if arrived < len(movable) else math.inf
+            self._now = max(self._now, min(coming, out, latest))
         return self._moves
+
+    def _is_past(self, ms: float) -> bool:
+        return ms <= self._now + self._rounding
 
     def _deadline(self, candidate: Candidate) -> float:
         return self._starts[candidate.lifespan.end]
@@ -164,13 +167,17 @@ class _Lane:
         """The number of passes that have ended at ``ms``: an op at this place is issued at or before it."""
         return bisect_right(self._ends, ms + self._rounding)
 
-    def _evict_start(self) -> float:
-        """When the next copy to the host can start: between two passes, copies to the host come before copies back."""
-        return self._fetched_by if self._fetched_by > self._now + self._rounding else self._now
+    def _roomy_ms(self, size: float) -> float:
+        """When the host has room for ``size``; infinity if that needs a copy back that has not started."""
+        while self._returning and self._returning[0][0] < self._place(self._now):
+            self._room += heappop(self._returning)[1]
+        if size <= self._room:
+            return self._now
+        return self._ends[self._returning[0][0]] if self._returning else math.inf
 
-    def _evict(self, chosen: Candidate, start: float) -> None:
-        """Start a copy to the host at ``start``, unless moving only costs memory or a copy back would be late."""
-        end = start + chosen.ms
+    def _evict(self, chosen: Candidate) -> None:
+        """Start a copy to the host, unless moving only costs memory or a copy back would be late."""
+        end = self._now + chosen.ms
         release = bisect_left(self._starts, end - self._rounding)
         deadline = self._deadline(chosen)
         position = bisect_left(self._deadlines, deadline)
@@ -180,15 +187,15 @@ class _Lane:
             return
         earlier = self._pulled(position, latest)
         first = latest if position == 0 else earlier.get(0, self._latest[0])
-        if first < end - self._rounding:
+        if first < max(self._now, self._back_free) - self._rounding:
             return
         for other, ms in earlier.items():
             self._latest[other] = ms
-        self._due.insert(position, _Away(chosen, self._place(start), release))
+        self._due.insert(position, _Away(chosen, self._place(self._now), release, end))
         self._deadlines.insert(position, deadline)
         self._latest.insert(position, latest)
         self._room -= chosen.size
-        self._now = end
+        self._out_free = end
 
     def _pulled(self, position: int, latest: float) -> dict[int, float]:
         """The new latest starts of the copies back before ``position``, as far as a start there changes them."""
@@ -204,10 +211,18 @@ class _Lane:
         """Start the copy back that is due first."""
         away, fetch = self._due.pop(0), self._place(self._now)
         del self._deadlines[0], self._latest[0]
-        span = away.candidate.lifespan
-        self._fetched_by = self._ends[fetch]
-        self._now += away.candidate.ms
-        self._room += away.candidate.size
-        if away.release < fetch:  # else it would come back before it is gone
-            out, after = away.release - away.evict, away.evict - span.begin - 1
+        self._back_free = self._now + away.candidate.ms
+        span, release = away.candidate.lifespan, self._release(away)
+        if release < fetch:  # else it would come back before it is gone
+            self._fetched.append(self._now)
+            heappush(self._returning, (span.end, away.candidate.size))
+            out, after = release - away.evict, away.evict - span.begin - 1
             self._moves.append(Move(span.forward, out, span.end - fetch, after))
+        else:
+            self._room += away.candidate.size
+
+    def _release(self, away: _Away) -> int:
+        """The place of its second op: one later if a copy back that starts there would have to wait for it."""
+        first = bisect_left(self._fetched, self._ends[away.release - 1] - self._rounding)
+        waits = first < len(self._fetched) and self._fetched[first] < away.end_ms - self._rounding
+        return away.release + waits

@@ -20,7 +20,7 @@ from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.costs import PassMemory
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Compute, Op, Pass, Plan, Schedule, Validate
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.ir.passes import BW, B, F
 
 _Item = TypeVar("_Item")
@@ -145,6 +145,9 @@ def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
     # After the releases, because what is freed can be allocated again; what is needed first is copied first.
     for span, places in sorted(own, key=lambda each: each[0].end):
         before[places.fetch].append(Fetch(span.forward))
+    # Directly before the backward, behind the copies back that start there.
+    for span, _ in own:
+        before[span.end].append(Reclaim(span.forward))
     place = 0
     for op in row:
         if not isinstance(op, Compute):
@@ -159,10 +162,13 @@ def _row(row: Sequence[Op], moves: dict[Pass, Move]) -> Iterator[Op]:
 def _discards(row: Sequence[Op]) -> Iterator[Op]:
     """The ops that free what is on the host if the rank stops at its ``Validate``."""
     begun = row[: row.index(Validate())]
-    forwards = {kind: [op.forward for op in begun if isinstance(op, kind)] for kind in (Evict, Release, Fetch)}
-    for forward in forwards[Evict]:
-        if forward not in forwards[Fetch]:
-            yield from () if forward in forwards[Release] else (Release(forward),)
+    kinds = Evict, Release, Fetch, Reclaim
+    evicted, released, fetched, reclaimed = ([op.forward for op in begun if isinstance(op, kind)] for kind in kinds)
+    for forward in evicted:
+        if forward in fetched:
+            yield from () if forward in reclaimed else (Reclaim(forward),)
+        else:
+            yield from () if forward in released else (Release(forward),)
             yield Discard(forward)
 
 

@@ -1,7 +1,7 @@
 """Select what moves to host memory (PipeOffload, arXiv 2503.01328, section 4).
 
-The stages that are kept longest per time on the lane move first, and of a stage that moves in part, the microbatches
-that are kept longest. More moves can need more memory, because both copies exist while a copy waits for the lane. So
+The stages that are kept longest per time on a lane move first, and of a stage that moves in part, the microbatches
+that are kept longest. More moves can need more memory, because both copies exist while a copy waits for its lane. So
 each rank takes the number that gives it the least peak, out of numbers that do not depend on the share: a larger share
 only adds numbers to choose from, and the peak of no rank grows with it.
 """
@@ -51,7 +51,8 @@ class Selection:
                 it needs to; without a limit, or if a rank cannot meet it, the rank takes the least peak.
             room: host memory per rank, in the same unit; None for no limit.
             slower: as if all passes took longer by this factor; above 1, the copies may delay passes. None for the
-                factor that each number of moves needs, so that its copies take no longer than the passes.
+                factor that each number of moves needs, so that its copies of both directions together take no longer
+                than the passes.
         """
         return tuple(move for _, moves in self._by_rank(share, limit, room, slower) for move in moves)
 
@@ -68,8 +69,9 @@ class Selection:
             yield rank.best(share, most, space, factor)
 
     def _load(self, share: float) -> float:
-        """The largest ratio, over the ranks, of the time of the copies of this share to that of all passes; at least 1.
-        For the whole share, it is k of the paper (section 2).
+        """The largest ratio, over the ranks, of the time of the copies of this share, in both directions, to that of
+        all passes; at least 1. For the whole share, it is k of the paper (section 2). Half of it would do for the
+        lanes, but then fewer round trips would fit between a forward and its backward, and peaks would be higher.
         """
         return max(1.0, *(rank.load(share) for rank in self._ranks))
 
@@ -90,7 +92,7 @@ class _Rank:
         self._longest_away = cache(self._unhindered)
 
     def load(self, share: float) -> float:
-        """The ratio of the time of the copies of this share to that of all passes."""
+        """The ratio of the time of the copies of this share, in both directions, to that of all passes."""
         return self._copies_ms[round(share * len(self._candidates))] / self._work_ms if self._work_ms else 0.0
 
     def best(self, share: float, most: float, room: float, slower: _Factor) -> tuple[float, list[Move]]:
@@ -125,7 +127,7 @@ class _Rank:
         return self._memory.peak(moves), moves
 
     def _at_least(self, number: int, slower: float) -> float:
-        """A lower bound of the peak: that of copies which never wait for the lane. It does not grow with the number."""
+        """A lower bound of the peak: that of copies which never wait for a lane. It does not grow with the number."""
         pairs = zip(self._longest_away(slower), self._places, strict=True)
         return self._memory.peak_without(away for away, place in pairs if place < number)
 
@@ -150,7 +152,7 @@ def _numbers(total: int, chunks: int) -> list[int]:
 
 
 def _longest_first(of_rank: Sequence[Candidate]) -> Iterator[Candidate]:
-    """Yield the forwards that are kept longest per time on the lane first: stages as a whole by their mean; in a stage,
+    """Yield the forwards that are kept longest per time on a lane first: stages as a whole by their mean; in a stage,
     those with equal lifespans at even distances, because neighbours are kept together.
     """
     by_stage: defaultdict[int, list[Candidate]] = defaultdict(list)

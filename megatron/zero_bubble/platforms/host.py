@@ -117,7 +117,7 @@ class HostMemory(ABC):
         return HostBuffer(num_bytes, taken, [self._blocks[block][start:end] for block, start, end in taken])
 
     def give(self, buffer: HostBuffer) -> None:
-        """Take ``buffer`` back. Only copies that start later may use its memory again."""
+        """Take ``buffer`` back. Later copies must start after all that use its memory."""
         self.used -= buffer.num_bytes
         merged: list[Extent] = []
         for extent in sorted((*self._free, *buffer.extents)):

@@ -5,7 +5,9 @@ as ends of the graph. A storage that something else refers to when it would be f
 embeddings and masks, outputs that are still being sent, workspaces. No list of such tensors is needed.
 
 Memory of the device is allocated and freed in the order of the passes. What a copy reads or writes stays referenced
-until the passes have waited for the copy, so the allocator needs to know nothing of the lane.
+until the passes have waited for the copy, so the allocator needs to know nothing of the lanes. Host memory, too, is
+taken and given in the order of the passes: a copy starts behind all passes so far, and so behind every copy for which
+they have waited, also one of the other direction.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any
 import torch
 
 from megatron.zero_bubble.ir import Op, Pass
-from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Release
+from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.platforms.host import ALIGNMENT, HostBuffer, HostMemory
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
@@ -44,14 +46,19 @@ class Offloader:
     Args:
         saved: the hooks that collect what forwards save.
         host: host memory.
-        lane: runs all copies, in order.
+        out, back: run the copies of either direction, in order.
         say: prints what stayed on the device in the first iteration, and why; None to print nothing.
     """
 
     def __init__(
-        self, saved: SavedTensors, host: HostMemory, lane: Lane, say: Callable[[str], None] | None = None
+        self,
+        saved: SavedTensors,
+        host: HostMemory,
+        out: Lane,
+        back: Lane,
+        say: Callable[[str], None] | None = None,
     ) -> None:
-        self._saved, self._host, self._lane, self._say = saved, host, lane, say
+        self._saved, self._host, self._out, self._back, self._say = saved, host, out, back, say
         self._bytes: Counter[str] = Counter()
         self._away: dict[Pass, _Away] = {}
         self._stays: set[Key] = set()
@@ -79,7 +86,8 @@ class Offloader:
         try:
             yield
         except BaseException:
-            self._lane.join()
+            self._out.join()
+            self._back.join()
             self._saved.clear()
             for forward in list(self._away):
                 self._free(forward)
@@ -91,14 +99,14 @@ class Offloader:
             self._say = None
 
     def close(self, timeout_s: float = 10.0) -> bool:
-        """Stop the lane and free host memory; returns whether all copies have ended within the timeout.
+        """Stop the lanes and free host memory; returns whether all copies have ended, each lane's within the timeout.
 
         If not, because another rank died or hangs, host memory stays as it is: a copy may still use it.
         """
-        stopped = self._lane.close(timeout_s)
-        if stopped:
+        stopped = [lane.close(timeout_s) for lane in (self._out, self._back)]
+        if all(stopped):
             self._host.close()
-        return stopped
+        return all(stopped)
 
     def expect(self, row: Sequence[Op]) -> None:
         """Plan host memory for the ops of a rank: page locking takes long, so it is taken in as few blocks as possible,
@@ -115,7 +123,7 @@ class Offloader:
         self._sizes[key] = num_bytes
         used = most = 0
         for op in self._planned:
-            if isinstance(op, (Evict, Fetch)):
+            if isinstance(op, (Evict, Reclaim)):
                 size = -(-self._sizes.get((op.forward.stage, op.forward.slice), 0) // ALIGNMENT) * ALIGNMENT
                 used += size if isinstance(op, Evict) else -size
                 most = max(most, used)
@@ -127,6 +135,7 @@ class Offloader:
             Evict: partial(self._evict, observer),
             Release: self._release,
             Fetch: partial(self._fetch, observer),
+            Reclaim: self._reclaim,
             Discard: self._discard,
         }
 
@@ -137,7 +146,7 @@ class Offloader:
         self._reserve(op.forward, away.num_bytes)
         if away.num_bytes:
             away.buffer = self._host.take(away.num_bytes)
-        return (self._start(observer, op, away.out(), away),)
+        return (self._start(observer, op, self._out, away.out(), away),)
 
     def _release(self, op: Release, inputs: Sequence[_Away]) -> tuple[_Away]:
         (away,) = inputs
@@ -148,9 +157,11 @@ class Offloader:
 
     def _fetch(self, observer: IterationObserver | None, op: Fetch, inputs: Sequence[_Away]) -> tuple[_Copy]:
         (away,) = inputs
-        copy = self._start(observer, op, away.back(), away.ends)
+        return (self._start(observer, op, self._back, away.back(), away.ends),)
+
+    def _reclaim(self, op: Reclaim, inputs: Sequence[Ends]) -> Sequence[Ends]:
         self._free(op.forward)
-        return (copy,)
+        return inputs
 
     def _discard(self, op: Discard, _inputs: Sequence[_Away]) -> None:
         self._free(op.forward)
@@ -161,14 +172,19 @@ class Offloader:
             self._host.give(buffer)
 
     def _start(
-        self, observer: IterationObserver | None, op: Op, pairs: list[tuple[torch.Tensor, torch.Tensor]], value: Any
+        self,
+        observer: IterationObserver | None,
+        op: Op,
+        lane: Lane,
+        pairs: list[tuple[torch.Tensor, torch.Tensor]],
+        value: Any,
     ) -> _Copy:
         work = partial(_copy, op, pairs)
-        return _Copy(self._lane.start(work_of(op, work, observer), ()), value)
+        return _Copy(lane.start(work_of(op, work, observer), ()), value)
 
 
 class _Away:
-    """What one forward saved, from its Evict to its Fetch.
+    """What one forward saved, from its Evict to its Reclaim.
 
     Args:
         windows: of everything that it saved.

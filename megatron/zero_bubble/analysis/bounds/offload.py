@@ -2,8 +2,8 @@
 
 Memory no longer limits how many microbatches are in the pipeline, so the bounds without a limit hold, and this one in
 addition: memory times time, as in ``windows``, where a microbatch that moves is on the device only around its F and its
-B, for the passes and the copies; but all copies of a rank have to fit on its lane, one after the other. The best share
-of the microbatches that move balances the two.
+B, for the passes and the copies; but all copies of a rank in one direction have to fit on their lane, one after the
+other. The best share of the microbatches that move balances the two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megatron.zero_bubble.analysis.bounds.setting import Setting
 
 
 class _Stage(NamedTuple):
-    """What moving all microbatches of a stage saves of memory times time, and their time on the lane."""
+    """What moving all microbatches of a stage saves of memory times time, and their time on either lane."""
 
     saved: float
     lane_ms: float
@@ -51,4 +51,4 @@ def _of_rank(s: Setting, rank: int, host_ms: Sequence[float]) -> float:
 
 def _stage(s: Setting, k: int, host_ms: float) -> _Stage:
     away_ms = s.round_trip(k, k) - s.f[k] - 2 * host_ms
-    return _Stage(s.m * s.a[k] * away_ms, s.m * 2 * host_ms)
+    return _Stage(s.m * s.a[k] * away_ms, s.m * host_ms)

@@ -22,7 +22,7 @@ from megatron.zero_bubble.formats.moves import MOVES
 from megatron.zero_bubble.formats.plan import plan_content
 from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
-from megatron.zero_bubble.ir.ops import COPY
+from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.plan.offload import NO_SHARE
@@ -207,7 +207,8 @@ def _most_slices(options: argparse.Namespace) -> int:
 
 def _copies(timeline: Timeline) -> list[list[tuple[str, float, float]]]:
     rows = timeline.lanes or ((),) * len(timeline.spans)
-    return [[(str(span.op), span.start_ms, span.end_ms) for span in row if span.lane == COPY] for row in rows]
+    lanes = COPY_OUT, COPY_BACK
+    return [[(str(span.op), span.start_ms, span.end_ms) for span in row if span.lane in lanes] for row in rows]
 
 
 def _waited_for(schedule: Schedule, p: Pass) -> list[Pass]:

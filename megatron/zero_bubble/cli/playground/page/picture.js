@@ -1,7 +1,7 @@
 "use strict";
 // The drawing of one schedule: one row per rank, time to the right, and a layer above for the selected pass.
 
-const LEFT = 52, RIGHT = 8, AXIS = 22, LANE = 5;
+const LEFT = 52, RIGHT = 8, AXIS = 22, LANE = 4;
 const COLOUR = Object.fromEntries(CATALOGUE.kinds.map(({kind, colour}) => [kind, colour]));
 const LANE_COLOUR = CATALOGUE.lane;
 
@@ -125,7 +125,7 @@ class Picture {
     this.width = this.element.querySelector(".board").clientWidth;
     this.pitch = count <= 8 ? 24 : count <= 16 ? 18 : 12;
     this.high = this.pitch - Math.max(2, this.pitch >> 3);
-    if (this.answer.plan.offload) this.pitch += LANE;  // the copies of a rank, below its passes
+    if (this.answer.plan.offload) this.pitch += 2 * LANE;  // the copies of a rank, below its passes
     this.scale = (this.width - LEFT - RIGHT) / view.ms;
     this.height = count * this.pitch;
     Object.assign(this.layer.dataset, {left: LEFT, scale: this.scale, pitch: this.pitch});
@@ -192,9 +192,10 @@ class Picture {
     const end = view.from + view.ms;
     for (let at = firstAfter(row, view.from); at < row.length && row[at].start < end; at++) this.drawPass(ink, row[at]);
     ink.fillStyle = LANE_COLOUR;
-    for (const [, from, to] of this.copies[rank]) {
+    for (const [op, from, to] of this.copies[rank]) {
       if (to > view.from && from < end) {
-        ink.fillRect(this.x(from), rank * this.pitch + this.high + 1, Math.max(0.5, (to - from) * this.scale - 0.5), LANE - 2);
+        const y = rank * this.pitch + this.high + 1 + (op.endsWith("v") ? LANE : 0);  // those back below those out
+        ink.fillRect(this.x(from), y, Math.max(0.5, (to - from) * this.scale - 0.5), LANE - 1);
       }
     }
   }
