@@ -197,7 +197,7 @@ PARTS = {
                 "against stock, 1 queue",
                 f"{WHOLE} -k same_bits",
                 110,
-                f"{WHOLE} -k 'same_bits and fp32 and vee'",
+                None,
                 **{QUEUES: "1"},
             ),
             _over_nccl("against stock, 8 queues", f"{WHOLE} -k 'same_bits and bf16'", 60, **{QUEUES: "8"}),
