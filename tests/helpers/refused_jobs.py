@@ -8,10 +8,13 @@ refuses it.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import sys
 from typing import Any
+
+_DIVIDING = {"--context-parallel-size", "--tensor-model-parallel-size", "--tensor-parallel-num-weight-shards"}
 
 
 def main(checkout: str) -> None:
@@ -29,6 +32,11 @@ def main(checkout: str) -> None:
     json.dump(said, answer)
 
 
+def num_ranks(job: list[str]) -> int:
+    """The ranks that the job's two pipeline stages need: two each where a flag divides a stage among ranks."""
+    return 4 if _DIVIDING.intersection(job) else 2
+
+
 def _sentence(job: list[str]) -> str:
     from megatron.zero_bubble.errors import UserError
     from megatron.zero_bubble.job.flags import parse_ours
@@ -36,16 +44,20 @@ def _sentence(job: list[str]) -> str:
     from megatron.zero_bubble.megatron_lm.checks import check_format
     from megatron.zero_bubble.megatron_lm.fork_flags import modernize
 
-    os.environ["WORLD_SIZE"] = "4" if "--context-parallel-size" in job else "2"
+    os.environ["WORLD_SIZE"] = str(num_ranks(job))
+    printed = io.StringIO()
     try:
         arguments, _ = modernize(job)
         options, _ = parse_ours(arguments)
         check_format(options, "x" if "--yaml-cfg" in arguments else None)
         check_flags(Job(options, under_launcher=True))
-        _validate(arguments, options)
+        with contextlib.redirect_stderr(printed):
+            _validate(arguments, options)
     except UserError as error:
         return str(error)
-    except (AssertionError, AttributeError, RuntimeError, SystemExit, TypeError, ValueError) as error:
+    except SystemExit:
+        return f"Megatron: {printed.getvalue().strip().splitlines()[-1]}"
+    except (AssertionError, AttributeError, RuntimeError, TypeError, ValueError) as error:
         return f"Megatron: {type(error).__name__}: {error}"
     return ""
 
