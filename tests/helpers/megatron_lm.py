@@ -124,8 +124,11 @@ class RunningJob:
             TimeoutError: if ``timeout`` seconds pass or a rank ends first; contains the output so far.
         """
         deadline = time.monotonic() + timeout
-        while printed not in self.text:
-            if time.monotonic() > deadline or any(rank.poll() is not None for rank in self.ranks):
+        while True:
+            ended = any(rank.poll() is not None for rank in self.ranks)  # before reading what it printed last
+            if printed in self.text:
+                return
+            if ended or time.monotonic() > deadline:
                 raise TimeoutError(f"{printed!r} was not printed:\n{self.text[-4000:]}")
             time.sleep(0.01)
 

@@ -40,6 +40,7 @@ TIMES = {
     ),
 }
 
+BREAKS = "breaking on purpose"
 BREAKING = """
 import os, runpy, sys
 from megatron.training import training
@@ -49,6 +50,7 @@ train_step, calls = training.train_step, []
 def failing(*args, **kwargs):
     calls.append(1)
     if len(calls) == 3 and os.environ["RANK"] in "{lost}":
+        print("{says}", flush=True)
         {does}
     return train_step(*args, **kwargs)
 
@@ -62,7 +64,7 @@ def breaking(checkout: Checkout, folder: Path, ranks: str, does: str) -> Job:
     for path in (*checkout.path.glob("*.py"), checkout.path / "megatron"):
         (folder / path.name).symlink_to(path)
     script = folder / "breaking.py"
-    script.write_text(BREAKING.format(lost=ranks, does=does))
+    script.write_text(BREAKING.format(lost=ranks, says=BREAKS, does=does))
     return replace(gpt_job(checkout, 4, FLAGS, "zb-h1"), script=script)
 
 
@@ -95,6 +97,7 @@ def test_failed_rank_keeps_its_traceback_and_is_named_by_the_others(
     """The failed rank prints its traceback only; the other ranks name it."""
     job = breaking(checkout, tmp_path, str(lost), 'raise FloatingPointError("on purpose")')
     with job.running() as running:
+        running.wait_for(BREAKS)
         check_survivors(running, lost, "ended with FloatingPointError")
     assert "Traceback" in running.outputs[lost] and "FloatingPointError: on purpose" in running.outputs[lost]
     assert "stopped because" not in running.outputs[lost]
@@ -103,6 +106,7 @@ def test_failed_rank_keeps_its_traceback_and_is_named_by_the_others(
 @pytest.mark.parametrize("checkout", NEWEST, ids=str)
 def test_exited_rank_is_named_with_its_exit_code(checkout: Checkout, tmp_path: Path) -> None:
     with breaking(checkout, tmp_path, "2", "sys.exit(3)").running() as running:
+        running.wait_for(BREAKS)
         check_survivors(running, 2, "exited with code 3")
         assert running.ranks[2].poll() == 3
 
