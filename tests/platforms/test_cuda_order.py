@@ -195,9 +195,24 @@ def test_memory_of_lanes_does_not_grow_with_the_run_ahead_of_the_host(cuda: Fake
     assert cuda.num_held_back == 1, "the fake notices memory that the allocator gets back late"
 
 
+@pytest.mark.parametrize("end", [lambda lane: lane.join(), lambda lane: lane.close(1.0)], ids=["join", "close"])
+def test_memory_of_a_result_that_nobody_waits_for_stays_until_the_lane_has_ended(
+    cuda: FakeCuda, end: Callable[[Lane], object]
+) -> None:
+    """As after a pass that failed: the lane still reads its operands, and writes its result."""
+    lane = CudaPlatform().lane()
+    start_sum(cuda, lane)
+    cuda.free_dropped()  # raises Unordered if an operand or a result is gone
+    before = len(cuda._memory)
+    end(lane)
+    cuda.compute.known |= cuda.host  # what is queued next
+    cuda.free_dropped()
+    assert len(cuda._memory) < before, "the memory is never freed"
+
+
 def test_fake_notices_a_result_that_keeps_nothing(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     init = CudaResult.__init__
-    monkeypatch.setattr(CudaResult, "__init__", lambda self, made, _uses, done: init(self, made, (), done))
+    monkeypatch.setattr(CudaResult, "__init__", lambda self, made, _uses, *more: init(self, made, (), *more))
     with pytest.raises(Unordered):
         collect_on_a_lane(cuda)
 

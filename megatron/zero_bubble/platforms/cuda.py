@@ -71,23 +71,28 @@ class CudaLane:
     """A ``Lane`` on a CUDA stream of its own: it must not wait for other lanes, nor for messages.
 
     torch's allocator need not know of the lane. Work uses memory of the passes only until a result is waited for, and
-    the result keeps it until then; later passes may have it, because they wait as well. Results are in memory of the
+    the lane keeps it until then; later passes may have it, because they wait as well. Results are in memory of the
     passes, too. With ``record_stream``, memory would come back only when the GPU has proceeded so far: the further the
-    host runs ahead, the more memory would be in use.
+    host runs ahead, the more memory would be in use. Results that nobody waits for, because a pass has failed, are kept
+    until the lane is joined or closed.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = take_stream(device, _OF_LANES)
+        self._under_way: set[CudaResult] = set()
 
     def start(self, work: Callable[[], Any], uses: Iterable[torch.Tensor]) -> CudaResult:
         passes = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(passes)
         with torch.cuda.stream(self._stream):
             made = _in_memory_of(passes, work())
-            return CudaResult(made, tuple(uses), self._stream.record_event())
+            result = CudaResult(made, tuple(uses), self._stream.record_event(), self._under_way.discard)
+        self._under_way.add(result)
+        return result
 
     def join(self) -> None:
         torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+        self._under_way.clear()
 
     def close(self, timeout_s: float) -> bool:
         """Wait for the work of this stream only: others may wait for a rank that is lost."""
@@ -96,6 +101,7 @@ class CudaLane:
             if time.monotonic() >= deadline_s:
                 return False
             time.sleep(_PERIOD_S)
+        self._under_way.clear()
         give_stream(self._stream, _OF_LANES)
         return True
 
@@ -115,14 +121,24 @@ def _in_memory_of(passes: torch.cuda.Stream, made: Any) -> Any:
 
 
 class CudaResult:
-    """The tensors that a work item on a stream makes: None, a tensor, or a tuple of them; and those that it uses."""
+    """The tensors that a work item on a stream makes: None, a tensor, or a tuple of them; and those that it uses.
 
-    def __init__(self, made: Any, uses: tuple[torch.Tensor, ...], done: torch.cuda.Event) -> None:
-        self._made, self._uses, self._done = made, uses, done
+    ``waited`` is called with this result when the passes wait for it.
+    """
+
+    def __init__(
+        self,
+        made: Any,
+        uses: tuple[torch.Tensor, ...],
+        done: torch.cuda.Event,
+        waited: Callable[[CudaResult], object],
+    ) -> None:
+        self._made, self._uses, self._done, self._waited = made, uses, done, waited
 
     def wait(self) -> Any:
         torch.cuda.current_stream().wait_event(self._done)
         self._uses = ()
+        self._waited(self)
         return self._made
 
 
