@@ -18,6 +18,8 @@ from typing import Any
 from bench import ranks
 
 STORED = Path("docs/gpu_day.json")
+_OF_THE_MACHINE = ("command", "last_lines")
+"""What a step's record has paths of the machine in. The page names the modules and arguments of all steps."""
 
 
 def main() -> int:
@@ -47,7 +49,11 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
                 f"the page shows only runs on GPUs, got part {without[0]} of {file} without; run it where nvidia-smi "
                 "finds a GPU, without --cpu"
             )
-    return dict(sorted(parts.items()))
+    return {name: {**part, "steps": [*map(_published, part["steps"])]} for name, part in sorted(parts.items())}
+
+
+def _published(step: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in step.items() if name not in _OF_THE_MACHINE}
 
 
 if __name__ == "__main__":

@@ -89,6 +89,15 @@ def test_files_are_merged_by_part(tmp_path: Path) -> None:
     assert list(merged) == ["1", "3"] and merged["1"]["steps"][0]["status"] == OK
 
 
+def test_paths_of_the_machine_are_not_published(tmp_path: Path) -> None:
+    ran = part("1", {"a": "exit status 1"})
+    ran["steps"][0] |= {"command": "gpu_day.a --output /mnt/me/a.json", "last_lines": ["rootdir: /mnt/me"]}
+    (tmp_path / "one.json").write_text(json.dumps({"1": ran}))
+    assert page.merged([tmp_path / "one.json"]) == {"1": part("1", {"a": "exit status 1"})}
+    stored = ROOT / page.STORED
+    assert not stored.exists() or not re.search(r'["\s](/[\w.-]+){2}', stored.read_text())
+
+
 @pytest.mark.parametrize("change", [{"on_cpu": True}, {"machine": {**MACHINE, "gpus": []}}], ids=["--cpu", "no GPU"])
 def test_runs_without_a_gpu_are_not_published(tmp_path: Path, change: dict[str, Any]) -> None:
     file = tmp_path / "one.json"
