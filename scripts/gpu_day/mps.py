@@ -26,8 +26,13 @@ def shared_gpu(ranks_per_gpu: int) -> Iterator[bool]:
 
     All ranks of this machine enter before they use CUDA; the first starts the service. Gives whether it is in use.
     """
-    if ranks_per_gpu < 2 or os.environ.get(PIPES):
-        yield ranks_per_gpu > 1  # under a service that somebody else has started
+    if ranks_per_gpu < 2:
+        yield False
+        return
+    share = str(100 // ranks_per_gpu)
+    if os.environ.get(PIPES):  # somebody else has started the service, and ends it
+        os.environ[SHARE] = os.environ.get(SHARE) or share
+        yield True
         return
     folder = Path(tempfile.gettempdir()) / f"zero-bubble-mps-{os.environ['TORCHELASTIC_RUN_ID']}"
     is_first, verdict = os.environ["LOCAL_RANK"] == "0", folder / "verdict"
@@ -41,7 +46,7 @@ def shared_gpu(ranks_per_gpu: int) -> Iterator[bool]:
         time.sleep(0.05)
     is_used = verdict.exists() and verdict.read_text() == "yes"
     if is_used:
-        os.environ |= {**_variables(folder), SHARE: str(100 // ranks_per_gpu)}
+        os.environ |= {**_variables(folder), SHARE: share}
     try:
         yield is_used
     finally:

@@ -51,3 +51,14 @@ def test_ranks_go_on_without_the_service(calls: Path, monkeypatch: pytest.Monkey
     with mps.shared_gpu(4) as is_used:
         assert not is_used
     assert not calls.exists()
+
+
+@pytest.mark.parametrize(("given", "share"), [("", "25"), ("50", "50")])
+def test_service_that_already_runs_is_used_and_left(
+    calls: Path, monkeypatch: pytest.MonkeyPatch, given: str, share: str
+) -> None:
+    monkeypatch.setenv(mps.PIPES, "/run/service")
+    monkeypatch.setenv(mps.SHARE, given)
+    with mps.shared_gpu(4) as is_used:
+        assert is_used and os.environ[mps.SHARE] == share and os.environ[mps.PIPES] == "/run/service"
+    assert not calls.exists()
