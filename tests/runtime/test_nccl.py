@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from functools import cache
+from itertools import chain, product
 from typing import Any
 
 import pytest
@@ -24,13 +25,19 @@ EMPTY = -1
 
 def plans(name: str, ranks: Sequence[int]) -> Iterator[Plan]:
     """Yield the plans of a schedule with up to 3p microbatches: for training, evaluation and post-validation."""
-    for p in ranks:
-        for m in sorted({1, p - 1, p, p + 1, 3 * p - 1, 3 * p}):
-            schedule = build(name, num_ranks=p, num_microbatches=m)
-            for post_receives in ("early", "late"):
-                yield lower_training(schedule, post_receives)
-                yield lower_forward_only(schedule, post_receives)
-                yield lower_training(schedule, post_receives, post_validation=True)
+    return chain.from_iterable(_plans(name, p) for p in ranks)
+
+
+@cache
+def _plans(name: str, p: int) -> tuple[Plan, ...]:
+    made: list[Plan] = []
+    for m in sorted({1, p - 1, p, p + 1, 3 * p - 1, 3 * p}):
+        schedule = build(name, num_ranks=p, num_microbatches=m)
+        for post_receives in ("early", "late"):
+            made.append(lower_training(schedule, post_receives))
+            made.append(lower_forward_only(schedule, post_receives))
+            made.append(lower_training(schedule, post_receives, post_validation=True))
+    return tuple(made)
 
 
 @dataclass
