@@ -40,6 +40,13 @@ def _plans(name: str, p: int) -> tuple[Plan, ...]:
     return tuple(made)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def free_plans() -> Iterator[None]:
+    """Later tests of the process do not keep them, which would make every search for garbage longer."""
+    yield
+    _plans.cache_clear()
+
+
 @dataclass
 class Iteration:
     """An iteration of all ranks; a value is a tensor with its number, once its pass has run on the GPU."""
