@@ -94,4 +94,4 @@ def layer_of(module: str) -> int:
     contracts.read(REPOSITORY / ".importlinter")
     layers = contracts["importlinter:contract:layers"]["layers"].split("\n")[::-1]
     name = module.removeprefix(ROOT).lstrip(".").split(".")[0] or "__main__"
-    return next(number for number, layer in enumerate(layers) if name in layer.split(" : "))
+    return next(number for number, layer in enumerate(layers) if name in re.split(r"[ :|]+", layer))

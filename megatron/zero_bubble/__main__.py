@@ -17,8 +17,8 @@ from typing import NoReturn
 
 from megatron.zero_bubble import __version__
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import beyond_floats
+from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.schedules import SCHEDULES
 
 _COMMANDS = {

@@ -42,8 +42,8 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.ir.vocabulary import FLOWS
-from megatron.zero_bubble.job.source import ScheduleSource, even_costs
 from megatron.zero_bubble.plan.offload import offload, select_longest
+from megatron.zero_bubble.planning.source import ScheduleSource, even_costs
 from megatron.zero_bubble.search import fit
 
 STOCK = "stock 1f1b"

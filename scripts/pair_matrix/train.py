@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble.ir import Compute, Kind, Op, Schedule
-from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from tests.helpers.parity import Outcome, Tokens, _by_name, _train_once, rebuild_process_groups

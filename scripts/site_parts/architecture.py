@@ -21,7 +21,7 @@ def layers() -> str:
     rows = []
     lines = config["importlinter:contract:layers"]["layers"].split("\n")
     for number, line in enumerate(filter(None, lines), 1):
-        for name in line.replace(":", " ").split():
+        for name in re.split(r"[ :|]+", line):
             folder = (_PACKAGE / name).is_dir()
             needs = "standard library only" if name in pure else ""
             rows.append((str(number), code(name + ("/" if folder else ".py")), _summary(name), needs))

@@ -9,7 +9,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from site_parts.markdown import code, table

@@ -7,9 +7,9 @@ from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.ir import Placement, Slices
-from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto
+from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.schedules import build
 from site_parts.markdown import code, table

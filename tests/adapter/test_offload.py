@@ -22,9 +22,9 @@ from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.ir.offload import Discard
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import Move, parse_share, select_longest
+from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.platforms import select
 from tests.adapter.test_auto import STEPS, waiting_for_plans
 from tests.helpers import parity

@@ -16,7 +16,7 @@ import torch
 
 from megatron.zero_bubble import PassMemory, simulate
 from megatron.zero_bubble.analysis.memory import most_kept
-from megatron.zero_bubble.job.source import even_costs
+from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.schedules import SCHEDULES
 from tests.adapter.test_parity import BUCKETS, DROPOUT, EXPERTS, FP16, LLAMA, ROPE, UNTIED
 from tests.helpers.non_loss_data import collect

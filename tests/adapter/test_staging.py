@@ -12,10 +12,10 @@ from megatron.zero_bubble import build
 from megatron.zero_bubble.adapter import pipeline
 from megatron.zero_bubble.adapter.staging import Links, Staging, spins, steps_of
 from megatron.zero_bubble.ir import WHOLE, Pass
-from megatron.zero_bubble.job.source import fused_but_last
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.plan import lower_forward_only, lower_training
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.planning.source import fused_but_last
 from megatron.zero_bubble.runtime.transport import Receive, Transport
 from tests.helpers.faults import Fault, train_with_faults
 from tests.helpers.parity import Layout, Outcome, assert_same_bits, train

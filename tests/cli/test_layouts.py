@@ -9,7 +9,7 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.job.layers import stage_layers
+from megatron.zero_bubble.formats.layout import stage_layers
 from megatron.zero_bubble.search import portfolio
 from tests.cli.test_plan_and_compare import CONFIGS, SIZES, TIMES, run, run_json
 

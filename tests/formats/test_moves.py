@@ -11,9 +11,9 @@ from megatron.zero_bubble import build, simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.moves import moves_content
 from megatron.zero_bubble.formats.plan import plan_from_json, plan_to_json
-from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import select_longest
+from megatron.zero_bubble.planning.source import even_costs
 
 SCHEDULE = build("zb-h2", num_ranks=2, num_microbatches=4)
 

@@ -12,8 +12,8 @@ from megatron.zero_bubble.formats.moves import moves_content
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir import Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.planning.source import even_costs
 
 
 @pytest.mark.parametrize(

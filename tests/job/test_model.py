@@ -8,7 +8,7 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.layers import stage_layers
+from megatron.zero_bubble.formats.layout import stage_layers
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.training.arguments import parse
 

@@ -18,7 +18,7 @@ from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.stages import place_stages
-from tests.job.test_source import divided_plan
+from tests.planning.test_source import divided_plan
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.flags import StrictParser, add_flags, config_of
 from megatron.zero_bubble.job.rules import Job, check_flags
-from megatron.zero_bubble.job.shards import check_chunks, check_shards
+from megatron.zero_bubble.job.shards import check_shards
+from megatron.zero_bubble.plan.shard import check_chunks
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,10 @@ from megatron.zero_bubble.costs.vocabulary import VOCABULARY_TIMES, VocabularyCo
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.ir.shards import Gather
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.job.source import fused_but_last
 from megatron.zero_bubble.measure.gather import attention_share, median_costs
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.planning.source import fused_but_last
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
 from tests.helpers.strategies import costs_for, cuts
 

@@ -16,8 +16,8 @@ from megatron.zero_bubble import Kind, Pass
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Plan, Value
 from megatron.zero_bubble.ir.vocabulary import HIDDEN, Algorithm
-from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.plan import lower_forward_only, lower_training, prove_for_queues
+from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.runtime import groups
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers, collective_kinds
 from megatron.zero_bubble.runtime.executor import Executor

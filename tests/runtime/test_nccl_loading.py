@@ -11,10 +11,10 @@ import pytest
 from megatron.zero_bubble import SCHEDULES, build
 from megatron.zero_bubble.adapter.staging import Staging, steps_of
 from megatron.zero_bubble.ir import Pass, Plan
-from megatron.zero_bubble.job.source import ScheduleSource, fused_but_last
 from megatron.zero_bubble.plan import lower_forward_only, lower_training
 from megatron.zero_bubble.plan.communicate import PostReceives
 from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.planning.source import ScheduleSource, fused_but_last
 from tests.helpers.nccl_loading import Kernels, Turn, all_end, always_new, by_kind, by_stage
 
 WITH_VOCABULARY = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")

@@ -19,18 +19,13 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.config import Ctas
-from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.job.nccl import MOST_KINDS, collective_ctas
 from megatron.zero_bubble.plan import lower_training
+from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.runtime import groups
 from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.nccl import (
-    MOST_KINDS,
-    check_streams,
-    collective_ctas,
-    options_beside_passes,
-    without_p2p_warning,
-)
+from megatron.zero_bubble.runtime.nccl import check_streams, options_beside_passes, without_p2p_warning
 from tests.helpers.nccl import GPUs
 from tests.helpers.ranks import RankPool
 
@@ -199,7 +194,7 @@ def test_the_groups_of_channels_get_options_of_their_own(monkeypatch: pytest.Mon
     assert up["pg_options"] is not down["pg_options"], "torch writes the name of a group into its options"
     assert up["timeout"] == up["pg_options"]._timeout == timedelta(minutes=2), "otherwise torch warns"
     by_default, _ = made_groups(monkeypatch, "nccl")
-    assert by_default["pg_options"].config.max_ctas == 2
+    assert by_default["pg_options"].config == Config(), "without a limit, NCCL's default applies"
     assert by_default["timeout"] == timedelta(minutes=10)
 
 

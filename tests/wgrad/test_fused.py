@@ -67,7 +67,7 @@ def train_noting(rank: int, flags: str, schedules: Sequence[str | None]) -> tupl
     """
     from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 
-    from megatron.zero_bubble.job import source
+    from megatron.zero_bubble.planning import source
     from megatron.zero_bubble.wgrad.store import WgradStore
 
     stores: list[WgradStore] = []
@@ -114,7 +114,7 @@ def train_half_split(
     rank: int, flags: str, run: Callable[..., list[Outcome]], schedules: Sequence[str | None]
 ) -> list[Outcome]:
     """Train with every second backward split, and each W directly after its B."""
-    from megatron.zero_bubble.job import source
+    from megatron.zero_bubble.planning import source
 
     def half_split(name: str, **figures: Any) -> Schedule:
         schedule = build(name, **figures)

@@ -24,10 +24,10 @@ from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.post_validation import planned_gain
-from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.measure.gather import gather_trace, median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
+from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
 

@@ -36,7 +36,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Pass, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.config import Ctas
-from megatron.zero_bubble.job.nccl import is_nccl
+from megatron.zero_bubble.job.nccl import collective_ctas
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.measure.memory import MemoryMeter
@@ -46,9 +46,9 @@ from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_tr
 from megatron.zero_bubble.plan.offload import Move, MoveSelection
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.device import device_of
+from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, backend_of
-from megatron.zero_bubble.runtime.nccl import collective_ctas
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.runtime.offload import Offloader
 from megatron.zero_bubble.runtime.transport import Transport

@@ -17,10 +17,10 @@ from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.job.nccl import hardware_queues, is_nccl
-from megatron.zero_bubble.job.source import even_costs
 from megatron.zero_bubble.plan import prove_for_queues
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.planning.source import even_costs
+from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.runtime.groups import backend_of
 
 

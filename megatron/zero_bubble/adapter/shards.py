@@ -28,8 +28,8 @@ from megatron.zero_bubble.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
 from megatron.zero_bubble.ir.shards import Release
-from megatron.zero_bubble.job.shards import check_chunks, check_shards
-from megatron.zero_bubble.plan.shard import Sharding
+from megatron.zero_bubble.job.shards import check_shards
+from megatron.zero_bubble.plan.shard import Sharding, check_chunks
 from megatron.zero_bubble.platforms.streams import Lane
 from megatron.zero_bubble.runtime.executor import Handler
 from megatron.zero_bubble.runtime.groups import backend_of

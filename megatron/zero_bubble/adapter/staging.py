@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from megatron.zero_bubble.ir import Compute, Plan
-from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.platforms.streams import Lane
+from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
 from megatron.zero_bubble.runtime.groups import Directions, new_group
 from megatron.zero_bubble.runtime.transport import Transport

@@ -13,7 +13,6 @@ from megatron.zero_bubble.cli.plan import MOST_CHUNKS
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.sizes import check_size
-from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.cuts import shortest
 from megatron.zero_bubble.planning.figures import Figures
@@ -23,6 +22,7 @@ from megatron.zero_bubble.planning.offload_search import best_offloaded
 from megatron.zero_bubble.planning.plans import auto, auto_search, fitted, fitting_search
 from megatron.zero_bubble.planning.shard_search import plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan
+from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.planning.vocabulary import Planned, Variant, known_schedules, searched, shards_inserted
 from megatron.zero_bubble.schedules import SCHEDULES, build, sliced
 from megatron.zero_bubble.search.auto import PLACEMENTS, PlacementChoice

@@ -22,22 +22,22 @@ from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
 from megatron.zero_bubble.costs.units import parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import job_layers, job_predictions
 from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job import recomputation
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
-from megatron.zero_bubble.job.layers import job_layers, job_predictions
-from megatron.zero_bubble.job.nccl import hardware_queues, is_nccl
 from megatron.zero_bubble.job.runnable import check_runnable
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource
 from megatron.zero_bubble.plan import PostReceives, lower_forward_only, lower_training, prove_for_queues
 from megatron.zero_bubble.plan.offload import MoveSelection
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import auto, message_memory, rank_memory, slower_than_1f1b
 from megatron.zero_bubble.planning.shards import of_schedule
+from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
 from megatron.zero_bubble.planning.vocabulary import auto_with_vocabulary
 from megatron.zero_bubble.render.text import headline
+from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.schedules import build
 
 _COPIES = "Copies to host memory and back are not in the times, unless the costs file has host_ms."

@@ -10,8 +10,8 @@ from megatron.zero_bubble.costs.estimate import DEVICES, Model, estimate
 from megatron.zero_bubble.costs.predictions import prediction_parts, prediction_weights, with_predictions
 from megatron.zero_bubble.costs.static import StageBytes
 from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.layout import job_predictions
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.layers import job_predictions
 from megatron.zero_bubble.job.model import VOCABULARY, model_of
 from megatron.zero_bubble.planning.figures import HALVED, Figures
 

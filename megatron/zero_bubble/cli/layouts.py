@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from megatron.zero_bubble.job.layers import stages_text
+from megatron.zero_bubble.formats.layout import stages_text
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 
 EVENLY, BY_COST = "even", "auto"

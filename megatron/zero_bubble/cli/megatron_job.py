@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import layout_text
+from megatron.zero_bubble.formats.layout_string import read_hybrid
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.flags import has_schedule
-from megatron.zero_bubble.job.layers import layout_text
-from megatron.zero_bubble.job.layout_string import read_hybrid
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags
 from megatron.zero_bubble.megatron_lm import checks
 from megatron.zero_bubble.megatron_lm.batches import in_training, job_batches, num_microbatches

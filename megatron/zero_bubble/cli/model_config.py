@@ -8,8 +8,8 @@ from megatron.zero_bubble.costs.estimate import Model
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
-from megatron.zero_bubble.job.division import Division
-from megatron.zero_bubble.job.model import VOCABULARY, model_of, stated_vocabulary
+from megatron.zero_bubble.job.model import VOCABULARY, division_of, model_of, stated_vocabulary
+from megatron.zero_bubble.planning.division import Division
 
 
 def read_model(
@@ -49,7 +49,7 @@ def read_model(
     check_size(p, count if num_microbatches is None else num_microbatches)
     if not any_layers:
         _check_divided(args, p, file)
-    division = Division(args.num_layers) if any_layers else Division.of_job(args, stated_vocabulary(args))
+    division = Division(args.num_layers) if any_layers else division_of(args, stated_vocabulary(args))
     model = model_of(args, division.on(Placement.linear(p)), flash)
     assumed = [] if args.vocab_size else [f"A vocabulary of {VOCABULARY:,} is assumed."]
     if args.global_batch_size:

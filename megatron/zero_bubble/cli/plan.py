@@ -41,7 +41,6 @@ from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
 from megatron.zero_bubble.job.runnable import check_trainable
-from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
@@ -59,6 +58,7 @@ from megatron.zero_bubble.planning.plans import (
     with_units,
 )
 from megatron.zero_bubble.planning.shards import ShardPlan
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.planning.vocabulary import Planned, Variant, best_of, known_schedules, of_variants, searched
 from megatron.zero_bubble.render.svg import render_svg, zoomable
 from megatron.zero_bubble.schedules import SCHEDULES, build, recipe

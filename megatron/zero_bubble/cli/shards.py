@@ -12,12 +12,12 @@ from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import unit_microbatches
-from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.plans import bound
 from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
 from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, least_ms, with_collectives
+from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.schedules import recipe
 
 _MOST = 1_000_000

@@ -12,7 +12,7 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.model import model_of
 from megatron.zero_bubble.job.needs import Need
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
 
 FIXED_PART = 1 / 16
 """The fixed time of a microbatch, as that of a short sample with this part of ``--seq-length``. It stands for kernels

@@ -13,10 +13,10 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
-from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks, UnitChoice
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks, UnitChoice
 from megatron.zero_bubble.schedules import has_units, recipe, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 

@@ -10,7 +10,7 @@ from typing import NoReturn
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.config import DEFAULT_NCCL_COLLECTIVE_CTAS, DEFAULT_NCCL_CTAS, ZeroBubbleConfig
-from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT
 from megatron.zero_bubble.schedules import SCHEDULES, sliced
 from megatron.zero_bubble.schedules.recipe import DEFAULT_SLICES
 

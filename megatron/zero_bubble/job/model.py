@@ -7,8 +7,10 @@ from typing import Any
 
 from megatron.zero_bubble.costs.estimate import DEVICES, Model, Recompute, layer_costs
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import layout_text
+from megatron.zero_bubble.formats.layout_string import layout_layers
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.layers import layout_text
+from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.search.cut import cut
 
 VOCABULARY = 50_304
@@ -39,6 +41,31 @@ def model_of(args: Any, layers: tuple[int, ...], flash: bool = True) -> Model:
         recompute=_recompute(args),
         tensor_parallel=args.tensor_model_parallel_size,
         sequence_parallel=args.sequence_parallel,
+    )
+
+
+def division_of(args: Any, vocabulary: int | None) -> Division:
+    """Return how the flags ``args`` divide the layers.
+
+    Args:
+        vocabulary: its padded size; None if it is not known yet.
+
+    Raises:
+        UserError: when ``on`` of the result is called: as ``uneven_layout``.
+    """
+
+    def otherwise(placement: Placement) -> tuple[int, ...]:
+        return layout_layers(uneven_layout(args, placement, vocabulary))
+
+    layout = args.pipeline_model_parallel_layout
+    return Division(
+        args.num_layers,
+        args.num_layers_in_first_pipeline_stage,
+        args.num_layers_in_last_pipeline_stage,
+        bool(args.account_for_embedding_in_pipeline_split),
+        bool(args.account_for_loss_in_pipeline_split),
+        () if layout is None else layout_layers(layout),
+        otherwise,
     )
 
 

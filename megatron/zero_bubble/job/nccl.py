@@ -1,55 +1,50 @@
-"""What a job's settings say about NCCL: whether it is used, and whether its kernels start one after the other."""
+"""How much of a GPU the transfers of NCCL may take, while passes run next to them."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Callable
+
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Plan
+from megatron.zero_bubble.ir.collectives import Collective
+from megatron.zero_bubble.job.config import Ctas
+from megatron.zero_bubble.plan.prove import num_channels
+
+MOST_KINDS = 7
+"""Kinds of collectives of vocabulary parallelism, each of which may have one that waits."""
 
 
-def is_nccl(backend: str) -> bool:
-    """Whether a backend of torch.distributed sends the memory of GPUs by NCCL.
+def collective_ctas(
+    ctas: Ctas, plan: Plan, num_multiprocessors: int | None, say: Callable[[str], None] | None = None
+) -> int:
+    """The largest number of CTAs per collective with which transfers leave half of the multiprocessors to the passes.
+
+    A CTA of NCCL has 640 threads with 96 registers each, so next to it a multiprocessor has no room for a pass. If the
+    transfers that wait take all of them, the passes for which they wait cannot run: the ranks hang.
 
     Args:
-        backend: its name, which is ``nccl``, ``nccl2``, ``nccl-lazy`` or ``nccl-legacy`` for the implementations that
-            torch has had; or one name per type of device, as in ``cpu:gloo,cuda:nccl2``.
+        ctas: as configured; a collective gets fewer if necessary.
+        plan: of an iteration; those of later iterations may have more kinds of collectives.
+        num_multiprocessors: of the GPU, as far as this rank can use them; None if NCCL is not used.
+        say: prints that there are fewer than configured.
+
+    Raises:
+        UserError: not even one CTA fits for each kind.
     """
-    of_devices = dict(part.split(":", 1) for part in backend.lower().split(",") if ":" in part)
-    return of_devices.get("cuda", backend.lower()).startswith("nccl")
-
-
-_DEFAULT_QUEUES = 8
-"""CUDA's, without ``CUDA_DEVICE_MAX_CONNECTIONS``."""
-
-
-class HardwareQueues(NamedTuple):
-    """How many queues bring the work of streams to a GPU. Streams that share one start in the order of the host.
-
-    Attributes:
-        number: of queues per GPU.
-        what: the consequence, if there is one queue.
-        setting: the variable and its value.
-        several: the value with which transfers start independently.
-    """
-
-    number: int
-    what: str
-    setting: str
-    several: str
-
-
-def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueues:
-    """What the environment of a job says about the queues of its GPUs.
-
-    If NCCL orders the kernels of all communicators, that has the effect of one queue. Sources: the environment
-    variables in CUDA's programming guide; the user guide of NCCL, "NCCL_LAUNCH_ORDER_IMPLICIT".
-    """
-    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
-    order = environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "").strip()
-    if value != "1" and order not in ("", "0"):
-        setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
-        return HardwareQueues(1, "one order for all transfers of a GPU", setting, "0")
-    number = int(value) if value.isdecimal() and value != "0" else _DEFAULT_QUEUES
-    shown = value or f"not set, which means {_DEFAULT_QUEUES}"
-    what = "one hardware queue per GPU" if number == 1 else ""
-    return HardwareQueues(number, what, f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}", "32")
+    if num_multiprocessors is None or not any(isinstance(op, Collective) for row in plan.stem.ops for op in row):
+        return ctas.collective
+    messages = num_channels(plan) * ctas.message
+    fitting = (num_multiprocessors // 2 - messages) // MOST_KINDS
+    if fitting < 1:
+        raise UserError(
+            "transfers of NCCL may take half of a GPU's multiprocessors, because passes cannot run where transfers "
+            f"wait; got {num_multiprocessors} multiprocessors, {messages} CTAs for messages and {MOST_KINDS} kinds of "
+            "collectives; lower --zero-bubble-nccl-ctas, give every rank more of a GPU, or leave out "
+            "--zero-bubble-vocabulary-parallel"
+        )
+    if fitting < ctas.collective and say is not None:
+        say(
+            f"collectives take {fitting} CTAs of NCCL instead of {ctas.collective}, so that transfers leave half of "
+            f"the {num_multiprocessors} multiprocessors to the passes"
+        )
+    return min(ctas.collective, fitting)

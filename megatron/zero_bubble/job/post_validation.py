@@ -6,7 +6,7 @@ from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource, even_costs
+from megatron.zero_bubble.planning.source import AUTO, ScheduleSource, even_costs
 from megatron.zero_bubble.schedules import build
 
 _GAINING = ("zb-h2", "zb-v")

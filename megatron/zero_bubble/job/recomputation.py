@@ -15,7 +15,7 @@ from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.passes import W
 from megatron.zero_bubble.job.host_memory import shown
 from megatron.zero_bubble.job.model import model_of
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource
+from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.cut import even
 

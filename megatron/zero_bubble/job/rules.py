@@ -20,9 +20,10 @@ from megatron.zero_bubble.job.balance import check_balance
 from megatron.zero_bubble.job.flags import has_schedule, records, vocabulary_algorithm
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.runnable import check_runnable
-from megatron.zero_bubble.job.shards import check_chunks, check_shards
+from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.job.slices import check_slices
-from megatron.zero_bubble.job.source import AUTO, ScheduleSource
+from megatron.zero_bubble.plan.shard import check_chunks
+from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import has_units, sliced
 
 

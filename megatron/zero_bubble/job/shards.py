@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.needs import Need
 
 _NEEDS = (
@@ -108,13 +107,3 @@ def check_shards(values: Any) -> None:
             raise UserError(
                 f"sharded units need {need.name}={need.value!r}, because {need.why}; got {value!r}; {need.remedy}"
             )
-
-
-def check_chunks(placement: Placement) -> None:
-    """Raise UserError for one stage per rank, whose weights would be whole all the time."""
-    chunks = placement.num_stages // placement.num_ranks
-    if chunks < 2:
-        raise UserError(
-            "sharded units need 2 or more stages per rank, of which only some are whole at a time; got 1; choose a "
-            "schedule with several stages per rank, such as zero-pp"
-        )

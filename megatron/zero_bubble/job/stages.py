@@ -10,8 +10,8 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, records
 from megatron.zero_bubble.job.runnable import check_placement
-from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.job.vocabulary import check_divided
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 
 def place_stages(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.source import ScheduleSource
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 
 def check_divided(options: argparse.Namespace, source: ScheduleSource) -> None:

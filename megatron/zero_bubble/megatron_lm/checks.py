@@ -11,21 +11,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import check_ends
+from megatron.zero_bubble.formats.layout_string import check_layout, read_layout
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.installed import check_writer
-from megatron.zero_bubble.job.layers import check_ends
-from megatron.zero_bubble.job.layout_string import check_layout, read_layout
 from megatron.zero_bubble.job.model import stated_vocabulary, uneven_layout
 from megatron.zero_bubble.job.options import check_options
 from megatron.zero_bubble.job.rules import Job, check_flags, check_schedule
 from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.job.shards import check_shards
-from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.megatron_lm.batches import check_batch_size
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 
 def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig, ScheduleSource]:

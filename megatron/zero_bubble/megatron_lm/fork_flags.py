@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import StrictParser
-from megatron.zero_bubble.job.source import AUTO
+from megatron.zero_bubble.planning.source import AUTO
 
 _POST_VALIDATION, _EXACT = "--enable-optimizer-post-validation", "--enable-exactly-numeric-match"
 _RENAMED = {

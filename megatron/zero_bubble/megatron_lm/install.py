@@ -20,7 +20,6 @@ from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, records
 from megatron.zero_bubble.job.post_validation import forecast
 from megatron.zero_bubble.job.runnable import is_megatrons_own
-from megatron.zero_bubble.job.source import ScheduleSource
 from megatron.zero_bubble.megatron_lm import checks as job_checks
 from megatron.zero_bubble.megatron_lm.batches import in_training, num_microbatches
 from megatron.zero_bubble.megatron_lm.bubble import JobBubble
@@ -37,6 +36,7 @@ from megatron.zero_bubble.patching.apply import report as report_schedule
 from megatron.zero_bubble.patching.apply import revert as revert_schedule
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import Seams, installed_seams
+from megatron.zero_bubble.planning.source import ScheduleSource
 
 _job = Replaced()
 _placed = Replaced()  # names that are replaced once the job's flags are known

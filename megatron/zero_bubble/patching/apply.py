@@ -25,7 +25,6 @@ from megatron.zero_bubble.errors import PatchError
 from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
-from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.measure.memory import MemoryMeter
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.optimizer.rollback import ROLLBACKS
@@ -33,6 +32,7 @@ from megatron.zero_bubble.patching import bodies, transformer_engine, used
 from megatron.zero_bubble.patching.replaced import Replaced, Replacement
 from megatron.zero_bubble.patching.seams import installed_seams
 from megatron.zero_bubble.plan.offload import MoveSelection
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource, SourceOnRanks
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart, Observers, observed
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator

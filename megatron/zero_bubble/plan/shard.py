@@ -19,7 +19,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby, zip_longest
 from typing import NamedTuple
 
-from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
+from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.ir import Compute, Op, Pass, Placement, Plan
 from megatron.zero_bubble.ir.passes import BW, B
 from megatron.zero_bubble.ir.shards import NEED_GRADIENTS, NEED_WEIGHTS, Close, Gather, Open, Reduce, Release, Wait
 
@@ -206,3 +207,13 @@ def _apart(units: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((begin, end))
     return merged
+
+
+def check_chunks(placement: Placement) -> None:
+    """Raise UserError for one stage per rank, whose weights would be whole all the time."""
+    chunks = placement.num_stages // placement.num_ranks
+    if chunks < 2:
+        raise UserError(
+            "sharded units need 2 or more stages per rank, of which only some are whole at a time; got 1; choose a "
+            "schedule with several stages per rank, such as zero-pp"
+        )

@@ -14,7 +14,7 @@ from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit,
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.division import Division
+from megatron.zero_bubble.planning.division import Division
 from megatron.zero_bubble.search.cut import even
 
 HALVED = (

@@ -12,8 +12,8 @@ from megatron.zero_bubble.analysis.memory import most_kept
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.costs.layers import LayerCosts
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import layout_text
 from megatron.zero_bubble.ir import Placement, Schedule
-from megatron.zero_bubble.job.layers import layout_text
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.search.cut import cut, is_less, least_layers
 from megatron.zero_bubble.search.layout import Layout, Trial, best_layout

@@ -15,10 +15,9 @@ from megatron.zero_bubble.costs.units import spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Placement, Plan, Schedule
 from megatron.zero_bubble.ir.shards import Gather, Reduce
-from megatron.zero_bubble.job.shards import check_chunks
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.prove import prove
-from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding, most_whole, moved, shard
+from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding, check_chunks, most_whole, moved, shard
 from megatron.zero_bubble.planning.figures import Figures
 
 _ROUNDING = 1 + 1e-9

@@ -15,11 +15,11 @@ from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Placement, Schedule
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
-from megatron.zero_bubble.job.source import AUTO, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan
 from megatron.zero_bubble.planning.plans import auto, fitted, peak_memory
+from megatron.zero_bubble.planning.source import AUTO, DEFAULT_LIMIT, ScheduleSource
 from megatron.zero_bubble.schedules import build
 from megatron.zero_bubble.search.auto import PlacementChoice
 from megatron.zero_bubble.search.vocabulary import best_with_vocabulary

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Kind, Op, Plan, Value
 from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum
-from megatron.zero_bubble.job.config import DEFAULT_NCCL_COLLECTIVE_CTAS
 from megatron.zero_bubble.platforms.streams import Lane, Result
 from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
@@ -63,7 +62,7 @@ class Lanes:
         group: dist.ProcessGroup,
         make_lane: Callable[[], Lane],
         timeout: timedelta | None,
-        nccl_ctas: int = DEFAULT_NCCL_COLLECTIVE_CTAS,
+        nccl_ctas: int | None = None,
         watchdog: Watchdog | None = None,
     ) -> None:
         self._watchdog = watchdog

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from megatron.zero_bubble.ir.plan import Channel
-from megatron.zero_bubble.job.config import DEFAULT_NCCL_CTAS
-from megatron.zero_bubble.job.nccl import is_nccl
+from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
 
 
@@ -52,16 +51,15 @@ class Directions:
     options: _Options = _Options("gloo")  # noqa: RUF009 (an immutable value)
 
     @classmethod
-    def of(
-        cls, group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
-    ) -> Directions:
+    def of(cls, group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int | None = None) -> Directions:
         """Describe the groups for the pipeline ``group``, and make those that need no channel.
 
         A collective call of all ranks of the job.
 
         Args:
             timeout: maximum time that a message may take; None is the default of torch.distributed.
-            nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own.
+            nccl_ctas: the largest number of CTAs that a transfer of NCCL occupies, unless ``group`` has its own; None
+                for NCCL's default.
         """
         ranks, options = dist.get_process_group_ranks(group), _beside_passes(group, timeout, nccl_ctas)
         groups: dict[Channel | bool, dist.ProcessGroup] = {}
@@ -98,7 +96,7 @@ class Directions:
 
 
 def group_beside_passes(
-    group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int = DEFAULT_NCCL_CTAS
+    group: dist.ProcessGroup, timeout: timedelta | None = None, nccl_ctas: int | None = None
 ) -> dist.ProcessGroup:
     """A new group of the ranks of ``group``, joined, for collectives that run concurrently with passes.
 
@@ -107,7 +105,7 @@ def group_beside_passes(
     return _joined(dist.get_process_group_ranks(group), _beside_passes(group, timeout, nccl_ctas))
 
 
-def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int) -> _Options:
+def _beside_passes(group: dist.ProcessGroup, timeout: timedelta | None, nccl_ctas: int | None) -> _Options:
     """How to make a group for transfers that run concurrently with passes."""
     backend = backend_of(group)
     if not is_nccl(backend):

@@ -12,23 +12,17 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.ir import Plan
-from megatron.zero_bubble.ir.collectives import Collective
-from megatron.zero_bubble.job.config import Ctas
-from megatron.zero_bubble.plan.prove import num_channels
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 """The default timeout of torch.distributed for NCCL."""
 _UNSET = -(2**31)
 """``NCCL_CONFIG_UNDEF_INT``: NCCL's default applies."""
 _CTAS = ("min_ctas", "max_ctas")
-MOST_KINDS = 7
-"""Kinds of collectives of vocabulary parallelism, each of which may have one that waits."""
 _NUM_STREAMS = 32
 """Streams of high priority that torch has per device for communicators; the next one shares that of the first."""
 
 
-def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: timedelta) -> Any:
+def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int | None, timeout: timedelta) -> Any:
     """Options of a group whose transfers overlap with passes.
 
     A receive occupies its CTAs, and with them multiprocessors of the GPU, from its start until the message has arrived,
@@ -37,7 +31,7 @@ def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: t
 
     Args:
         pipeline: the job's process group, whose options come from Megatron's ``--nccl-communicator-config-path``.
-        max_ctas: the largest number of CTAs per transfer.
+        max_ctas: the largest number of CTAs per transfer; None for NCCL's default.
         timeout: of the group; torch warns if it is not in the options as well.
 
     Returns:
@@ -46,48 +40,12 @@ def options_beside_passes(pipeline: dist.ProcessGroup, max_ctas: int, timeout: t
     job = _options_of(pipeline).config
     options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
-    if all(getattr(job, name) == _UNSET for name in _CTAS):
+    if max_ctas is not None and all(getattr(job, name) == _UNSET for name in _CTAS):
         options.config.min_ctas, options.config.max_ctas = 1, max_ctas
     for name in ("cga_cluster_size", "net_name", *_CTAS):
         if (value := getattr(job, name)) not in (_UNSET, None):
             setattr(options.config, name, value)
     return options
-
-
-def collective_ctas(
-    ctas: Ctas, plan: Plan, num_multiprocessors: int | None, say: Callable[[str], None] | None = None
-) -> int:
-    """The largest number of CTAs per collective with which transfers leave half of the multiprocessors to the passes.
-
-    A CTA of NCCL has 640 threads with 96 registers each, so next to it a multiprocessor has no room for a pass. If the
-    transfers that wait take all of them, the passes for which they wait cannot run: the ranks hang.
-
-    Args:
-        ctas: as configured; a collective gets fewer if necessary.
-        plan: of an iteration; those of later iterations may have more kinds of collectives.
-        num_multiprocessors: of the GPU, as far as this rank can use them; None if NCCL is not used.
-        say: prints that there are fewer than configured.
-
-    Raises:
-        UserError: not even one CTA fits for each kind.
-    """
-    if num_multiprocessors is None or not any(isinstance(op, Collective) for row in plan.stem.ops for op in row):
-        return ctas.collective
-    messages = num_channels(plan) * ctas.message
-    fitting = (num_multiprocessors // 2 - messages) // MOST_KINDS
-    if fitting < 1:
-        raise UserError(
-            "transfers of NCCL may take half of a GPU's multiprocessors, because passes cannot run where transfers "
-            f"wait; got {num_multiprocessors} multiprocessors, {messages} CTAs for messages and {MOST_KINDS} kinds of "
-            "collectives; lower --zero-bubble-nccl-ctas, give every rank more of a GPU, or leave out "
-            "--zero-bubble-vocabulary-parallel"
-        )
-    if fitting < ctas.collective and say is not None:
-        say(
-            f"collectives take {fitting} CTAs of NCCL instead of {ctas.collective}, so that transfers leave half of "
-            f"the {num_multiprocessors} multiprocessors to the passes"
-        )
-    return min(ctas.collective, fitting)
 
 
 def _options_of(group: dist.ProcessGroup) -> Any:

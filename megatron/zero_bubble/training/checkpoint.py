@@ -32,7 +32,7 @@ from megatron.zero_bubble.adapter.shards import ShardedUnits
 from megatron.zero_bubble.adapter.whole_weights import copy_weights
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import make_writable
-from megatron.zero_bubble.job.layers import job_layers, layout_text, stages_text
+from megatron.zero_bubble.formats.layout import job_layers, layout_text, stages_text
 from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.optimizer import random_state
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer

@@ -11,13 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout import check_ends, job_layers
+from megatron.zero_bubble.formats.layout_string import check_layout as check_layout_string
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.ir.sizes import MOST_LAYERS, check_size
 from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.installed import check_writer
-from megatron.zero_bubble.job.layers import check_ends, job_layers
-from megatron.zero_bubble.job.layout_string import check_layout as check_layout_string
 from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.job.stages import place_stages

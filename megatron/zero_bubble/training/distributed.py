@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.platforms.cuda import nccl_shares_gpus
+from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.training.process import Launch
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.job.nccl import is_nccl
 from megatron.zero_bubble.kernels.vocabulary import Rows
+from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.groups import backend_of
 
 

@@ -24,10 +24,10 @@ from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
 from megatron.zero_bubble.ir.passes import VOCABULARY
-from megatron.zero_bubble.job.source import AUTO
 from megatron.zero_bubble.plan.offload import NO_SHARE
 from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
 from megatron.zero_bubble.planning.plans import limit_verdict
+from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
 from megatron.zero_bubble.render.svg import COLOURS, LANE_COLOUR, MEANING
 from megatron.zero_bubble.schedules import SCHEDULES, sliced

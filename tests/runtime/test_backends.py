@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron.zero_bubble.job.nccl import hardware_queues, is_nccl
+from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 
 
 @pytest.mark.parametrize("name", ["nccl", "NCCL", "nccl2", "nccl-lazy", "nccl-legacy"])

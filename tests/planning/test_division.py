@@ -8,7 +8,8 @@ import pytest
 
 from megatron.zero_bubble import Placement
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.division import Division
+from megatron.zero_bubble.job.model import division_of
+from megatron.zero_bubble.planning.division import Division
 
 LINEAR, VEE, LOOP = Placement.linear(4), Placement.vee(4), Placement.interleaved(4, 3)
 
@@ -23,7 +24,7 @@ def job(num_layers: int, **flags: object) -> Division:
             "pipeline_model_parallel_layout",
         )
     )
-    return Division.of_job(Namespace(num_layers=num_layers, **{**given, **flags}), None)
+    return division_of(Namespace(num_layers=num_layers, **{**given, **flags}), None)
 
 
 def test_flags_are_followed_as_megatron_deals_layers_over_chunks() -> None:

@@ -28,7 +28,7 @@ from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.formats.plan import plan_to_json
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
 from megatron.zero_bubble.job.runnable import check_runnable
-from megatron.zero_bubble.job.source import ScheduleSource, UnitChoice, even_costs
+from megatron.zero_bubble.planning.source import ScheduleSource, UnitChoice, even_costs
 
 
 def test_source_by_name() -> None:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
+from megatron.zero_bubble.formats.layout import layout_text, stage_layers
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.layers import layout_text, stage_layers
-from megatron.zero_bubble.job.layout_string import layout_layers
-from megatron.zero_bubble.job.model import uneven_layout
 from megatron.zero_bubble.search.cut import even
 
 
@@ -35,28 +32,6 @@ class Division:
     loss: bool = False
     given: tuple[int, ...] = ()
     otherwise: Callable[[Placement], tuple[int, ...]] | None = field(default=None, compare=False)
-
-    @classmethod
-    def of_job(cls, args: Any, vocabulary: int | None) -> Division:
-        """The division of the flags ``args``; ``vocabulary`` is its padded size, None if unknown (``uneven_layout``).
-
-        Raises:
-            UserError: when ``on`` is called: as ``uneven_layout``.
-        """
-
-        def otherwise(placement: Placement) -> tuple[int, ...]:
-            return layout_layers(uneven_layout(args, placement, vocabulary))
-
-        layout = args.pipeline_model_parallel_layout
-        return cls(
-            args.num_layers,
-            args.num_layers_in_first_pipeline_stage,
-            args.num_layers_in_last_pipeline_stage,
-            bool(args.account_for_embedding_in_pipeline_split),
-            bool(args.account_for_loss_in_pipeline_split),
-            () if layout is None else layout_layers(layout),
-            otherwise,
-        )
 
     def on(self, placement: Placement) -> tuple[int, ...]:
         """The layers of every stage, in model order.

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import Placement
-from megatron.zero_bubble.job.layers import job_layers, layout_text, stage_layers, stages_text
+from megatron.zero_bubble.formats.layout import job_layers, layout_text, stage_layers, stages_text
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check_layout
 

@@ -7,8 +7,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError
+from megatron.zero_bubble.formats.layout_string import layers_of, predictions_of
 from megatron.zero_bubble.ir import Placement
-from megatron.zero_bubble.job.layout_string import layers_of, predictions_of
 
 
 def layout_text(layout: Sequence[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.job.layout_string import check_layout, layers_of, predictions_of, read_hybrid, read_layout
+from megatron.zero_bubble.formats.layout_string import check_layout, layers_of, predictions_of, read_hybrid, read_layout
 
 WRONG = [
     ("tt|tt|tt|tt", 0, "the first letter of --pipeline-model-parallel-layout must be E, the embedding"),

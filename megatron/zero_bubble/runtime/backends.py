@@ -1,0 +1,55 @@
+"""What a job's settings say about NCCL: whether it is used, and whether its kernels start one after the other."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+def is_nccl(backend: str) -> bool:
+    """Whether a backend of torch.distributed sends the memory of GPUs by NCCL.
+
+    Args:
+        backend: its name, which is ``nccl``, ``nccl2``, ``nccl-lazy`` or ``nccl-legacy`` for the implementations that
+            torch has had; or one name per type of device, as in ``cpu:gloo,cuda:nccl2``.
+    """
+    of_devices = dict(part.split(":", 1) for part in backend.lower().split(",") if ":" in part)
+    return of_devices.get("cuda", backend.lower()).startswith("nccl")
+
+
+_DEFAULT_QUEUES = 8
+"""CUDA's, without ``CUDA_DEVICE_MAX_CONNECTIONS``."""
+
+
+class HardwareQueues(NamedTuple):
+    """How many queues bring the work of streams to a GPU. Streams that share one start in the order of the host.
+
+    Attributes:
+        number: of queues per GPU.
+        what: the consequence, if there is one queue.
+        setting: the variable and its value.
+        several: the value with which transfers start independently.
+    """
+
+    number: int
+    what: str
+    setting: str
+    several: str
+
+
+def hardware_queues(environment: Mapping[str, str] = os.environ) -> HardwareQueues:
+    """What the environment of a job says about the queues of its GPUs.
+
+    If NCCL orders the kernels of all communicators, that has the effect of one queue. Sources: the environment
+    variables in CUDA's programming guide; the user guide of NCCL, "NCCL_LAUNCH_ORDER_IMPLICIT".
+    """
+    value = environment.get("CUDA_DEVICE_MAX_CONNECTIONS", "").strip()
+    order = environment.get("NCCL_LAUNCH_ORDER_IMPLICIT", "").strip()
+    if value != "1" and order not in ("", "0"):
+        setting = f"NCCL_LAUNCH_ORDER_IMPLICIT is {order}, which has the same effect as one queue"
+        return HardwareQueues(1, "one order for all transfers of a GPU", setting, "0")
+    number = int(value) if value.isdecimal() and value != "0" else _DEFAULT_QUEUES
+    shown = value or f"not set, which means {_DEFAULT_QUEUES}"
+    what = "one hardware queue per GPU" if number == 1 else ""
+    return HardwareQueues(number, what, f"CUDA_DEVICE_MAX_CONNECTIONS is {shown}", "32")
