@@ -197,7 +197,7 @@ setup(
     install_requires=["pyyaml"],  # planning needs the standard library only; a job's flags may come from YAML
     extras_require={
         "train": [
-            "torch>=2.8",  # the newest that was tested is 2.13
+            "torch>=2.8",  # the newest that was tested is 2.15
             "megatron-core>=0.13,<0.21",  # the minor versions of patching/seams.py
             "numpy",
             "psutil",  # for megatron-core's checkpoint writers; without it, a save never ends

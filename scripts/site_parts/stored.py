@@ -77,7 +77,7 @@ def compatibility() -> str:
             "its own `pretrain_gpt.py`, on CPU ranks",
         ),
         ("Python", "3.10 or newer", "training on 3.11; planning on 3.10 to 3.13"),
-        ("torch", f"{torch} or newer", f"{pins['torch']}, CPU build"),
+        ("torch", f"{torch} or newer", f"{pins['torch']}, CPU build; 2.15.0, CUDA build without a GPU"),
         ("TransformerEngine", f"{engine} or newer", "against a stand-in only"),
         ("CUDA GPUs, NCCL", "written, with tests", gpu.verified()),
     ]

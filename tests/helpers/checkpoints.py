@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import SMALL
@@ -49,11 +51,13 @@ def tensors(ranks: RankPool, directory: Path) -> dict[str, torch.Tensor]:
 
 
 def _read(_rank: int, directory: Path) -> dict[str, torch.Tensor]:
-    from megatron.core import dist_checkpointing
-
     from megatron.zero_bubble.training import checkpoint
 
     iteration = checkpoint.latest_iteration(directory)
     assert iteration is not None, "there is a checkpoint to read"
-    found = dist_checkpointing.load_plain_tensors(str(checkpoint.checkpoint_path(directory, iteration)))
-    return {name: tensor for name, tensor in found.items() if isinstance(tensor, torch.Tensor)}
+    reader = dcp.FileSystemReader(checkpoint.checkpoint_path(directory, iteration))
+    stored = reader.read_metadata().state_dict_metadata
+    sizes = {name: of for name, of in stored.items() if isinstance(of, TensorStorageMetadata)}
+    found = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in sizes.items()}
+    dcp.load(found, storage_reader=reader, no_dist=True)
+    return found

@@ -154,14 +154,17 @@ def test_replicas_on_several_hosts_are_refused_on_every_rank(
 
 
 def test_hosts_are_checked_before_memory_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through torch's own name of the backend, on a build without a GPU."""
+    """With torch's own name of the backend."""
+    from torch.distributed import _symmetric_memory
+
     from megatron.zero_bubble.adapter import on_demand
 
     seen = []
     monkeypatch.setattr(on_demand.parallel_state, "get_data_parallel_group", lambda **_: Group(0, 2))
     monkeypatch.setattr(on_demand, "backend_of", lambda _: "nccl")
+    monkeypatch.setattr(_symmetric_memory, "get_backend", {"cuda": "CUDA"}.__getitem__, raising=False)
     monkeypatch.setattr(on_demand, "check_hosts", lambda group, backend: seen.append((group.size(), backend)))
     exchange = on_demand.OnDemand()
     exchange.connect(None)  # type: ignore[arg-type]
-    assert seen == [(2, None)]
+    assert seen == [(2, "CUDA")]
     exchange.close()
