@@ -30,7 +30,8 @@ import torch
 from megatron.zero_bubble.ir import Kind, Op, Pass, Plan, Value
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
 from megatron.zero_bubble.runtime.collectives import collective_handlers
-from megatron.zero_bubble.runtime.executor import Awaited, Executor, Handler
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from tests.helpers.nccl import COMPUTE, Event, GPUs, Stream, _Task

@@ -23,8 +23,8 @@ from megatron.zero_bubble.measure.recorder import Marks, Recorder, _Origin
 from megatron.zero_bubble.plan import communicate, lower, lower_training, with_validation
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.cpu import CpuPlatform
-from megatron.zero_bubble.runtime.executor import STOP, Awaited
 from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.handler import STOP, Awaited
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.search.vocabulary import with_vocabulary

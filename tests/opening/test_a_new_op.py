@@ -39,6 +39,7 @@ from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.plans import plan_from_text
 from tests.helpers.ranks import RankPool
 
 COPY, COPY_MS = "copy", 4.0
@@ -163,7 +164,7 @@ def test_lowering_passes_can_run_in_any_order(passes: tuple[str, ...]) -> None:
 
 def test_text_form_round_trip() -> None:
     plan = offloaded("zb-h2")
-    read = Plan.from_text(plan.schedule, plan.to_text(), (Offload, Reload, *OPS))
+    read = plan_from_text(plan.schedule, plan.to_text(), (Offload, Reload, *OPS))
     assert read.ops == plan.ops and read.digest == plan.digest
 
 

@@ -26,7 +26,7 @@ from megatron.zero_bubble.emulate.links import VirtualLinks
 from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Chain, Compute, Effects, Flow, Op, Plan, Send, Slices, Token, Value
-from megatron.zero_bubble.ir.ops import NET, OPS, Times
+from megatron.zero_bubble.ir.ops import NET, OPS, Rows, Times
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan import communicate, lower, prove
@@ -35,6 +35,7 @@ from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.plans import plan_from_text
 from tests.helpers.ranks import RankPool
 
 RANKS, MICROBATCHES, COLLECTIVE_MS, HOP_MS = 4, 6, 1.5, 0.5
@@ -115,9 +116,9 @@ class _Collective(Op):
         return cls(int(match[1]), rank) if match else None
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Any:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Any:
         """Yield an error for each rank that runs the collectives in another order than rank 0."""
-        orders = [[op.microbatch for op in row if isinstance(op, cls)] for row in plan.ops]
+        orders = [[op.microbatch for op in row if isinstance(op, cls)] for row in rows]
         for rank, order in enumerate(orders):
             if order != orders[0]:
                 yield f"rank {rank} runs {cls.word} in the order {order}, rank 0 in {orders[0]}", rank
@@ -188,7 +189,7 @@ def test_collectives_replace_messages() -> None:
     assert sum(isinstance(op, Send) for row in plan.ops for op in row) == hops
     by_messages = lower(schedule())
     assert sum(isinstance(op, Send) for row in by_messages.ops for op in row) == 2 * hops
-    read = Plan.from_text(plan.schedule, plan.to_text(), (Spread, Sum, *OPS))
+    read = plan_from_text(plan.schedule, plan.to_text(), (Spread, Sum, *OPS))
     assert read.ops == plan.ops
 
 

@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble import PassCosts, Schedule, build, simulate
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import PlanError
-from megatron.zero_bubble.ir import Op, Plan, Recv, Send, Validate
+from megatron.zero_bubble.ir import Op, Recv, Send, Validate
 from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum, collectives_of
 from megatron.zero_bubble.ir.ops import OPS
 from megatron.zero_bubble.ir.vocabulary import HIDDEN, PART, TO_ALL_RANKS, Algorithm
@@ -18,6 +18,7 @@ from megatron.zero_bubble.plan import communicate, lower, lower_forward_only, lo
 from megatron.zero_bubble.plan.collect import collect
 from megatron.zero_bubble.plan.prove import Queues, num_streams, prove_for_queues
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
+from tests.helpers.plans import plan_from_text
 
 RANKS, MICROBATCHES = 4, 6
 NAMES = ["1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "interleaved-1f1b"]
@@ -51,7 +52,7 @@ def test_a_rank_alone_has_no_collectives() -> None:
 
 def test_collectives_parse_what_they_print() -> None:
     plan = lower_training(made()[0])
-    read = Plan.from_text(plan.schedule, plan.to_text(), (*collectives_of(RANKS), *OPS))
+    read = plan_from_text(plan.schedule, plan.to_text(), (*collectives_of(RANKS), *OPS))
     assert read.ops == plan.ops
 
 

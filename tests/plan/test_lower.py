@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron.zero_bubble import Kind, Placement, Schedule, build
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Send, Settle
+from megatron.zero_bubble.ir.ops import messages
 from megatron.zero_bubble.plan import (
     Queues,
     communicate,
@@ -50,7 +51,7 @@ def test_late_receives_directly_precede_the_pass_that_needs_them(schedule: Sched
                 assert isinstance(following, Compute)
                 needed = plan.schedule.flow.inputs(following.work)
                 # Receives of a channel keep its order, even if an earlier message is needed later.
-                channel = plan.messages(Recv)[op.message.channel]
+                channel = messages(Recv, plan.ops)[op.message.channel]
                 assert any(message.value in needed for message in channel), f"{op} is early on rank {rank}"
 
 

@@ -22,6 +22,7 @@ from megatron.zero_bubble.plan.offload import (
     parse_share,
     select_longest,
 )
+from tests.helpers.plans import plan_from_text
 
 NAMES = ("1f1b", "zb-h1", "zb-h2", "zb-v", "interleaved-1f1b")
 FIRST = Pass(0, Kind.F, 0)
@@ -90,7 +91,7 @@ def test_backward_that_follows_at_once_keeps_its_values() -> None:
 
 def test_text_form_round_trip() -> None:
     plan = offloaded("zb-h2")
-    read = Plan.from_text(plan.schedule, plan.to_text())
+    read = plan_from_text(plan.schedule, plan.to_text())
     assert read.ops == plan.ops and read.digest == plan.digest != offloaded("zb-h2", 0.5).digest
     assert {"0F0^", "0F0~", "0F0v"} <= set(plan.to_text()[0])
 

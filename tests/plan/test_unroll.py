@@ -16,13 +16,14 @@ from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Chain, Compute, Kind, Op, Pass, Placement, Plan, Schedule, Value
 from megatron.zero_bubble.ir.collectives import Spread, collectives_of
 from megatron.zero_bubble.ir.ops import OPS
+from megatron.zero_bubble.ir.plan import Unrolled
 from megatron.zero_bubble.ir.repeats import find_repeats
-from megatron.zero_bubble.ir.unrolled import Unrolled
 from megatron.zero_bubble.plan import communicate, lower, prove, prove_for_queues, with_validation
 from megatron.zero_bubble.plan.lower import LoweringPass
 from megatron.zero_bubble.plan.unroll import can_repeat
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.auto import zb_auto
+from tests.helpers.plans import plan_from_text
 
 REPEATING = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min")
 PASSES: dict[str, tuple[LoweringPass, ...]] = {
@@ -131,7 +132,7 @@ def test_messages_in_transit_must_have_the_same_order() -> None:
         "| 0F0:b<0 0F0<0 | 0F1:b<0 0F1<0 | 0F2<0 0F2:b<0 0F3<0 0F3:b<0",
     )
     schedule = build("zb-h1", num_ranks=2, num_microbatches=4)
-    stem = Plan.from_text(schedule, (row.replace("|", "").split() for row in rows))
+    stem = plan_from_text(schedule, (row.replace("|", "").split() for row in rows))
     marks = [[place for place, word in enumerate(row.split()) if word == "|"] for row in rows]
     begin, end, next_end = (tuple(mark[number] - number for mark in marks) for number in range(3))
     assert not can_repeat(Unrolled(stem, (begin, end, next_end), 1, 1), steps(stem))
@@ -145,8 +146,8 @@ def test_collectives_must_have_the_same_order() -> None:
     )
     schedule = build("zb-h1", num_ranks=2, num_microbatches=8)
     words = (row.replace("|", "").split() for row in rows)
-    stem = Plan.from_text(schedule, words, (*collectives_of(2), *OPS))
-    assert not list(Spread.faults(stem, False))
+    stem = plan_from_text(schedule, words, (*collectives_of(2), *OPS))
+    assert not list(Spread.faults(schedule, stem.ops, False))
     marks = [[place for place, word in enumerate(row.split()) if word == "|"] for row in rows]
     begin, end, next_end = (tuple(mark[number] - number for mark in marks) for number in range(3))
     assert not can_repeat(Unrolled(stem, (begin, end, next_end), 2, 1), steps(stem))

@@ -22,8 +22,9 @@ from megatron.zero_bubble.ir.vocabulary import PART, Algorithm
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers, collective_kinds
-from megatron.zero_bubble.runtime.executor import FORGOTTEN, Awaited, Executor
+from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.handler import FORGOTTEN, Awaited
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.search.vocabulary import with_vocabulary

@@ -13,7 +13,8 @@ from megatron.zero_bubble.ir import Compute, Kind, Plan
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.platforms.streams import ThreadLane
-from megatron.zero_bubble.runtime.executor import Executor, Handler
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.shards import Sharder
 
 SIZE = 6

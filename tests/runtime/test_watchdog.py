@@ -21,7 +21,7 @@ from megatron.zero_bubble.ir.shards import Gather
 from megatron.zero_bubble.plan import lower
 from megatron.zero_bubble.runtime import watchdog as watchdogs
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers
-from megatron.zero_bubble.runtime.executor import Awaited
+from megatron.zero_bubble.runtime.handler import Awaited
 from megatron.zero_bubble.runtime.shards import Sharder
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 from tests.helpers.nccl import COMPUTE, Event, GPUs, Marks

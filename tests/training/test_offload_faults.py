@@ -15,6 +15,7 @@ import pytest
 from tests.adapter.test_offload import LARGE
 from tests.helpers.launch import Setup, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
+from tests.helpers.plans import plan_from_text
 
 pytestmark = pytest.mark.timeout(300)
 LIMIT_S = 60.0
@@ -56,7 +57,7 @@ def fetch_too_late(rank: int) -> None:
                 if op[-1] in "v_":
                     late.insert(late.index(op[:-1].replace("F", "B")) + 1, op)
             rows.append(late)
-        return replace(plan, ops=Plan.from_text(plan.schedule, rows).ops)
+        return replace(plan, ops=plan_from_text(plan.schedule, rows).ops)
 
     lower.offload = late  # type: ignore[attr-defined]
 

@@ -18,7 +18,8 @@ from megatron.zero_bubble.ir import Compute, Op, Plan, Slices
 from megatron.zero_bubble.ir.offload import Evict
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
 from megatron.zero_bubble.optimizer.replay import Replay, Rewindable
-from megatron.zero_bubble.runtime.executor import Executor, Handler
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.offload import Offloader

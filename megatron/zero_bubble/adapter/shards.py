@@ -31,8 +31,8 @@ from megatron.zero_bubble.ir.shards import Release
 from megatron.zero_bubble.job.shards import check_shards
 from megatron.zero_bubble.plan.shard import Sharding, check_chunks
 from megatron.zero_bubble.platforms.streams import Lane
-from megatron.zero_bubble.runtime.executor import Handler
 from megatron.zero_bubble.runtime.groups import backend_of
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.shards import Sharder
 from megatron.zero_bubble.runtime.watchdog import Watchdog

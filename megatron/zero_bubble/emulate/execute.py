@@ -19,7 +19,8 @@ from megatron.zero_bubble.emulate.stages import EmulatedStage, VirtualStage
 from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.plan import lower_training
-from megatron.zero_bubble.runtime.executor import Executor, Handler
+from megatron.zero_bubble.runtime.executor import Executor
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport

@@ -8,7 +8,7 @@ from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.ir import Op, Schedule
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
-from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.runtime.handler import Handler
 
 
 def virtual_shards(schedule: Schedule, costs: PassCosts, clock: VirtualClock) -> Mapping[type[Op], Handler]:

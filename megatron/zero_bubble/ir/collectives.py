@@ -16,16 +16,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.ops import NET, Effects, Op, Times, Token
+from megatron.zero_bubble.ir.ops import NET, Effects, Op, Rows, Times, Token
 from megatron.zero_bubble.ir.passes import later
+from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import Slices
-
-if TYPE_CHECKING:
-    from megatron.zero_bubble.ir.plan import Plan
-
 
 _GIVEN = "_given"
 """Ends the name of what a rank has given to a collective."""
@@ -82,10 +79,10 @@ class Collective(Op):
         return type(self)(later(self.value, by), self.rank, self.root, self.num_ranks)
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check that all ranks run the collectives of each kind in the same order."""
         orders: list[dict[str, list[Value]]] = []
-        for rank, row in enumerate(plan.ops):
+        for rank, row in enumerate(rows):
             order: dict[str, list[Value]] = {}
             for op in row:
                 if isinstance(op, cls):

@@ -15,17 +15,15 @@ kind of op needs a class, a lowering pass that inserts it and a handler that run
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir.flow import Flow, Value
 from megatron.zero_bubble.ir.passes import VOCABULARY, F, Pass, later
+from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import WHOLE, Slices
-
-if TYPE_CHECKING:
-    from megatron.zero_bubble.ir.plan import Plan
 
 COMPUTE, COPY_OUT, COPY_BACK, NET = "compute", "copy out", "copy back", "net"
 
@@ -82,6 +80,9 @@ class Effects(NamedTuple):
 
 _NONE = Effects()
 
+Channel = tuple[int, int]
+"""The (source, target) ranks of messages, which arrive in the order in which they are sent."""
+
 
 class Op:
     """One step of a rank, with all facts that other code needs about it.
@@ -132,13 +133,19 @@ class Op:
         return None
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check the rules of the class that involve several ops; yield a sentence and a rank for each broken rule.
 
         Args:
+            schedule: the schedule that ``rows`` execute.
+            rows: the ops of every rank.
             stopped: whether the ops are those of ranks that stop at their ``Validate``, followed by the drain.
         """
         return iter(())
+
+
+Rows = Sequence[tuple[Op, ...]]
+"""The ops of every rank."""
 
 
 class Message(NamedTuple):
@@ -157,7 +164,7 @@ class Message(NamedTuple):
         return self.value.producer
 
     @property
-    def channel(self) -> tuple[int, int]:
+    def channel(self) -> Channel:
         """The channel; messages of one channel arrive in the order in which they are sent."""
         return (self.source, self.target)
 
@@ -206,18 +213,18 @@ class Compute(Op):
         return cls(Pass.parse(text)) if re.fullmatch(r"\d+[A-Z]+[\d.]+", text) else None
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check that every pass of the schedule runs once."""
         seen: set[Pass] = set()
-        for rank, row in enumerate(plan.ops):
+        for rank, row in enumerate(rows):
             for op in row:
                 if isinstance(op, Compute):
                     if op.work in seen:
                         yield f"pass {op.work} runs twice", rank
                     seen.add(op.work)
-        missing = [p for p in plan.schedule.passes() if p not in seen]
+        missing = [p for p in schedule.passes() if p not in seen]
         if missing and not stopped:
-            rank = plan.schedule.placement.stage_to_rank[missing[0].stage]
+            rank = schedule.placement.stage_to_rank[missing[0].stage]
             yield f"{len(missing)} passes are never computed, including {min(map(str, missing))}", rank
 
 
@@ -243,11 +250,11 @@ class Send(Op):
         return cls(Message(Value.parse(match[1]), rank, int(match[2]))) if match else None
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check that messages are sent on their source rank and received on their target rank, and that the n-th send
         of a channel matches its n-th receive.
         """
-        for rank, row in enumerate(plan.ops):
+        for rank, row in enumerate(rows):
             for op in row:
                 at_home = (
                     op.message.source == rank
@@ -256,7 +263,7 @@ class Send(Op):
                 )
                 if not at_home:
                     yield f"{op} is not for rank {rank}", rank
-        sent, posted = plan.messages(Send), plan.messages(Recv)
+        sent, posted = messages(Send, rows), messages(Recv, rows)
         for channel in sorted(sent.keys() | posted.keys()):
             source, target = channel
             sends, receives = sent.get(channel, []), posted.get(channel, [])
@@ -330,11 +337,21 @@ class Validate(Op):
         return cls() if text == "valid?" else None
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check that every rank validates once: all ranks stop together, each at its one ``Validate``."""
-        for rank, row in enumerate(plan.ops):
+        for rank, row in enumerate(rows):
             if (count := row.count(cls())) != 1:
                 yield f"every rank must validate once; rank {rank} validates {count} times", rank
+
+
+def messages(kind: type[Send | Recv], rows: Rows) -> dict[Channel, list[Message]]:
+    """The messages of all ops of class ``kind`` by channel, in the order of the rank that has the op."""
+    found: dict[Channel, list[Message]] = {}
+    for row in rows:
+        for op in row:
+            if isinstance(op, kind):
+                found.setdefault(op.message.channel, []).append(op.message)
+    return found
 
 
 OPS: tuple[type[Op], ...] = (Send, Recv, Settle, Validate, Compute)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, overload
 
 from megatron.zero_bubble.ir.collection import without_collection
-from megatron.zero_bubble.ir.offload import OFFLOAD_OPS
-from megatron.zero_bubble.ir.ops import OPS, Compute, Effects, Message, Op, Recv, Send, parse_op
+from megatron.zero_bubble.ir.ops import Channel, Compute, Effects, Op, Rows, Send
 from megatron.zero_bubble.ir.registers import Allocation, allocate
 from megatron.zero_bubble.ir.schedule import Schedule
-from megatron.zero_bubble.ir.shards import SHARD_OPS
-from megatron.zero_bubble.ir.unrolled import Unrolled
 
-Channel = tuple[int, int]
+Cut = tuple[int, ...]
+"""A position in each rank's row of ops."""
 
 
 class Executable(NamedTuple):
@@ -39,7 +37,7 @@ class Plan:
     """
 
     schedule: Schedule
-    ops: Sequence[tuple[Op, ...]]
+    ops: Rows
     drain: tuple[tuple[Op, ...], ...] = ()
     has_messages: bool = True
 
@@ -65,15 +63,6 @@ class Plan:
         if isinstance(self.ops, Unrolled):
             text += f"\n{self.ops.cuts} {self.ops.num_microbatches} {self.ops.copies}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def messages(self, kind: type[Send | Recv]) -> dict[Channel, list[Message]]:
-        """The messages of all ops of class ``kind`` by channel, in the order of the rank that has the op."""
-        found: dict[Channel, list[Message]] = {}
-        for row in self.ops:
-            for op in row:
-                if isinstance(op, kind):
-                    found.setdefault(op.message.channel, []).append(op.message)
-        return found
 
     @cached_property
     def effects(self) -> tuple[tuple[Effects, ...], ...]:
@@ -106,19 +95,54 @@ class Plan:
         """``ops`` as strings."""
         return tuple(tuple(map(str, row)) for row in self.ops)
 
-    @classmethod
-    def from_text(
-        cls,
-        schedule: Schedule,
-        rows: Iterable[Iterable[str]],
-        ops: Iterable[type[Op]] = (*OPS, *OFFLOAD_OPS, *SHARD_OPS),
-        has_messages: bool = True,
-    ) -> Plan:
-        """Read what ``to_text`` wrote; ``ops`` are the allowed classes of ops.
 
-        Raises:
-            UserError: for an op of any other class.
-        """
-        classes = tuple(ops)
-        parsed = (tuple(parse_op(text, rank, classes) for text in row) for rank, row in enumerate(rows))
-        return cls(schedule, tuple(parsed), has_messages=has_messages)
+@dataclass(frozen=True, eq=False)
+class Unrolled(Sequence[tuple[Op, ...]]):
+    """The ops of every rank, of which the repeated part is stored once: windows are inserted in the rows of ``stem``.
+    The row of a rank is made whenever it is read.
+
+    Attributes:
+        stem: the plan without the inserted windows.
+        cuts: the start of a window, its end, and the end of the next window, which is equal but for its microbatches.
+        num_microbatches: how many microbatches later the next window is.
+        copies: the number of windows to insert between the two.
+    """
+
+    stem: Plan
+    cuts: tuple[Cut, Cut, Cut]
+    num_microbatches: int
+    copies: int
+
+    def __len__(self) -> int:
+        return len(self.stem.ops)
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[Op, ...]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[tuple[Op, ...], ...]: ...
+    @without_collection()
+    def __getitem__(self, rank: int | slice) -> Any:
+        if isinstance(rank, slice):
+            return tuple(self[number] for number in range(len(self))[rank])
+        row = self.stem.ops[rank]
+        begin, end, _ = (cut[rank] for cut in self.cuts)
+        inserted = (
+            op.later(copy * self.num_microbatches) for copy in range(1, self.copies + 1) for op in row[begin:end]
+        )
+        return (*row[:end], *inserted, *(op.later(self.copies * self.num_microbatches) for op in row[end:]))
+
+    def lasts_as_long_as(self, schedule: Schedule) -> bool:
+        """Whether the stem and the inserted windows together have the microbatches of ``schedule``."""
+        of = self.stem.schedule
+        count = of.num_microbatches + self.copies * self.num_microbatches
+        return self.copies >= 0 and (of.name, of.placement, count) == (
+            schedule.name,
+            schedule.placement,
+            schedule.num_microbatches,
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return tuple(self) == tuple(other) if isinstance(other, (Unrolled, tuple)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))

@@ -21,15 +21,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 from megatron.zero_bubble.ir.flow import Flow, Value
-from megatron.zero_bubble.ir.ops import COMPUTE, NET, Compute, Effects, Op, Times
+from megatron.zero_bubble.ir.ops import COMPUTE, NET, Compute, Effects, Op, Rows, Times
 from megatron.zero_bubble.ir.passes import BW, B, F, Pass, W
+from megatron.zero_bubble.ir.schedule import Schedule
 from megatron.zero_bubble.ir.slices import Slices
-
-if TYPE_CHECKING:
-    from megatron.zero_bubble.ir.plan import Plan
 
 NEED_WEIGHTS = (F, B, BW)
 NEED_GRADIENTS = (B, BW, W)
@@ -124,9 +122,9 @@ class Wait(_OfStage):
         return Effects(takes=(self.gathering,), gives=(self.weights,))
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check that every F and B runs while the weights of its stage are whole."""
-        for rank, row in enumerate(plan.ops):
+        for rank, row in enumerate(rows):
             whole: set[int] = set()
             for op in row:
                 if isinstance(op, Wait):
@@ -157,9 +155,9 @@ class Open(_OfStage):
         return Effects(gives=(self.gradients,))
 
     @classmethod
-    def faults(cls, plan: Plan, stopped: bool) -> Iterator[tuple[str, int]]:
+    def faults(cls, schedule: Schedule, rows: Rows, stopped: bool) -> Iterator[tuple[str, int]]:
         """Check that every B and W runs while the gradients of its stage are open, and none while they are reduced."""
-        for rank, row in enumerate(plan.ops):
+        for rank, row in enumerate(rows):
             is_open: set[int] = set()
             closing: set[int] = set()
             for op in row:

@@ -21,7 +21,7 @@ from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Compute, Message, Op, Plan, Recv, Send, Token, Validate
 from megatron.zero_bubble.ir.collectives import Collective
 from megatron.zero_bubble.ir.ops import STEPPED
-from megatron.zero_bubble.ir.unrolled import Unrolled
+from megatron.zero_bubble.ir.plan import Unrolled
 from megatron.zero_bubble.plan.unroll import can_repeat
 
 
@@ -122,7 +122,7 @@ def _prove_run(plan: Plan, queues: Queues, stopped: bool = False) -> list[list[S
     kinds = dict.fromkeys(type(op) for row in plan.ops for op in row)
     always: tuple[type[Op], ...] = (Compute,) if stopped or not plan.drain else (Compute, Validate)
     for kind in dict.fromkeys((*always, *kinds)):
-        for sentence, rank in kind.faults(plan, stopped):
+        for sentence, rank in kind.faults(plan.schedule, plan.ops, stopped):
             raise PlanError(f"plan for {plan.schedule.name!r} refused: rank {rank}: {sentence}.")
 
     def refuse(sentence: str, rank: int, position: int) -> None:

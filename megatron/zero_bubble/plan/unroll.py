@@ -18,10 +18,10 @@ from dataclasses import replace
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Schedule, Send
 from megatron.zero_bubble.ir.collectives import Collective
-from megatron.zero_bubble.ir.ops import STEPPED
+from megatron.zero_bubble.ir.ops import STEPPED, Rows, messages
 from megatron.zero_bubble.ir.passes import later
+from megatron.zero_bubble.ir.plan import Cut, Unrolled
 from megatron.zero_bubble.ir.repeats import Repeats
-from megatron.zero_bubble.ir.unrolled import Cut, Unrolled
 
 
 def unroll(stem: Plan, schedule: Schedule, repeats: Repeats, kept: int) -> Plan | None:
@@ -72,7 +72,7 @@ def can_repeat(ops: Unrolled, rows: Sequence[Sequence[Step]]) -> bool:
         except Blocked:
             return False  # the cut is not consistent
         tokens = (token for row, at in zip(rows, cut, strict=True) for step in row[at:] for token in step.waits)
-        begun = replace(ops.stem, ops=tuple(row[:at] for row, at in zip(ops.stem.ops, cut, strict=True)))
+        begun = tuple(row[:at] for row, at in zip(ops.stem.ops, cut, strict=True))
         lefts.append(
             {*made.intersection(tokens), *_held(ops.stem, rows, cut), *_in_transit(begun), *_begun_by_some(begun)}
         )
@@ -93,17 +93,17 @@ def _held(plan: Plan, rows: Sequence[Sequence[Step]], cut: Cut) -> Iterator[Hash
                             yield rank, resource
 
 
-def _in_transit(begun: Plan) -> Iterator[Hashable]:
+def _in_transit(begun: Rows) -> Iterator[Hashable]:
     """Yield, for every channel, which end is ahead, and its messages that the other end still lacks."""
-    sent, posted = begun.messages(Send), begun.messages(Recv)
+    sent, posted = messages(Send, begun), messages(Recv, begun)
     for channel in sorted(sent.keys() | posted.keys()):
         yield channel, *_ahead(sent.get(channel, []), posted.get(channel, []))
 
 
-def _begun_by_some(begun: Plan) -> Iterator[Hashable]:
+def _begun_by_some(begun: Rows) -> Iterator[Hashable]:
     """Yield, for every kind of collectives and every rank, whether it is ahead of rank 0, and by which of them."""
-    orders: list[defaultdict[str, list[Hashable]]] = [defaultdict(list) for _ in begun.ops]
-    for order, row in zip(orders, begun.ops, strict=True):
+    orders: list[defaultdict[str, list[Hashable]]] = [defaultdict(list) for _ in begun]
+    for order, row in zip(orders, begun, strict=True):
         for op in row:
             if isinstance(op, Collective):
                 order[op.lane].append(op.key)

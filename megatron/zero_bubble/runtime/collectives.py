@@ -20,8 +20,8 @@ from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Kind, Op, Plan, Value
 from megatron.zero_bubble.ir.collectives import Collective, Finish, Spread, Sum
 from megatron.zero_bubble.platforms.streams import Lane, Result
-from megatron.zero_bubble.runtime.executor import Awaited, Handler
 from megatron.zero_bubble.runtime.groups import group_beside_passes
+from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.runtime.watchdog import Watchdog

@@ -6,33 +6,13 @@ a GPT model and runs emulated stages that only advance a clock (``emulate``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.zero_bubble.ir import Op, Plan
 from megatron.zero_bubble.ir.registers import Registers
+from megatron.zero_bubble.runtime.handler import FORGOTTEN, STOP, Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
-
-STOP = object()
-"""Returned by a handler if the plan must stop at this op; all other ranks stop too."""
-
-FORGOTTEN = object()
-"""Placeholder for a value that was discarded or not computed because the ranks stopped."""
-
-Handler = Callable[[Any, Sequence[Any]], Any]
-"""Runs the ops of one class.
-
-Arguments are the op and its input values: first those that the op uses, then those that it takes, in the order of its
-``effects``. Returns the values that the op gives, in the order of its ``effects``, or ``STOP``.
-"""
-
-
-class Awaited:
-    """A value that has not arrived yet."""
-
-    def wait(self, needed_by: object) -> Any:
-        """Wait for the value and return it; ``needed_by`` is named in errors."""
-        raise NotImplementedError
 
 
 class Executor:

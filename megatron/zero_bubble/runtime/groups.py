@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
-from megatron.zero_bubble.ir.plan import Channel
+from megatron.zero_bubble.ir.ops import Channel
 from megatron.zero_bubble.runtime.backends import is_nccl
 from megatron.zero_bubble.runtime.nccl import DEFAULT_TIMEOUT, options_beside_passes
 

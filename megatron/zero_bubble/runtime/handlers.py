@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from megatron.zero_bubble.ir import Compute, Message, Op, Pass, Recv, Send, Settle, Validate
-from megatron.zero_bubble.runtime.executor import FORGOTTEN, STOP, Awaited, Handler
+from megatron.zero_bubble.runtime.handler import FORGOTTEN, STOP, Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver
 
 # A torch function mode, such as that of the CPU platform, runs Python code in every call of torch. Messages do not need

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.ir import Message, Op, Pass, Schedule
-
-if TYPE_CHECKING:
-    from megatron.zero_bubble.runtime.saved import SavedTensors
+from megatron.zero_bubble.runtime.saved import SavedTensors
 
 _Arguments = ParamSpec("_Arguments")
 _Made = TypeVar("_Made")

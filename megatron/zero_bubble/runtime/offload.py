@@ -25,7 +25,7 @@ from megatron.zero_bubble.ir import Op, Pass
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.platforms.host import ALIGNMENT, HostBuffer, HostMemory
 from megatron.zero_bubble.platforms.streams import Lane, Result
-from megatron.zero_bubble.runtime.executor import Awaited, Handler
+from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.saved import Place, SavedTensors, Window
 

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.zero_bubble.ir import Compute, Kind, Pass
-from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.runtime.handler import Handler
 
 Counter = Callable[[torch.UntypedStorage], object]
 """Called for each storage that is saved; what it returns is kept as long as the device has the storage for it."""

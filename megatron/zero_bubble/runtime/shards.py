@@ -26,7 +26,7 @@ from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release,
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.platforms.pools import CommonPool, MemoryPool
 from megatron.zero_bubble.platforms.streams import Lane, Result
-from megatron.zero_bubble.runtime.executor import Awaited, Handler
+from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.observer import IterationObserver, work_of
 from megatron.zero_bubble.runtime.transport import lost_connection
 from megatron.zero_bubble.runtime.watchdog import Watchdog

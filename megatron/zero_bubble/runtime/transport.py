@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from megatron.zero_bubble.errors import PeerError
 from megatron.zero_bubble.ir import Message
-from megatron.zero_bubble.ir.plan import Channel
+from megatron.zero_bubble.ir.ops import Channel
 from megatron.zero_bubble.runtime.backends import is_nccl
-from megatron.zero_bubble.runtime.executor import Awaited
 from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.handler import Awaited
 from megatron.zero_bubble.runtime.nccl import check_streams, without_p2p_warning
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 

@@ -20,7 +20,7 @@ from megatron.zero_bubble.adapter.vocabulary.transfers import Shapes, Vocabulary
 from megatron.zero_bubble.ir import Op, Pass, Plan
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.runtime.collectives import Lanes, collective_handlers
-from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.handlers import Stage
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.wgrad.accumulate import GradAccumulator

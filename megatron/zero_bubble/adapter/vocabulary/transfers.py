@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.zero_bubble.ir import Kind, Value
 from megatron.zero_bubble.ir.vocabulary import FACTORS, HIDDEN, ROWS, TOKENS, Algorithm
 from megatron.zero_bubble.kernels import vocabulary
-from megatron.zero_bubble.runtime.executor import FORGOTTEN
+from megatron.zero_bubble.runtime.handler import FORGOTTEN
 
 Tensors = tuple[torch.Tensor, ...]
 

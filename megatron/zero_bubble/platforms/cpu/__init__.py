@@ -10,9 +10,9 @@ import sys
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.platforms.cpu.install import install, installed, revert
-from megatron.zero_bubble.platforms.cpu.platform import CPU, CpuPlatform
+from megatron.zero_bubble.platforms.cpu.platform import CpuPlatform
 from megatron.zero_bubble.platforms.cpu.points import POINTS, Point, always
-from megatron.zero_bubble.platforms.cpu.stand_ins import NoEvent, NoStream
+from megatron.zero_bubble.platforms.cpu.stand_ins import CPU, NoEvent, NoStream
 
 __all__ = [
     "CPU",

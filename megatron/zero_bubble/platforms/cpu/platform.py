@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.platforms.cpu.host import MappedMemory
+from megatron.zero_bubble.platforms.cpu.install import install
+from megatron.zero_bubble.platforms.cpu.stand_ins import CPU
 from megatron.zero_bubble.platforms.pools import CommonPool
 from megatron.zero_bubble.platforms.streams import AlreadyThere, Inline, ThreadLane
-
-CPU = torch.device("cpu")
 
 
 class CpuPlatform:
@@ -24,8 +24,6 @@ class CpuPlatform:
     backend = "gloo"
 
     def setup(self, local_rank: int) -> torch.device:
-        from megatron.zero_bubble.platforms.cpu.install import install
-
         install()
         _keep_freed_memory()
         return CPU

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.zero_bubble.platforms.cpu.platform import CPU
 from megatron.zero_bubble.platforms.cpu.stand_ins import (
+    CPU,
     NoEvent,
     NoStream,
     get_rng_state,
