@@ -94,10 +94,10 @@ def _virtual(options: argparse.Namespace) -> dict[str, Any]:
     """Compare every pass of every case with its plan; the same ranks form one pipeline of 8, two of 4, four of 2."""
     import torch.distributed as dist
 
-    from megatron.zero_bubble.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_vocabulary_cases
-    from megatron.zero_bubble.emulate.links import VirtualCollectives
     from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
+    from tests.helpers.emulate.execute import virtual_cases, virtual_deviation_ms, virtual_vocabulary_cases
+    from tests.helpers.emulate.links import VirtualCollectives
 
     world, rank = dist.get_world_size(), dist.get_rank()
     rows = []
@@ -150,11 +150,11 @@ def _contestants(emulation: Emulation, rank: int) -> dict[str, Contestant]:
 
     from bench import peers
     from megatron.zero_bubble import build
-    from megatron.zero_bubble.emulate.execute import execute
-    from megatron.zero_bubble.emulate.stages import SleepingStage
     from megatron.zero_bubble.plan import lower
     from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
+    from tests.helpers.emulate.execute import execute
+    from tests.helpers.emulate.stages import SleepingStage
 
     assert dist.group.WORLD is not None
     transport = Transport(Directions.of(dist.group.WORLD), ())
@@ -185,7 +185,7 @@ def timed(run: Callable[[], None], before: Callable[[], object] = lambda: None) 
     import torch
     import torch.distributed as dist
 
-    from megatron.zero_bubble.emulate.clock import sleep_until
+    from tests.helpers.emulate.clock import sleep_until
 
     def iteration_ms() -> float:
         before()

@@ -17,7 +17,7 @@ from torch.distributed.pipelining import (
 )
 
 from megatron.zero_bubble import Kind, Pass, PassCosts, Placement, Schedule, build, simulate, validate
-from megatron.zero_bubble.emulate.clock import sleep_until
+from tests.helpers.emulate.clock import sleep_until
 
 HIDDEN_SIZE = 256
 _TORCH_KINDS = {"F": Kind.F, "I": Kind.B, "W": Kind.W, "B": Kind.BW}

@@ -100,12 +100,12 @@ def _iterations(schedule: Schedule, costs: PassCosts, step_ms: float) -> dict[st
     import torch
     import torch.distributed as dist
 
-    from megatron.zero_bubble.emulate.execute import execute
-    from megatron.zero_bubble.emulate.optimizer import SleepingOptimizer
-    from megatron.zero_bubble.emulate.stages import SleepingStage
     from megatron.zero_bubble.plan import communicate, lower, with_validation
     from megatron.zero_bubble.runtime.groups import Directions
     from megatron.zero_bubble.runtime.transport import Transport
+    from tests.helpers.emulate.execute import execute
+    from tests.helpers.emulate.optimizer import SleepingOptimizer
+    from tests.helpers.emulate.stages import SleepingStage
 
     group = dist.group.WORLD
     assert group is not None

@@ -62,10 +62,10 @@ class _Variant:
         import torch.distributed as dist
 
         from megatron.zero_bubble import PassCosts, build
-        from megatron.zero_bubble.emulate.stages import SleepingStage
         from megatron.zero_bubble.measure.recorder import Marks, Recorder
         from megatron.zero_bubble.plan import lower
         from megatron.zero_bubble.platforms import select
+        from tests.helpers.emulate.stages import SleepingStage
 
         schedule = build(name, num_ranks=options.num_ranks, num_microbatches=options.num_microbatches)
         costs = PassCosts.uniform(schedule.placement, *[options.pass_ms] * 3)
@@ -77,7 +77,7 @@ class _Variant:
 
     def plain(self) -> None:
         """Run one iteration."""
-        from megatron.zero_bubble.emulate.execute import execute
+        from tests.helpers.emulate.execute import execute
 
         execute(self._plan, self._stage, self._transport)
 
@@ -88,7 +88,7 @@ class _Variant:
 
     def recorded(self) -> None:
         """Run the same iteration, recorded."""
-        from megatron.zero_bubble.emulate.execute import execute
+        from tests.helpers.emulate.execute import execute
 
         execute(self._plan, self._stage, self._transport, observer=self._recorder)
         self._marks.append(self._recorder.stop())

@@ -43,7 +43,7 @@ GROUPS = {
     "plans": ("plan", "analysis"),
     "versions": ("patching", "platforms"),
     "transformer-engine": ("wgrad",),
-    "run": ("adapter", "runtime", "optimizer", "measure", "emulate", "kernels"),
+    "run": ("adapter", "runtime", "optimizer", "measure", "kernels"),
 }
 """The packages whose messages a table lists, by the table's name."""
 

@@ -1,8 +1,9 @@
 import pytest
 
 from megatron.zero_bubble import PassCosts, Placement, build, simulate
-from megatron.zero_bubble.costs.lengths import LengthCost, Shape, ShapedCosts
+from megatron.zero_bubble.costs.lengths import LengthCost, Shape
 from megatron.zero_bubble.errors import UserError
+from tests.helpers.lengths import ShapedCosts
 
 LINEAR = Placement.linear(4)
 

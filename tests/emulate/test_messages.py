@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, Schedule, build
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.emulate.execute import virtual_deviation_ms
-from megatron.zero_bubble.emulate.links import VirtualCollectives
 from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
+from tests.helpers.emulate.execute import virtual_deviation_ms
+from tests.helpers.emulate.links import VirtualCollectives
 from tests.helpers.ranks import RankPool
 from tests.helpers.strategies import costs_for, cuts
 

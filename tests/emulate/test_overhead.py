@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from megatron.zero_bubble import PassCosts, build
-from megatron.zero_bubble.emulate.execute import execute
-from megatron.zero_bubble.emulate.stages import SleepingStage
 from megatron.zero_bubble.plan import lower
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.emulate.execute import execute
+from tests.helpers.emulate.stages import SleepingStage
 from tests.helpers.ranks import RankPool
 
 MOST_CALLS_PER_OP = 5.5

@@ -10,16 +10,16 @@ import torch.distributed as dist
 
 from megatron.zero_bubble import PassCosts, build, simulate
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
-from megatron.zero_bubble.emulate.clock import VirtualClock
-from megatron.zero_bubble.emulate.execute import execute
-from megatron.zero_bubble.emulate.links import VirtualLinks
-from megatron.zero_bubble.emulate.shards import virtual_shards
-from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.shard import Sharding
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.emulate.clock import VirtualClock
+from tests.helpers.emulate.execute import execute
+from tests.helpers.emulate.links import VirtualLinks
+from tests.helpers.emulate.shards import virtual_shards
+from tests.helpers.emulate.stages import VirtualStage
 from tests.helpers.ranks import RankPool
 
 Ran = tuple[list[Span], list[LaneSpan]]

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble import PassCosts, build
-from megatron.zero_bubble.costs.lengths import LengthCost, Shape, ShapedCosts
-from megatron.zero_bubble.emulate.clock import VirtualClock
-from megatron.zero_bubble.emulate.execute import execute
-from megatron.zero_bubble.emulate.links import VirtualLinks
-from megatron.zero_bubble.emulate.stages import VirtualStage
+from megatron.zero_bubble.costs.lengths import LengthCost, Shape
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.planning.balance import balance
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.emulate.clock import VirtualClock
+from tests.helpers.emulate.execute import execute
+from tests.helpers.emulate.links import VirtualLinks
+from tests.helpers.emulate.stages import VirtualStage
+from tests.helpers.lengths import ShapedCosts
 from tests.helpers.ranks import RankPool
 from tests.planning.test_balance import lognormal, makespan_ms
 

@@ -7,17 +7,17 @@ import torch.distributed as dist
 
 from megatron.zero_bubble import Kind, PassCosts, PassMemory, Placement, Schedule, build, simulate
 from megatron.zero_bubble.analysis.period import iterations, period_ms
-from megatron.zero_bubble.emulate.execute import (
+from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.schedules import SCHEDULES
+from megatron.zero_bubble.search import zb_auto
+from tests.helpers.emulate.execute import (
     virtual_cases,
     virtual_deviation_ms,
     virtual_iterations,
     virtual_vocabulary_cases,
 )
-from megatron.zero_bubble.emulate.links import VirtualCollectives
-from megatron.zero_bubble.runtime.groups import Directions
-from megatron.zero_bubble.runtime.transport import Transport
-from megatron.zero_bubble.schedules import SCHEDULES
-from megatron.zero_bubble.search import zb_auto
+from tests.helpers.emulate.links import VirtualCollectives
 from tests.helpers.gpipe import PLACEMENTS, gpipe
 from tests.helpers.ranks import RankPool
 

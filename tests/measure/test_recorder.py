@@ -12,8 +12,6 @@ from megatron.zero_bubble import PassCosts, Schedule, build, simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.analysis.trace import Trace
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.emulate.execute import execute
-from megatron.zero_bubble.emulate.stages import SleepingStage
 from megatron.zero_bubble.ir import Compute, Kind, Message, Pass, Plan, Recv, Send, Settle, Validate, Value
 from megatron.zero_bubble.ir.collectives import Collective
 from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
@@ -28,6 +26,8 @@ from megatron.zero_bubble.runtime.handler import STOP, Awaited
 from megatron.zero_bubble.runtime.handlers import handlers
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
+from tests.helpers.emulate.execute import execute
+from tests.helpers.emulate.stages import SleepingStage
 from tests.helpers.ranks import RankPool
 
 PASS_MS = 4.0

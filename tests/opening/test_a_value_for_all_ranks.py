@@ -20,10 +20,6 @@ from megatron.zero_bubble import Kind, Pass, PassCosts, PassMemory, Placement, S
 from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.timeline import LaneSpan, Span
 from megatron.zero_bubble.analysis.trace import Trace
-from megatron.zero_bubble.emulate.clock import VirtualClock
-from megatron.zero_bubble.emulate.execute import execute
-from megatron.zero_bubble.emulate.links import VirtualLinks
-from megatron.zero_bubble.emulate.stages import VirtualStage
 from megatron.zero_bubble.errors import PlanError
 from megatron.zero_bubble.ir import Chain, Compute, Effects, Flow, Op, Plan, Send, Slices, Token, Value
 from megatron.zero_bubble.ir.ops import NET, OPS, Rows, Times
@@ -35,6 +31,10 @@ from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
 from megatron.zero_bubble.runtime.groups import Directions
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.emulate.clock import VirtualClock
+from tests.helpers.emulate.execute import execute
+from tests.helpers.emulate.links import VirtualLinks
+from tests.helpers.emulate.stages import VirtualStage
 from tests.helpers.plans import plan_from_text
 from tests.helpers.ranks import RankPool
 

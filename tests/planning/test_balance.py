@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.zero_bubble import PassCosts, build, simulate
-from megatron.zero_bubble.costs.lengths import LengthCost, Shape, ShapedCosts
+from megatron.zero_bubble.costs.lengths import LengthCost, Shape
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.planning.balance import balance, duration, karmarkar_karp, microbatches, shape_of
+from tests.helpers.lengths import ShapedCosts
 
 HIDDEN = 2048
 

@@ -1,7 +1,7 @@
 """The executor: a loop over one rank's ops, and a table of the values that the rank holds.
 
 The executor reads only the declared effects of an op; the handler of the op's class does the work. The same loop trains
-a GPT model and runs emulated stages that only advance a clock (``emulate``).
+a GPT model and runs the emulated stages of the tests, which only advance a clock.
 """
 
 from __future__ import annotations

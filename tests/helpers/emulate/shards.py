@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.ir import Op, Schedule
 from megatron.zero_bubble.ir.shards import Close, Gather, Open, Reduce, Release, Wait
 from megatron.zero_bubble.runtime.handler import Handler
+from tests.helpers.emulate.clock import VirtualClock
 
 
 def virtual_shards(schedule: Schedule, costs: PassCosts, clock: VirtualClock) -> Mapping[type[Op], Handler]:

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.ir import Op, Schedule
 from megatron.zero_bubble.ir.offload import Discard, Evict, Fetch, Reclaim, Release
 from megatron.zero_bubble.runtime.handler import Handler
+from tests.helpers.emulate.clock import VirtualClock
 
 
 def virtual_offload(schedule: Schedule, costs: PassCosts, clock: VirtualClock) -> Mapping[type[Op], Handler]:

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 
 from megatron.zero_bubble.costs import PassCosts
-from megatron.zero_bubble.emulate.clock import VirtualClock
 from megatron.zero_bubble.ir import Message, Op, Plan
 from megatron.zero_bubble.ir.collectives import Finish, Spread, Sum
 from megatron.zero_bubble.runtime.collectives import collective_kinds
 from megatron.zero_bubble.runtime.groups import group_beside_passes
 from megatron.zero_bubble.runtime.handler import Awaited, Handler
 from megatron.zero_bubble.runtime.transport import Transport
+from tests.helpers.emulate.clock import VirtualClock
 
 
 class VirtualLinks:

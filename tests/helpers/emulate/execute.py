@@ -12,10 +12,6 @@ import torch.distributed as dist
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
-from megatron.zero_bubble.emulate.clock import VirtualClock
-from megatron.zero_bubble.emulate.links import VirtualCollectives, VirtualLinks
-from megatron.zero_bubble.emulate.optimizer import VirtualOptimizer
-from megatron.zero_bubble.emulate.stages import EmulatedStage, VirtualStage
 from megatron.zero_bubble.ir import WHOLE, Op, Plan, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import FLOWS
 from megatron.zero_bubble.plan import lower_training
@@ -26,6 +22,10 @@ from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.transport import Transport
 from megatron.zero_bubble.schedules import SCHEDULES, build
 from megatron.zero_bubble.search.vocabulary import with_vocabulary
+from tests.helpers.emulate.clock import VirtualClock
+from tests.helpers.emulate.links import VirtualCollectives, VirtualLinks
+from tests.helpers.emulate.optimizer import VirtualOptimizer
+from tests.helpers.emulate.stages import EmulatedStage, VirtualStage
 
 # Forward, backward, weight gradient and transfer in ms: equal passes, a GPT of the Zero Bubble paper, a slow link.
 _COST_RATIOS = ((10.0, 10.0, 10.0, 0.0), (18.522, 18.086, 9.337, 0.601), (5.0, 9.0, 3.0, 4.0))

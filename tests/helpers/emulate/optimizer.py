@@ -7,8 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.emulate.clock import VirtualClock, sleep_until
 from megatron.zero_bubble.optimizer.global_state import Chain, Reduction
+from tests.helpers.emulate.clock import VirtualClock, sleep_until
 
 
 class VirtualOptimizer:

@@ -11,9 +11,9 @@ import torch
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.messages import occupied
-from megatron.zero_bubble.emulate.clock import VirtualClock, sleep_until
 from megatron.zero_bubble.ir import Message, Pass, Schedule
 from megatron.zero_bubble.runtime.handlers import Stage
+from tests.helpers.emulate.clock import VirtualClock, sleep_until
 
 
 class EmulatedStage(Stage, Protocol):
