@@ -9,8 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from corpus import prepare_standard_library, read_documents, write_documents
+
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.training.data.corpus import prepare_standard_library, read_documents, write_documents
 
 
 def main(argv: list[str]) -> int:

@@ -4,9 +4,9 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
+from corpus import write_documents
 
 from megatron.zero_bubble.__main__ import main
-from megatron.zero_bubble.training.data.corpus import write_documents
 from tests.helpers.ranks import RankPool
 from tests.helpers.training import SMALL, losses, run, train
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from corpus import write_documents
 
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.training.arguments import parse
 from megatron.zero_bubble.training.checks import check
-from megatron.zero_bubble.training.data.corpus import write_documents
 from tests.helpers.launch import Death, run_training
 from tests.helpers.parity import BASE_FLAGS, Layout
 from tests.helpers.ranks import RankPool

@@ -4,14 +4,14 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import corpus
 import numpy
 import pytest
 import torch
+from corpus import read_documents, split_of, standard_library_files, write_documents
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.training.data import corpus
-from megatron.zero_bubble.training.data.corpus import read_documents, split_of, standard_library_files, write_documents
 from megatron.zero_bubble.training.data.indexed import check_indexed
 from megatron.zero_bubble.training.data.tokenizer import ByteLevelTokenizer
 
@@ -189,5 +189,5 @@ def test_preparing_data_does_not_import_torch(tmp_path: Path) -> None:
     code += "assert names['main'](sys.argv[1:]) == 0; assert not {'torch', 'megatron.core'} & {*sys.modules}"
     script = Path(__file__).parents[3] / "scripts" / "prepare_data.py"
     words = [str(script), "--input", str(text), "--output-prefix", str(tmp_path / "data")]
-    subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", code, *words], check=True, timeout=100, cwd=script.parent)
     check_indexed(str(tmp_path / "data"))

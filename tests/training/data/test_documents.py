@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
+from corpus import write_documents
 
 from megatron.zero_bubble.costs.lengths import LengthCost, Shape
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
-from megatron.zero_bubble.training.data.corpus import write_documents
 from megatron.zero_bubble.training.data.documents import Documents, IndexedTexts, MockTexts, padded
 from megatron.zero_bubble.training.data.shares import Balance, BalancedOrder
 from tests.helpers.ranks import RankFailure, RankPool
