@@ -20,7 +20,7 @@ from megatron.zero_bubble.cli.megatron_job import MegatronJob, checked_megatron_
 from megatron.zero_bubble.cli.progress import working
 from megatron.zero_bubble.cli.rank_groups import RankGroups, show
 from megatron.zero_bubble.costs.estimate import DEVICES
-from megatron.zero_bubble.costs.units import parse_bytes, parse_memory_limit
+from megatron.zero_bubble.costs.units import BYTES, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.layout import job_layers, job_predictions
 from megatron.zero_bubble.ir import WHOLE, Placement, Plan, Schedule
@@ -267,7 +267,7 @@ def _check_memory(text: str, memory: _Memory, costs: Figures) -> None:
             f"--gpu-memory needs activation memory in bytes, which the --costs file does not have; got {text}; give "
             "the --costs of a run that recorded its memory, or leave --costs out for an estimate"
         )
-    limit = amount * {"KiB": 2**10, "MiB": 2**20, "GiB": _GIB}[unit]
+    limit = amount * BYTES[unit]
     needs = [sum(parts) for parts in memory]
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] > limit:

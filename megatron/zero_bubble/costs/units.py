@@ -69,7 +69,16 @@ def recut(figures: tuple[float, ...], num_stages: int) -> tuple[float, ...]:
     return tuple(sum(figures[s * parts : (s + 1) * parts]) for s in range(num_stages))
 
 
-_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+BYTES = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
+"""The bytes of every unit of memory, the largest first."""
+
+
+def format_bytes(amount: float) -> str:
+    """Format an amount in bytes with three digits and a unit."""
+    for unit, size in BYTES.items():
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount:.0f} bytes"
 
 
 def parse_bytes(text: str) -> int:
@@ -81,7 +90,7 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+\.?\d*|\.\d+)(KiB|MiB|GiB)", text)
     if match is None or not 0 < float(match[1]) < math.inf:
         raise UserError(f"an amount of memory is written like 60GiB; got {text!r}; give a number with KiB, MiB or GiB")
-    return int(float(match[1]) * _BYTES[match[2]])
+    return int(float(match[1]) * BYTES[match[2]])
 
 
 def parse_memory_limit(text: str) -> tuple[float, str]:

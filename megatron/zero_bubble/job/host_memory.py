@@ -8,14 +8,13 @@ from typing import Any
 
 from megatron.zero_bubble.analysis.memory import host_peaks
 from megatron.zero_bubble.costs.estimate import DEVICES, estimate
-from megatron.zero_bubble.costs.units import parse_bytes
+from megatron.zero_bubble.costs.units import format_bytes, parse_bytes
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
 from megatron.zero_bubble.job.model import model_of
 from megatron.zero_bubble.plan.offload import MoveSelection, offload
 
 _NOT_ESTIMATED = ("num_moe_experts", "num_experts", "fp8", "fp4")
-_UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
 def check_host_memory(
@@ -47,10 +46,12 @@ def check_host_memory(
     fullest = max(range(len(needs)), key=needs.__getitem__)
     if needs[fullest] <= parse_bytes(limit):
         return
-    node = f"{shown(max(_of_nodes(needs, args, node_size)))} on a node of {node_size} rank{'s' * (node_size > 1)}"
+    node = (
+        f"{format_bytes(max(_of_nodes(needs, args, node_size)))} on a node of {node_size} rank{'s' * (node_size > 1)}"
+    )
     raise UserError(
         f"activations in host memory must fit in --zero-bubble-host-memory, {limit} per rank; {schedule.name} needs an "
-        f"estimated {shown(needs[fullest])} on pipeline rank {fullest}, and {node}; raise the limit, or "
+        f"estimated {format_bytes(needs[fullest])} on pipeline rank {fullest}, and {node}; raise the limit, or "
         "lower the percentage of --zero-bubble-offload"
     )
 
@@ -63,9 +64,3 @@ def _of_nodes(needs: Sequence[float], args: Any, node_size: int) -> list[float]:
     world = range(near * args.data_parallel_size * len(needs))
     of_ranks = [needs[rank // stride % len(needs)] for rank in world]
     return [sum(of_ranks[first : first + node_size]) for first in range(0, len(world), node_size)]
-
-
-def shown(num_bytes: float) -> str:
-    """Write an amount of memory for people."""
-    size, unit = next((each for each in _UNITS if num_bytes >= each[0]), _UNITS[-1])
-    return f"{num_bytes / size:.3g} {unit}"

@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron.zero_bubble.analysis.memory import peaks_in_order
 from megatron.zero_bubble.costs.estimate import DEVICES, layer_costs
+from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Schedule
 from megatron.zero_bubble.ir.passes import W
-from megatron.zero_bubble.job.host_memory import shown
 from megatron.zero_bubble.job.model import model_of
 from megatron.zero_bubble.planning.source import AUTO, ScheduleSource
 from megatron.zero_bubble.schedules import build
@@ -43,7 +43,7 @@ def remark(args: Any, source: ScheduleSource | None, num_microbatches: int) -> s
         ours, theirs = _of_layers(args, schedule), _of_layers(args, _1f1b(schedule))
         if ours <= theirs * (1 + 1e-9):
             return None
-        keeps = f"an estimated {shown(ours)} of activations in the layers of a rank, 1F1B {shown(theirs)}"
+        keeps = f"an estimated {format_bytes(ours)} of activations in the layers of a rank, 1F1B {format_bytes(theirs)}"
     return (
         f"with --recompute-granularity full, {schedule.name} keeps {keeps}, because B computes whole layers again and "
         "what their weight gradients need stays until W; use --zero-bubble-schedule zb-auto, which fuses B with W "

@@ -10,7 +10,7 @@ from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.costs.layers import LayerCosts
 from megatron.zero_bubble.costs.passes import MESSAGE
 from megatron.zero_bubble.costs.static import StageBytes
-from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge, spread
+from megatron.zero_bubble.costs.units import BYTES, checked_figure, parse_memory_limit, refuse_huge, spread
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
 from megatron.zero_bubble.ir import Placement
@@ -27,7 +27,6 @@ _TWO_STAGES = (
     "The embedding is assumed to take no time, because costs of two stages do not tell it from layers: what the last "
     "stage takes beyond its layers is the output layer's."
 )
-_BYTES = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 @dataclass(frozen=True)
@@ -179,7 +178,7 @@ class Figures:
                 f"a memory limit of {text} needs activation memory in bytes; give --activation-memory, a costs file "
                 "with activation and wgrad, or --config, or a limit in microbatches, such as 1p"
             )
-        return amount * _BYTES[unit]
+        return amount * BYTES[unit]
 
     def show(self, amount: float) -> str:
         """Format an amount of memory."""

@@ -14,9 +14,10 @@ from typing import Any
 from megatron.zero_bubble.analysis.difference import Comparison, Difference, Link
 from megatron.zero_bubble.analysis.memory import memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
+from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.render.svg import COLOURS, MEANING
-from megatron.zero_bubble.render.text import in_bytes, size_of
+from megatron.zero_bubble.render.text import size_of
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -115,7 +116,7 @@ def _data(compared: Comparison) -> dict[str, Any]:
         }
         most = max(amount for curve in curves["planned"] for _, amount in curve)
         data["kept"] = {**curves, "most": most}
-        data["titles"]["kept"] = f"memory of microbatches, each rank up to {in_bytes(most)}; dashed: as planned"
+        data["titles"]["kept"] = f"memory of microbatches, each rank up to {format_bytes(most)}; dashed: as planned"
     return data
 
 

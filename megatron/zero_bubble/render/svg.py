@@ -17,9 +17,10 @@ from megatron.zero_bubble.analysis.difference import Comparison
 from megatron.zero_bubble.analysis.memory import Kept, memory_curve
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassMemory
+from megatron.zero_bubble.costs.units import format_bytes
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Kind
-from megatron.zero_bubble.render.text import headline, in_bytes
+from megatron.zero_bubble.render.text import headline
 
 _OF_STAGES = {Kind.F: "#4f81ee", Kind.B: "#ea9132", Kind.W: "#43ab82", Kind.BW: "#d95f43"}
 _OF_VOCABULARY = {Kind.S: "#2b3f8c", Kind.T: "#1f6f54", Kind.L: "#7a3fa8", Kind.I: "#7fb0d8", Kind.J: "#8fcf9f"}
@@ -174,7 +175,7 @@ def _kept_panel(first: Timeline, last: Timeline, memory: PassMemory, scale: floa
     """Draw one memory curve per rank; return the curves and their height."""
     curves, dashed = memory_curve(last, memory), memory_curve(first, memory)
     most = max(step.amount for curve in curves for step in curve)
-    title = f"memory of microbatches, each rank up to {in_bytes(most)}"
+    title = f"memory of microbatches, each rank up to {format_bytes(most)}"
     lines = [f'<text class="title" x="{_LEFT}" y="{top + 22:g}">{title}</text>\n']
     for rank in range(len(curves)):
         y = top + _HEADER - 8 + rank * _CURVE

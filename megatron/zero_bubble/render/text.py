@@ -52,14 +52,6 @@ def size_of(schedule: Schedule) -> str:
     return f"{schedule.num_ranks} ranks, {schedule.num_microbatches} microbatches{slices}"
 
 
-def in_bytes(amount: float) -> str:
-    """Format an amount in bytes with three digits and a unit."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= size:
-            return f"{amount / size:.3g} {unit}"
-    return f"{amount:.0f} bytes"
-
-
 def _label(timeline: Timeline, p: Pass) -> str:
     one_stage_per_rank = timeline.schedule.num_stages == timeline.schedule.num_ranks
     return str(p).removeprefix(str(p.stage)) if one_stage_per_rank else str(p)
