@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gpu_day import gpt, step
+from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.formats.plan import plan_to_json
@@ -104,7 +105,8 @@ def _measure(job: gpt.Gpt, file: Path, what: str | None, options: argparse.Names
         costs = median_costs([gather_trace("offload", recorder.stop(), job.group).timeline])
         assert pipeline.memory is not None
         size = pipeline.memory.gather(job.group).activation[0]
-        host = 0 if pipeline.offloader is None else pipeline.offloader.host_peak
+        offloading = pipeline.part(Offloading)
+        host = 0 if offloading is None else offloading.host_peak
     finally:
         revert()
     copy_ms = costs.host_ms[0]

@@ -10,6 +10,7 @@ import pytest
 
 from megatron.zero_bubble import PassCosts, PassMemory, build, simulate
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves, costs_of_copies
+from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.ir import Plan
 from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.plan.offload import Move, offload, select_longest
@@ -35,10 +36,11 @@ def train(rank: int, flags: str, schedules: Sequence[str]) -> list[Ran]:
     start, ran = None, []
     for args, pipeline in parity._under_each(flags, schedules):
         outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
-        select = pipeline._select_moves
+        offloading = pipeline.part(Offloading)
+        select = None if offloading is None else offloading._select
         prepared = next(each for (_, forward_only), each in pipeline._prepared.items() if not forward_only)
         figures = select._figures if isinstance(select, AutoMoves) else None
-        ran.append(Ran(outcome, figures, tuple(prepared.moves)))
+        ran.append(Ran(outcome, figures, tuple(move for lowering in prepared.lowerings for move in lowering.what)))
     return ran
 
 

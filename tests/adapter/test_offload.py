@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron.zero_bubble import PassMemory, Placement, Schedule, build
+from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.analysis.memory import host_peaks, message_peaks, most_kept
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.formats.moves import moves_content
@@ -70,9 +71,8 @@ def train(rank: int, flags: str, schedules: Sequence[str | None]) -> list[tuple[
     start, outcomes = None, []
     for args, pipeline in parity._under_each(flags, schedules):
         outcome, start = parity._train_once(args, parity._splits(args), start, pipeline)
-        outcomes.append(
-            (outcome, pipeline.offloader.host_peak if pipeline is not None and pipeline.offloader is not None else 0)
-        )
+        offloading = None if pipeline is None else pipeline.part(Offloading)
+        outcomes.append((outcome, 0 if offloading is None else offloading.host_peak))
     return outcomes
 
 
@@ -263,7 +263,8 @@ def measure(
             stages = args.placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())
             of_a_pass = profiled(1) - sum(memory.activation[stage] for stage in stages)
         peak = profiled(count)
-        host = 0 if pipeline.offloader is None else pipeline.offloader.host_peak
+        offloading = pipeline.part(Offloading)
+        host = 0 if offloading is None else offloading.host_peak
         measured.append(Measured(peak, host, of_a_pass, memory))
     return measured
 
@@ -344,8 +345,9 @@ def fail_then_train(rank: int, folder: Path) -> tuple[int, int, bool, int]:
     try:
         with pytest.raises(ArithmeticError):
             run(failing)
-        assert pipeline.offloader is not None
-        left, moved = pipeline.offloader.num_away, pipeline.offloader.host_peak
+        offloading = pipeline.part(Offloading)
+        assert offloading is not None
+        left, moved = offloading.num_pending, offloading.host_peak
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
         run(forward_step)
         return left, moved, hooks, pipeline.num_pending

@@ -11,7 +11,7 @@ import pytest
 from megatron.core import process_groups_config
 
 from megatron.zero_bubble import build
-from megatron.zero_bubble.adapter import pipeline, prepared
+from megatron.zero_bubble.adapter import connection, pipeline, prepared
 from megatron.zero_bubble.adapter.pipeline import Pipeline
 from megatron.zero_bubble.errors import PlanError, UserError
 from megatron.zero_bubble.ir import Op
@@ -73,8 +73,8 @@ def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.Monk
     def gather(found: list[Any], own: Any, group: Any) -> None:
         found[:] = [own] * len(found)
 
-    monkeypatch.setattr(pipeline.Directions, "of", of)
-    monkeypatch.setattr(pipeline.dist, "all_gather_object", gather)
+    monkeypatch.setattr(connection.Directions, "of", of)
+    monkeypatch.setattr(prepared.dist, "all_gather_object", gather)
     group: Any = SimpleNamespace(size=lambda: 2)
     plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
     with pytest.raises(Reached) as reached:
@@ -84,18 +84,19 @@ def test_configuration_says_what_the_process_groups_get(monkeypatch: pytest.Monk
 
 def test_one_watchdog_follows_messages_and_all_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
     made: dict[str, mock.Mock] = {}
-    for name in ("Directions", "Transport", "Lanes", "Staging", "Watchdog", "check_same_plan", "backend_of", "select"):
+    for name in ("Directions", "Transport", "Lanes", "Staging", "Watchdog", "select"):
         made[name] = mock.Mock()
-        monkeypatch.setattr(pipeline, name, made[name])
+        monkeypatch.setattr(connection, name, made[name])
+    monkeypatch.setattr(pipeline, "check_same_plan", mock.Mock())
     made["Directions"].of.return_value = SimpleNamespace(backend="nccl", device="cpu")
-    connected, units = configured(nccl_ctas=7, nccl_collective_ctas=5), mock.Mock()
-    connected.units = units
+    connected, part = configured(nccl_ctas=7, nccl_collective_ctas=5), mock.Mock()
+    connected._parts = (part,)
     plan = lower_training(build("zb-h1", num_ranks=2, num_microbatches=2))
     connected._connect(SimpleNamespace(size=lambda: 2), plan)  # type: ignore[arg-type]
     watchdog = made["Watchdog"].return_value
     assert made["Transport"].call_args.args[-1] is watchdog
     assert made["Lanes"].call_args.args[-2:] == (5, watchdog)
-    assert units.connect.call_args.args[-1] is watchdog
+    assert part.connect.call_args.args[0].watchdog is watchdog
     watchdog.start.assert_called_once_with()
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from megatron.zero_bubble import build
-from megatron.zero_bubble.adapter import pipeline
+from megatron.zero_bubble.adapter import connection
 from megatron.zero_bubble.adapter.staging import Links, Staging, spins, steps_of
 from megatron.zero_bubble.ir import WHOLE, Pass
 from megatron.zero_bubble.optimizer.post_validation import PostValidatedOptimizer
@@ -37,7 +37,7 @@ def train_staging(rank: int, flags: str, schedules: Sequence[str | None]) -> Fou
             assert (links.transport is usual.transport) is (links.lanes is usual.lanes) is (links is usual)
             return links
 
-    with mock.patch.multiple(pipeline, spins=lambda _backend: True, Staging=Recorded):
+    with mock.patch.multiple(connection, spins=lambda _backend: True, Staging=Recorded):
         return train(rank, flags, schedules), staged
 
 

@@ -125,8 +125,8 @@ def offload(cuda: FakeCuda) -> float:
             x.mul_(3.0)
             return saved.pack(x)
 
-        saved.begin([], [forward])
-        kept = saved.around(lambda _op, _inputs, run=run: run())(Compute(forward), ())
+        saved.expect([forward])
+        kept = saved.around(lambda _op, _inputs, run=run: run(), [])(Compute(forward), ())
         (leaving,) = by_op[Evict](Evict(forward), ((None, None),))
         passes.mul_(2.0)
         if returning is not None:

@@ -42,8 +42,8 @@ class Rank:
         self.by_op = self.offloader.handlers(None)
 
     def forward(self, run: Any, model: Sequence[torch.nn.Module] = (), moves: bool = True) -> Any:
-        self.saved.begin(model, [FIRST] if moves else [])
-        return self.saved.around(lambda _op, _inputs: run())(Compute(FIRST), ())
+        self.saved.expect([FIRST] if moves else [])
+        return self.saved.around(lambda _op, _inputs: run(), model)(Compute(FIRST), ())
 
     def evict(self, *ends: torch.Tensor | None) -> Any:
         return self.by_op[Evict](Evict(FIRST), (ends,))[0]

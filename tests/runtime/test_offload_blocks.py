@@ -24,11 +24,10 @@ def run(offloader: Offloader, saved: SavedTensors, row: Any) -> None:
     by_op, held = offloader.handlers(None), {}
     offloader.expect(row)
     with offloader.iteration():
-        saved.begin([], [op.forward for op in row if isinstance(op, Evict)])
         for op in row:
             if isinstance(op, Compute) and op.work.kind.value == "F":
                 tensors = [torch.ones(SIZE) for _ in range(op.work.stage + 1)]
-                held[op.work] = saved.around(lambda _op, _inputs, own=tensors: [*map(saved.pack, own)])(op, ())
+                held[op.work] = saved.around(lambda _op, _inputs, own=tensors: [*map(saved.pack, own)], [])(op, ())
                 del tensors
             elif isinstance(op, Evict):
                 held[op.forward] = held[op.forward], by_op[Evict](op, ((None, None),))[0]

@@ -25,8 +25,8 @@ def test_host_memory_that_a_copy_back_still_reads_is_not_overwritten() -> None:
     by_op = offloader.handlers(None)
 
     def saved_by(forward: Pass, value: float) -> Any:
-        saved.begin([], [forward])
-        return saved.around(lambda _op, _inputs: saved.pack(torch.full(SIZE, value)))(Compute(forward), ())
+        saved.expect([forward])
+        return saved.around(lambda _op, _inputs: saved.pack(torch.full(SIZE, value)), [])(Compute(forward), ())
 
     def away(forward: Pass) -> Any:
         (leaving,) = by_op[Evict](Evict(forward), ((None, None),))

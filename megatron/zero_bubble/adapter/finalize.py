@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ def finalized(
     chunks: list[torch.nn.Module],
     results: StepResults,
     force_all_reduce: bool | None,
-    around: Callable[[Finalize, list[torch.nn.Module], torch.Tensor | None], None] | None = None,
+    finalizing: Iterable[Callable[[Finalize], Finalize]] = (),
 ) -> Iterator[None]:
     """Context around all passes of a training step, with Megatron's steps before and after them.
 
     Args:
-        around: calls the last step, for some of the chunks at a time; None to call it once.
+        finalizing: each returns what runs in place of the last step, which it may call for some chunks at a time.
     """
     if config.finalize_model_grads_func is None:
         yield
@@ -47,11 +47,10 @@ def finalized(
         # Megatron broadcasts the count from the last rank, but here the rank of the last stage has it.
         dist.broadcast(num_tokens, dist.get_global_rank(groups.pp, prepared.last_stage_rank), group=groups.pp)
     finalize = config.finalize_model_grads_func
-    run = functools.partial(finalize, **finalize_arguments(finalize, groups, force_all_reduce))
-    if around is None:
-        run(chunks, num_tokens)
-    else:
-        around(run, chunks, num_tokens)
+    run: Finalize = functools.partial(finalize, **finalize_arguments(finalize, groups, force_all_reduce))
+    for around in finalizing:
+        run = around(run)
+    run(chunks, num_tokens)
 
 
 def per_chunk(functions: Any, num_chunks: int) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,11 +17,23 @@ from megatron.zero_bubble.analysis.period import break_even
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Plan, Schedule
-from megatron.zero_bubble.plan import prove_for_queues
-from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.plan import LoweringPass, prove_for_queues
 from megatron.zero_bubble.planning.source import even_costs
 from megatron.zero_bubble.runtime.backends import hardware_queues, is_nccl
 from megatron.zero_bubble.runtime.groups import backend_of
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What a part adds to a plan.
+
+    Attributes:
+        run: adds the ops.
+        what: determines what ``run`` adds, for example which values move. If it changes, a new plan is made.
+    """
+
+    run: LoweringPass = field(compare=False)
+    what: Collection[Hashable]
 
 
 @dataclass(frozen=True)
@@ -29,12 +41,13 @@ class Prepared:
     """A plan, and the facts about it that one rank needs in every iteration.
 
     Attributes:
+        lowerings: what parts have added to the plan.
         break_even: see ``PostValidatedOptimizer.break_even``; the same on all ranks, so with passes of equal length.
         steps: see ``staging.steps_of``.
     """
 
     schedule: Schedule
-    moves: Collection[Move]
+    lowerings: tuple[Lowering, ...]
     plan: Plan
     rank: int
     stages: tuple[StageFacts, ...]
@@ -43,14 +56,17 @@ class Prepared:
     steps: frozenset[Hashable]
 
     @classmethod
-    def of(cls, schedule: Schedule, moves: Collection[Move], plan: Plan, rank: int, forward_only: bool) -> Prepared:
+    def of(
+        cls, schedule: Schedule, lowerings: tuple[Lowering, ...], plan: Plan, rank: int, forward_only: bool
+    ) -> Prepared:
         own = schedule.placement.stages_of(rank)
         facts = tuple(StageFacts.of(plan.schedule, stage) for stage in own)
         even = 0.0  # a plan without a drain validates nothing
         if plan.drain:
             even = break_even(simulate(plan.schedule, even_costs(plan.schedule.placement)))
         vocabulary = VocabularyFacts.of(plan.schedule, rank)
-        return cls(schedule, moves, plan, rank, facts, even, vocabulary, steps_of(plan, forward_only, moves))
+        steps = steps_of(plan, forward_only, {each for own in lowerings for each in own.what})
+        return cls(schedule, lowerings, plan, rank, facts, even, vocabulary, steps)
 
     @property
     def last_stage_rank(self) -> int:

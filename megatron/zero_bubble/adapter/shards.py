@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,24 +19,22 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_attr_wrapped_model
 
+from megatron.zero_bubble.adapter.facts import IterationFacts
 from megatron.zero_bubble.adapter.finalize import Finalize
+from megatron.zero_bubble.adapter.part import Joined, Part
 from megatron.zero_bubble.adapter.placement import is_end
-from megatron.zero_bubble.adapter.prepared import check_same_plan
+from megatron.zero_bubble.adapter.prepared import Lowering, check_same_plan
 from megatron.zero_bubble.adapter.replicas import Comparison
 from megatron.zero_bubble.adapter.sharded_step import Place, check_optimizer, step_shards
-from megatron.zero_bubble.adapter.stage import StageFacts
 from megatron.zero_bubble.adapter.versions import skips_stages_without_embedding
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.ir import Op, Plan, Schedule
 from megatron.zero_bubble.ir.shards import Release
 from megatron.zero_bubble.job.shards import check_shards
-from megatron.zero_bubble.plan.shard import Sharding, check_chunks
-from megatron.zero_bubble.platforms.streams import Lane
+from megatron.zero_bubble.plan.shard import Sharding, check_chunks, shard
 from megatron.zero_bubble.runtime.groups import backend_of
 from megatron.zero_bubble.runtime.handler import Handler
-from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.shards import Sharder
-from megatron.zero_bubble.runtime.watchdog import Watchdog
 
 
 class DistributedChunk:
@@ -124,7 +123,7 @@ class Collectives:
         """See ``ShardTransport``."""
 
 
-class ShardedUnits:
+class ShardedUnits(Part):
     """The sharded units of a pipeline.
 
     Args:
@@ -158,13 +157,16 @@ class ShardedUnits:
         """Whether chunks are shards now, between iterations."""
         return self.sharder is not None and self.sharder.keeps
 
-    def of(self, forward_only: bool) -> ShardedUnits | None:
-        """These units if chunks are shards in such an iteration, else None: an evaluation may find whole chunks."""
-        return self if self.steps_shards or not forward_only else None
+    def _leaves_whole(self, forward_only: bool) -> bool:
+        """Whether chunks are not shards in an iteration: an evaluation may find whole chunks."""
+        return forward_only and not self.steps_shards
 
-    def sharding_of(self, schedule: Schedule, forward_only: bool) -> Sharding | None:
-        """How chunks are sharded in an iteration with ``schedule``; None if they are whole."""
-        return None if self.of(forward_only) is None else self._sharding(schedule.num_ranks)
+    def lowering(self, schedule: Schedule, forward_only: bool) -> Lowering | None:
+        """See ``Part``."""
+        if self._leaves_whole(forward_only):
+            return None
+        sharding = self._sharding(schedule.num_ranks)
+        return Lowering(partial(shard, sharding=sharding), (sharding,))
 
     def step_shards(self, optimizer: Any) -> None:
         """Keep the chunks as shards from the next iteration on, in which ``optimizer`` steps them in place.
@@ -180,13 +182,14 @@ class ShardedUnits:
             self._optimizer = optimizer
 
     def check(self, config: Any, schedule: Schedule) -> None:
-        """Raise UserError for a job, or a placement of its stages, that sharded units do not support."""
+        """See ``Part``. Also wait for the answer to ``begin``: only then, a new plan may be made."""
+        self.agree()
         check_shards(config)
         check_chunks(schedule.placement)
         ranks = schedule.placement.stage_to_rank
         self._ends_meet = ranks[0] == ranks[-1]
 
-    def check_replicas(self, num_microbatches: int, forward_only: bool) -> None:
+    def begin(self, num_microbatches: int, forward_only: bool) -> None:
         """Begin to check that all replicas run the same iteration. A collective call of every iteration: a replica that
         changes its microbatches alone would be the only one that makes a new plan.
 
@@ -196,7 +199,7 @@ class ShardedUnits:
         Raises:
             UserError: see ``agree``.
         """
-        if not self._transport.is_collective or self.of(forward_only) is None:
+        if not self._transport.is_collective or self._leaves_whole(forward_only):
             return  # a replica then runs on its own
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         if self._comparison is None or self._comparison.replicas is not group:
@@ -206,7 +209,7 @@ class ShardedUnits:
             self.agree()
 
     def agree(self) -> None:
-        """Wait for the answer to ``check_replicas``, unless it is known; a new plan may be made only after that.
+        """Wait for the answer to ``begin``, unless it is known.
 
         Raises:
             UserError: replicas have different numbers of microbatches, or only some of them evaluate.
@@ -215,20 +218,20 @@ class ShardedUnits:
         if self._comparison is not None:
             self._comparison.check()
 
-    def connect(self, plan: Plan, make_lane: Callable[[], Lane], watchdog: Watchdog | None = None) -> None:
-        """Prepare for a plan. A collective call; ``watchdog`` follows the waits for collectives.
+    def connect(self, to: Joined) -> None:
+        """See ``Part``.
 
         Raises:
             UserError: the replicas run different plans, and their exchange is collective.
         """
-        self._transport.connect(plan)
+        self._transport.connect(to.plan)
         if self.sharder is None:
-            self.sharder = Sharder(make_lane(), watchdog)
+            self.sharder = Sharder(to.platform.lane(), to.watchdog)
 
-    def handlers(self, observer: IterationObserver | None) -> Mapping[type[Op], Handler]:
-        """The handlers of one iteration."""
+    def handlers(self, iteration: IterationFacts) -> Mapping[type[Op], Handler]:
+        """See ``Part``."""
         assert self.sharder is not None, "connect comes first"
-        by_op = self.sharder.handlers(observer)
+        by_op = self.sharder.handlers(iteration.observer)
         release = by_op[Release]
 
         def release_and_agree(op: Op, inputs: Sequence[Any]) -> Any:
@@ -238,14 +241,18 @@ class ShardedUnits:
         return {**by_op, Release: release_and_agree}
 
     @contextmanager
-    def iteration(self, stages: Sequence[StageFacts], chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Context around the passes of an iteration, in which the chunks are shards.
+    def iteration(self, iteration: IterationFacts) -> Iterator[None]:
+        """See ``Part``. The chunks are shards, unless an evaluation finds them whole.
 
         Raises:
             UserError: see ``DistributedChunk``.
         """
         assert self.sharder is not None, "connect comes first"
-        models = {facts.stage: chunk for facts, chunk in zip(stages, chunks, strict=True)}
+        if self._leaves_whole(iteration.forward_only):
+            yield
+            return
+        stages = (facts.stage for facts in iteration.prepared.stages)
+        models = dict(zip(stages, iteration.call.chunks, strict=True))
         with nullcontext({}) if self.sharder.keeps else self._transport.iteration(models) as of_stage:
             if of_stage and self.steps_shards:
                 self._keep(of_stage)
@@ -276,7 +283,11 @@ class ShardedUnits:
         with self.sharder.whole_weights(self._stages if chunk is None else self._stages[chunk : chunk + 1]):
             yield
 
-    def finalize(self, run: Finalize, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None) -> None:
+    def finalizing(self, finalize: Finalize) -> Finalize:
+        """See ``Part``."""
+        return partial(self._finalize, finalize)
+
+    def _finalize(self, run: Finalize, chunks: list[torch.nn.Module], num_tokens: torch.Tensor | None) -> None:
         """Run Megatron's steps between the passes and the optimizer: for one chunk after the other, of which only one
         then has gradients of its whole size.
         """

@@ -114,7 +114,7 @@ class SlicedChunk:
 
     @contextmanager
     def hooked(self) -> Iterator[None]:
-        """Context around the passes of an iteration: the hooks are registered; afterwards, no history is left."""
+        """Context around the passes of an iteration, in which the hooks are registered."""
         if not self.is_cut:
             yield
             return
@@ -135,7 +135,6 @@ class SlicedChunk:
         finally:
             for handle in handles:
                 handle.remove()
-            self._histories.clear()
             self._logits.clear()
 
     def _cut_inputs(self, model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -88,15 +88,15 @@ def spins(backend: str) -> bool:
     return is_nccl(backend)
 
 
-def steps_of(plan: Plan, forward_only: bool, moves: Collection[Hashable]) -> frozenset[Hashable]:
+def steps_of(plan: Plan, forward_only: bool, parts: Collection[Hashable]) -> frozenset[Hashable]:
     """What an iteration with ``plan`` does that may need kernels of its own, whatever the number of microbatches.
 
     Args:
-        moves: what moves to host memory, which is allocated when it is needed for the first time.
+        parts: what parts add, such as moves to host memory, which is allocated when it is needed for the first time.
     """
     ops = {
         (type(op), op.work.kind, op.work.stage) if isinstance(op, Compute) else type(op)
         for row in plan.stem.ops
         for op in row
     }
-    return frozenset({(op, forward_only) for op in ops} | {plan.schedule.slices} | set(moves))
+    return frozenset({(op, forward_only) for op in ops} | {plan.schedule.slices} | set(parts))

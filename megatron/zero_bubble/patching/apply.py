@@ -15,8 +15,10 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
+from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.adapter.on_demand import OnDemand
-from megatron.zero_bubble.adapter.pipeline import Pipeline
+from megatron.zero_bubble.adapter.part import Part
+from megatron.zero_bubble.adapter.pipeline import Options, Pipeline
 from megatron.zero_bubble.adapter.placement import add_tied_gradients, last_stage_of
 from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
 from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
@@ -168,9 +170,10 @@ def _pipeline(
         make, observers = auto.make, (auto, *observers, passes)
     else:
         make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
-    timeout, accumulate = config.peer_timeout_s, _accumulator(config)
+    waits = None if config.peer_timeout_s is None else timedelta(seconds=config.peer_timeout_s)
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    more = config.post_receives, config.ctas, config.recompute_logits
+    said = say if _is_first_rank() else None
+    parts: list[Part] = []
     # The number of ranks may be unknown yet; what a schedule file moves does not depend on it.
     select_moves = config.selection(sources(2))
     moves: MoveSelection | None = None if select_moves is None else functools.cache(select_moves)
@@ -180,22 +183,13 @@ def _pipeline(
         recorder = Recorder(select("auto"))
         moves = planned = AutoMoves(recorder, memory, limit, say)
         observers = (planned, *observers, recorder)
-    waits = None if timeout is None else timedelta(seconds=timeout)
-    transport = OnDemand(waits) if config.shard_transport == "on-demand" else Collectives()
-    units = ShardedUnits(config.sharding, transport, waits) if config.shard_weights else None
-    return Pipeline(
-        make,
-        timeout,
-        observers,
-        memory,
-        rollback,
-        accumulate,
-        *more,
-        moves,
-        limit,
-        units,
-        say if _is_first_rank() else None,
-    )
+    if moves is not None:
+        parts.append(Offloading(moves, limit, said))
+    if config.shard_weights:
+        transport = OnDemand(waits) if config.shard_transport == "on-demand" else Collectives()
+        parts.append(ShardedUnits(config.sharding, transport, waits))
+    more = Options(waits, config.post_receives, config.ctas, config.recompute_logits, rollback)
+    return Pipeline(make, parts, observers, memory, more, _accumulator(config), said)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

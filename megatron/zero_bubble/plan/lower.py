@@ -71,17 +71,20 @@ def _lowered_once(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan | 
 
 
 def lower_forward_only(
-    schedule: Schedule, post_receives: PostReceives = "early", sharding: Sharding | None = None
+    schedule: Schedule,
+    post_receives: PostReceives = "early",
+    sharding: Sharding | None = None,
+    more: Sequence[LoweringPass] = (),
 ) -> Plan:
     """Lower the schedule of an evaluation. It may send in one direction only, so no returning message shows that a
     buffer is free; each channel gets as few buffers as the proof allows.
 
     Args:
         post_receives: see ``communicate``.
-        sharding: see ``lower_training``.
+        sharding, more: see ``lower_training``.
     """
     forwards, transfers = schedule.forward_only(), partial(communicate, post_receives=post_receives)
-    more: list[LoweringPass] = [] if sharding is None else [partial(shard, sharding=sharding)]
+    more = [*([] if sharding is None else [partial(shard, sharding=sharding)]), *more]
     for most in (2, schedule.num_ranks + 1, 2 * schedule.num_ranks + 1):
         try:
             return lower(forwards, (collect, partial(transfers, max_in_flight=most), *more))
@@ -96,6 +99,7 @@ def lower_training(
     post_validation: bool = False,
     moves: Collection[Move] = (),
     sharding: Sharding | None = None,
+    more: Sequence[LoweringPass] = (),
 ) -> Plan:
     """Lower the schedule of a training iteration.
 
@@ -104,6 +108,7 @@ def lower_training(
         post_validation: whether the iteration validates the previous optimizer step.
         moves: what leaves the device between forward and backward.
         sharding: how chunks are sharded over their replicas; None if each replica has all of them.
+        more: lowering passes that follow.
     """
     passes: list[LoweringPass] = [collect, partial(communicate, post_receives=post_receives)]
     if post_validation:
@@ -112,4 +117,4 @@ def lower_training(
         passes.append(partial(offload, moves=moves))
     if sharding is not None:
         passes.append(partial(shard, sharding=sharding))
-    return lower(schedule, passes)
+    return lower(schedule, [*passes, *more])

@@ -92,6 +92,8 @@ class Offloader:
             for forward in list(self._away):
                 self._free(forward)
             raise
+        finally:
+            self._saved.expect(())
         assert not self._away, "a proved plan leaves nothing on the host"
         self._stays |= self._stayed - self._left
         if self._say is not None and self._bytes:
@@ -109,9 +111,12 @@ class Offloader:
         return all(stopped)
 
     def expect(self, row: Sequence[Op]) -> None:
-        """Plan host memory for the ops of a rank: page locking takes long, so it is taken in as few blocks as possible,
-        when the first forward of a stage shows how much its forwards move.
+        """Collect what the forwards of these ops of a rank save that move, until the end of ``iteration``.
+
+        Also plan host memory: page locking takes long, so it is taken in as few blocks as possible, when the first
+        forward of a stage shows how much its forwards move.
         """
+        self._saved.expect(op.forward for op in row if isinstance(op, Evict))
         if row is not self._planned:
             self._planned = row
             self._sizes.clear()

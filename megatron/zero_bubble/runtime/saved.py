@@ -106,19 +106,9 @@ class SavedTensors:
         self._places: dict[int, Place] = {}
         self._of: dict[Pass, list[Window]] = {}
 
-    def begin(self, chunks: Iterable[torch.nn.Module], moving: Iterable[Pass] = ()) -> None:
-        """Prepare for an iteration.
-
-        Args:
-            chunks: model chunks of this rank, whose parameters are not activations: they are recognized by storage,
-                because linears save them detached or transposed, and sharded units move their bytes.
-            moving: forwards whose windows are needed (see ``take``).
-        """
+    def expect(self, moving: Iterable[Pass]) -> None:
+        """Keep the windows of these forwards, and of no others, until something takes them."""
         self._moving = frozenset(moving)
-        hooked = self._moving or self.counter is not None
-        weights = (p for chunk in chunks for p in chunk.parameters()) if hooked else ()
-        self._parameters = frozenset(p.untyped_storage()._cdata for p in weights if _has_storage(p))
-        self.clear()
 
     def take(self, forward: Pass) -> list[Window]:
         """The windows of a forward that moves, once."""
@@ -128,10 +118,18 @@ class SavedTensors:
         """Forget the windows that nothing has taken, after a failed iteration."""
         self._of.clear()
 
-    def around(self, compute: Handler) -> Handler:
-        """The handler of passes with the hooks around forwards."""
+    def around(self, compute: Handler, chunks: Iterable[torch.nn.Module]) -> Handler:
+        """The handler of the passes of an iteration, with the hooks around forwards.
+
+        Args:
+            chunks: model chunks of this rank, whose parameters are not activations: they are recognized by storage,
+                because linears save them detached or transposed, and sharded units move their bytes.
+        """
+        self.clear()
         if self.counter is None and not self._moving:
             return compute
+        weights = (p for chunk in chunks for p in chunk.parameters())
+        self._parameters = frozenset(p.untyped_storage()._cdata for p in weights if _has_storage(p))
 
         def run(op: Compute, inputs: Sequence[Any]) -> Any:
             if op.work.kind is not Kind.F or (self.counter is None and op.work not in self._moving):

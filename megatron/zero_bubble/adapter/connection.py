@@ -1,0 +1,82 @@
+"""What connects the ranks of a pipeline: messages and collectives, usual ones and those staged in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron.zero_bubble.adapter.staging import Links, Staging, spins
+from megatron.zero_bubble.ir import Plan
+from megatron.zero_bubble.job.config import Ctas
+from megatron.zero_bubble.job.nccl import collective_ctas
+from megatron.zero_bubble.platforms import select
+from megatron.zero_bubble.runtime.backends import is_nccl
+from megatron.zero_bubble.runtime.collectives import Lanes, collective_kinds
+from megatron.zero_bubble.runtime.groups import Directions
+from megatron.zero_bubble.runtime.transport import Transport
+from megatron.zero_bubble.runtime.watchdog import Watchdog
+
+
+class Connection:
+    """The process groups of one pipeline, and what runs on them.
+
+    The constructor and the methods that open something are collective calls of all ranks of the job.
+
+    Args:
+        group: the ranks of the pipeline.
+        plan: the first plan, whose messages can be sent from now on.
+        timeout: maximum time that a message may take; None is the default of torch.distributed.
+        ctas: how many CTAs transfers of NCCL may take.
+        say: prints that collectives take fewer; None to print nothing.
+
+    Attributes:
+        platform: that of the devices whose memory is sent.
+        watchdog: with NCCL, follows the waits of the GPU; None if the host waits.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        plan: Plan,
+        timeout: timedelta | None,
+        ctas: Ctas,
+        say: Callable[[str], None] | None,
+    ) -> None:
+        directions = Directions.of(group, timeout, ctas.message)
+        self.group, self.platform = group, select(directions.device)
+        self.watchdog = Watchdog(select("cuda"), timeout) if is_nccl(directions.backend) else None
+        transport = Transport(directions, plan.channels, self.watchdog)
+        most = collective_ctas(ctas, plan, self.platform.num_multiprocessors(), say)
+        self._links = Links(transport, Lanes(group, self.platform.lane, timeout, most, self.watchdog))
+        self._staging = Staging(group, self.platform.thread_lane, timeout) if spins(directions.backend) else None
+        if self.watchdog is not None:
+            self.watchdog.start()
+
+    def open_messages(self, plan: Plan) -> None:
+        """Connect the channels of another plan."""
+        self._links.transport.open(plan.channels)
+
+    def open_collectives(self, plan: Plan) -> None:
+        """Connect everything else that ``plan`` uses. Replicas open the same kinds of collectives."""
+        self._links.lanes.open(collective_kinds(plan))
+        self._links.transport.check_streams()
+        if self._staging is not None:
+            self._staging.open(plan)
+
+    def links(self, steps: Collection[Hashable]) -> Links:
+        """What moves values in the next iteration, which does ``steps``; see ``Staging.of``."""
+        return self._links if self._staging is None else self._staging.of(steps, self._links)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Number of sends not yet settled; 0 between iterations."""
+        return self._links.transport.num_in_flight + (0 if self._staging is None else self._staging.num_in_flight)
+
+    def close(self) -> None:
+        """Stop the lanes and destroy the process groups."""
+        self._links.lanes.close()
+        if self._staging is not None:
+            self._staging.close()
+        self._links.transport.close()
