@@ -138,7 +138,7 @@ def test_schedules_with_a_divided_vocabulary_are_searched_for(ranks: RankPool, o
 
 def slices_measured_and_planned(rank: int, slices: Slices) -> list[Slices]:
     """Return the cuts of the first schedule, then those of the request to the planner."""
-    from megatron.zero_bubble.adapter import auto
+    from megatron.zero_bubble.adapter import auto, measured
 
     found = []
 
@@ -147,14 +147,14 @@ def slices_measured_and_planned(rank: int, slices: Slices) -> list[Slices]:
         return SimpleNamespace(timeline=simulate(schedule.make(2, 3), PassCosts((1.0, 1.0), (1.0, 1.0), (1.0, 1.0))))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "gather_trace", trace)
+        patch.setattr(measured, "gather_trace", trace)
         patch.setattr(auto, "Planner", lambda request: found.append(request.slices))
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
         options = auto.AutoOptions(warm_up=0, measured=1, slices=slices)
-        schedule = auto.AutoSchedule(options, passes, memory, lambda line: None)
+        schedule = auto.AutoSchedule(options, memory, lambda line: None)
         assert torch.distributed.group.WORLD is not None
-        with observed(schedule, IterationStart(torch.distributed.group.WORLD, 3)):
+        with observed(measured.Measured(passes, [schedule]), IterationStart(torch.distributed.group.WORLD, 3)):
             pass
     return found
 
@@ -185,7 +185,7 @@ def test_failing_planner_keeps_the_schedule(ranks: RankPool, missing: str) -> No
 
 def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[int]:
     """Return the numbers of microbatches for which a planner is started; those in ``hopeless`` have no plan."""
-    from megatron.zero_bubble.adapter import auto
+    from megatron.zero_bubble.adapter import auto, measured
 
     now, asked = sizes[0], []
 
@@ -208,13 +208,14 @@ def sizes_planned_for(rank: int, sizes: list[int], hopeless: list[int]) -> list[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "Planner", Planner)
-        patch.setattr(auto, "gather_trace", trace)
+        patch.setattr(measured, "gather_trace", trace)
         passes: Any = SimpleNamespace(start=lambda group: None, stop=lambda: None)
         memory: Any = SimpleNamespace(gather=lambda group: PassMemory((1.0, 1.0), (1.0, 1.0)))
-        schedule = auto.AutoSchedule(auto.AutoOptions(warm_up=0, measured=1), passes, memory, lambda line: None)
+        schedule = auto.AutoSchedule(auto.AutoOptions(warm_up=0, measured=1), memory, lambda line: None)
+        observer = measured.Measured(passes, [schedule])
         assert torch.distributed.group.WORLD is not None
         for now in sizes:
-            with observed(schedule, IterationStart(torch.distributed.group.WORLD, now)):
+            with observed(observer, IterationStart(torch.distributed.group.WORLD, now)):
                 pass
     return asked
 

@@ -78,7 +78,7 @@ def test_plan_is_that_of_the_command_line() -> None:
     costs = PassCosts((2.0,) * 3, (2.0,) * 3, (2.0,) * 3, host_ms=(2.5, 2.5, 2.5))
     memory = PassMemory((1e6,) * 3, (5e5,) * 3)
     said: list[str] = []
-    moves = AutoMoves(None, None, None, said.append)  # type: ignore[arg-type]
+    moves = AutoMoves(None, None, said.append)  # type: ignore[arg-type]
     assert moves(schedule) == select_longest(schedule, 1.0)
     moves._figures = costs, memory
     moves._moves.clear()

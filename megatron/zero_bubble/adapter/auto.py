@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
+from megatron.zero_bubble.adapter.measured import Replanner, size_of
 from megatron.zero_bubble.adapter.planner import Planner
 from megatron.zero_bubble.analysis.simulate import simulate
 from megatron.zero_bubble.analysis.timeline import Timeline
@@ -24,12 +25,11 @@ from megatron.zero_bubble.formats.costs import costs_to_json
 from megatron.zero_bubble.ir import WHOLE, Schedule, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.job.post_validation import planned_gain
-from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
-from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.planning.source import ScheduleSource
 from megatron.zero_bubble.planning.worker import Request
-from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
+from megatron.zero_bubble.runtime.observer import IterationStart
 
 
 @dataclass(frozen=True)
@@ -41,37 +41,36 @@ class AutoOptions:
         placement: stage placement; it does not change during the run.
         post_validation: whether optimizer steps are validated in the next iteration, so that the plan minimizes the
             span instead of the makespan.
+        slices: the cuts of sequences; they do not change during the run.
+        vocabulary: the algorithm of vocabulary parallelism, if any; it does not change during the run.
         warm_up: iterations before the first measurement.
         measured: iterations per measurement.
         check_every: iterations between measurements that check the pass times for drift.
         drift: relative change of the predicted iteration time above which a new plan is made.
-        slices: the cuts of sequences; they do not change during the run.
-        vocabulary: the algorithm of vocabulary parallelism, if any; it does not change during the run.
     """
 
     memory_limit: str = "1p"
     placement: Literal["linear", "vee"] = "linear"
     post_validation: bool = False
+    slices: Slices = WHOLE
+    vocabulary: Algorithm | None = None
     warm_up: int = 2
     measured: int = 4
     check_every: int = 100
     drift: float = 0.1
-    slices: Slices = WHOLE
-    vocabulary: Algorithm | None = None
 
 
-class AutoSchedule(IterationObserver):
+class AutoSchedule(Replanner):
     """The schedule of ``zb-auto``, which measures training iterations and switches schedules between iterations.
 
     Args:
-        passes: times the passes; must be an observer of the same pipeline.
         memory: measures the memory of microbatches; must be an observer of the same pipeline.
         say: prints a log line; called on rank 0 only.
     """
 
-    def __init__(self, options: AutoOptions, passes: Recorder, memory: MemoryMeter, say: Callable[[str], None]) -> None:
+    def __init__(self, options: AutoOptions, memory: MemoryMeter, say: Callable[[str], None]) -> None:
+        super().__init__(options.measured)
         self._options = options
-        self._passes = passes
         self._memory = memory
         self._say = say
         self._planned: dict[tuple[int, int], Schedule] = {}  # by ranks and microbatches
@@ -79,13 +78,10 @@ class AutoSchedule(IterationObserver):
         self._recomputes = False
         self._costs: PassCosts | None = None
         self._hopeless: set[tuple[int, int]] = set()
-        self._timelines: list[Timeline] = []
-        self._iteration = 0
         self._next_measurement = options.warm_up
         self._planner: Planner | None = None
         self._planning_for = (0, 0)
         self._waiting = False
-        self._start: IterationStart | None = None  # set while a measured iteration runs
 
     def make(self, num_ranks: int, num_microbatches: int) -> Schedule:
         """The schedule of the next iteration: the planned one if it is ready, else the first one."""
@@ -98,28 +94,15 @@ class AutoSchedule(IterationObserver):
             self._first[first] = ScheduleSource.automatic(*of_job, self._recomputes).make(num_microbatches)
         return self._first[first]
 
-    def begin_iteration(self, start: IterationStart) -> None:
-        """Switch to a finished plan, and start to record the passes if this iteration is measured."""
+    def begin(self, start: IterationStart) -> bool:
+        """Switch to a finished plan; returns whether to measure the passes of this iteration."""
         size = start.group.size(), start.num_microbatches
         if start.chunks:
             self._recomputes = get_model_config(start.chunks[0]).recompute_granularity == "full"
         if self._waiting:
             self._switch_if_planned()
-        if self._timelines and _size(self._timelines[-1].schedule) != size:
-            self._timelines.clear()  # the batch size changed, and a measurement must be of one size
         self._plan_for(size)
-        self._start = start if self._measuring() else None
-        if self._start is not None:
-            self._passes.start(start.group)
-
-    def end_iteration(self, completed: bool) -> None:
-        start, self._start = self._start, None
-        if completed and start is not None:
-            trace = gather_trace("zb-auto", self._passes.stop(), start.group)
-            self._timelines.append(trace.timeline)
-            if len(self._timelines) == self._options.measured:
-                self._evaluate(start.group, start.num_microbatches)
-        self._iteration += completed
+        return not self._waiting and self.iteration >= self._next_measurement
 
     def close(self) -> None:
         """Kill the planner if it is running; called at the end of training."""
@@ -127,17 +110,14 @@ class AutoSchedule(IterationObserver):
             self._planner.kill()
             self._planner = None
 
-    def _measuring(self) -> bool:
-        return not self._waiting and self._iteration >= self._next_measurement
-
     def _plan_for(self, size: tuple[int, int]) -> None:
         """Schedule a measurement for a size without a plan, as soon as the warm-up is over."""
         if size not in self._planned and size not in self._hopeless:
-            self._next_measurement = min(self._next_measurement, max(self._iteration, self._options.warm_up))
+            self._next_measurement = min(self._next_measurement, max(self.iteration, self._options.warm_up))
 
-    def _evaluate(self, group: dist.ProcessGroup, num_microbatches: int) -> None:
+    def evaluate(self, timelines: list[Timeline], start: IterationStart) -> None:
         """After a measurement, log predicted and measured times; rank 0 decides whether to start the planner."""
-        timelines, self._timelines = self._timelines, []
+        group, num_microbatches = start.group, start.num_microbatches
         size = group.size(), num_microbatches
         costs = median_costs(timelines, self._costs)
         memory = self._memory.gather(group)
@@ -147,7 +127,7 @@ class AutoSchedule(IterationObserver):
             predicted = simulate(schedule, costs).makespan_ms
             measured = median(timeline.makespan_ms for timeline in timelines)
             self._say(
-                f"zb-auto: iteration {self._iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from the "
+                f"zb-auto: iteration {self.iteration + 1}, {schedule.name}: predicted {predicted:.1f} ms from the "
                 f"measured passes, measured {measured:.1f} ms"
             )
             known = size in self._planned or size in self._hopeless
@@ -169,7 +149,7 @@ class AutoSchedule(IterationObserver):
                 )
         self._waiting = bool(_from_first_rank(int(replan)))
         self._planning_for = size
-        self._next_measurement = self._iteration + self._options.check_every
+        self._next_measurement = self.iteration + self._options.check_every
 
     def _drifted(self, schedule: Schedule, costs: PassCosts) -> bool:
         assert self._costs is not None, "costs are set when the first plan is requested"
@@ -184,19 +164,15 @@ class AutoSchedule(IterationObserver):
         if self._planner is not None:
             box[0], said = self._planner.result()
             self._planner = None
-            self._say(f"zb-auto: iteration {self._iteration + 1}: {said}")
+            self._say(f"zb-auto: iteration {self.iteration + 1}: {said}")
             if box[0] is not None and self._options.post_validation and self._costs is not None:
                 self._say(f"zb-auto: {planned_gain(simulate(box[0], self._costs))}")
         dist.broadcast_object_list(box, src=0)
         if box[0] is None:
             self._hopeless.add(self._planning_for)
         else:
-            self._planned[_size(box[0])] = box[0]
-            self._next_measurement = self._iteration + 1
-
-
-def _size(schedule: Schedule) -> tuple[int, int]:
-    return schedule.num_ranks, schedule.num_microbatches
+            self._planned[size_of(box[0])] = box[0]
+            self._next_measurement = self.iteration + 1
 
 
 def _from_first_rank(number: int) -> int:

@@ -14,41 +14,36 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron.zero_bubble.adapter.measured import Replanner
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs import PassCosts, PassMemory
 from megatron.zero_bubble.ir import Schedule
-from megatron.zero_bubble.measure.gather import gather_trace, median_costs
+from megatron.zero_bubble.measure.gather import median_costs
 from megatron.zero_bubble.measure.memory import MemoryMeter
-from megatron.zero_bubble.measure.recorder import Recorder
 from megatron.zero_bubble.plan.offload import Move, select_longest
 from megatron.zero_bubble.plan.timelines import timeline_of
 from megatron.zero_bubble.planning.offload import HostLimits, Offloaded, plan_offload
-from megatron.zero_bubble.runtime.observer import IterationObserver, IterationStart
+from megatron.zero_bubble.runtime.observer import IterationStart
 
 _WARM_UP, _MEASURED = 2, 3
 """Iterations before the measurement (cold caches, allocations), and iterations that are measured."""
 
 
-class AutoMoves(IterationObserver):
+class AutoMoves(Replanner):
     """Selects what moves: as much as possible at first, later what hides behind the measured passes.
 
     Args:
-        passes: times passes and copies; must be an observer of the same pipeline.
         memory: measures the memory of microbatches; must be an observer of the same pipeline.
         host_limit: bytes of host memory per rank; None for no limit.
         say: prints a log line; called on rank 0 only.
     """
 
-    def __init__(
-        self, passes: Recorder, memory: MemoryMeter, host_limit: int | None, say: Callable[[str], None]
-    ) -> None:
-        self._passes, self._memory, self._say = passes, memory, say
+    def __init__(self, memory: MemoryMeter, host_limit: int | None, say: Callable[[str], None]) -> None:
+        super().__init__(_MEASURED)
+        self._memory, self._say = memory, say
         self._host = HostLimits(per_rank=host_limit)
         self._figures: tuple[PassCosts, PassMemory] | None = None
         self._moves: dict[Schedule, tuple[Move, ...]] = {}
-        self._timelines: list[Timeline] = []
-        self._iteration = 0
-        self._start: IterationStart | None = None  # set while a measured iteration runs
 
     def __call__(self, schedule: Schedule) -> Collection[Move]:
         """What moves in ``schedule`` in the next iteration; the same on all ranks."""
@@ -56,30 +51,16 @@ class AutoMoves(IterationObserver):
             self._moves[schedule] = self._selected(schedule)
         return self._moves[schedule]
 
-    def begin_iteration(self, start: IterationStart) -> None:
-        """Start to record if this iteration is measured."""
-        measured = self._figures is None and self._iteration >= _WARM_UP
-        self._start = start if measured else None
-        if measured:
-            self._passes.start(start.group)
+    def begin(self, start: IterationStart) -> bool:
+        """See ``Replanner``: measure once, after the warm-up."""
+        return self._figures is None and self.iteration >= _WARM_UP
 
-    def end_iteration(self, completed: bool) -> None:
-        start, self._start = self._start, None
-        if completed and start is not None:
-            self._timelines.append(gather_trace("offload", self._passes.stop(), start.group).timeline)
-            if self._timelines[-1].schedule.num_microbatches != self._timelines[0].schedule.num_microbatches:
-                del self._timelines[:-1]  # the batch size changed, and a measurement must be of one size
-            if len(self._timelines) == _MEASURED:
-                self._evaluate(start.group)
-        self._iteration += completed
-
-    def _evaluate(self, group: dist.ProcessGroup) -> None:
+    def evaluate(self, timelines: list[Timeline], start: IterationStart) -> None:
         """Derive the figures, and forget what was selected without them."""
-        box: list[Any] = [(median_costs(self._timelines), self._memory.gather(group))]
+        box: list[Any] = [(median_costs(timelines), self._memory.gather(start.group))]
         dist.broadcast_object_list(box, src=0)
         costs, memory = box[0]
         self._figures = costs_of_copies(costs, memory), memory
-        self._timelines.clear()
         self._moves.clear()
 
     def _selected(self, schedule: Schedule) -> tuple[Move, ...]:
@@ -92,7 +73,7 @@ class AutoMoves(IterationObserver):
             return ()
         plan = plan_offload(timeline_of(schedule, costs, memory), costs, memory, host=self._host)
         if dist.get_rank() == 0:
-            self._say(f"offload: iteration {self._iteration + 1}: {_summary(plan, costs, memory)}")
+            self._say(f"offload: iteration {self.iteration + 1}: {_summary(plan, costs, memory)}")
         return plan.moves
 
 

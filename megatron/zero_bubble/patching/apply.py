@@ -15,6 +15,7 @@ from megatron.core.distributed import DistributedDataParallel
 
 from megatron.zero_bubble.adapter.auto import AutoOptions, AutoSchedule
 from megatron.zero_bubble.adapter.auto_offload import AutoMoves
+from megatron.zero_bubble.adapter.measured import Measured, Replanner
 from megatron.zero_bubble.adapter.offloading import Offloading
 from megatron.zero_bubble.adapter.on_demand import OnDemand
 from megatron.zero_bubble.adapter.part import Part
@@ -24,7 +25,7 @@ from megatron.zero_bubble.adapter.shards import Collectives, ShardedUnits
 from megatron.zero_bubble.adapter.vocabulary.zeros import without_padding
 from megatron.zero_bubble.costs.units import parse_bytes
 from megatron.zero_bubble.errors import PatchError
-from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass
+from megatron.zero_bubble.ir import WHOLE, Compute, Kind, Pass, Schedule
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.runnable import is_megatrons_own
 from megatron.zero_bubble.measure.memory import MemoryMeter
@@ -42,6 +43,8 @@ from megatron.zero_bubble.wgrad.fused import FusedAccumulator
 from megatron.zero_bubble.wgrad.linear import split_linear
 
 _active = Replaced()
+_ANY = 2
+"""Some number of ranks: it may be unknown yet, and what is asked with it does not depend on it."""
 
 
 def apply(
@@ -89,10 +92,9 @@ def apply(
     if config.post_validation:
         replacements.append((seams.zeroed_gradients, lambda original: _zeroing_later(original, pipeline)))
     placement_on = functools.cache(lambda num_ranks: sources(num_ranks).placement)
-    # The number of ranks may be unknown yet; neither of these depends on it.
-    if sources(2).vocabulary is not None:
+    if sources(_ANY).vocabulary is not None:
         replacements += [(seam, without_padding) for seam in seams.counted_zeros]
-    if not is_megatrons_own(placement_on(2)):
+    if not is_megatrons_own(placement_on(_ANY)):
         replacements += [
             (seams.last_stage, lambda original: last_stage_of(placement_on, original)),
             (seams.tied_gradients, add_tied_gradients),
@@ -159,37 +161,33 @@ def _pipeline(
     observers: Sequence[IterationObserver],
     say: Callable[[str], None],
 ) -> Pipeline:
-    plans = config.schedule == AUTO or config.plans_offload
-    memory = MemoryMeter() if config.measure_memory or plans else None
-    if config.schedule == AUTO:
-        passes = Recorder(select("auto"))
-        of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
-        options = AutoOptions(*of_job, slices=config.cuts() or WHOLE, vocabulary=config.vocabulary)
-        assert memory is not None
-        auto = AutoSchedule(options, passes, memory, say)
-        make, observers = auto.make, (auto, *observers, passes)
-    else:
-        make = functools.cache(lambda num_ranks, num_microbatches: sources(num_ranks).make(num_microbatches))
-    waits = None if config.peer_timeout_s is None else timedelta(seconds=config.peer_timeout_s)
-    rollback = ROLLBACKS[config.rollback] if config.post_validation else None
-    said = say if _is_first_rank() else None
+    memory, said = MemoryMeter(), say if _is_first_rank() else None
+    timeout = None if config.peer_timeout_s is None else timedelta(seconds=config.peer_timeout_s)
+    make: Callable[[int, int], Schedule] = functools.cache(lambda ranks, count: sources(ranks).make(count))
     parts: list[Part] = []
-    # The number of ranks may be unknown yet; what a schedule file moves does not depend on it.
-    select_moves = config.selection(sources(2))
-    moves: MoveSelection | None = None if select_moves is None else functools.cache(select_moves)
-    limit = None if config.host_memory is None else parse_bytes(config.host_memory)
-    if config.plans_offload:
-        assert memory is not None
-        recorder = Recorder(select("auto"))
-        moves = planned = AutoMoves(recorder, memory, limit, say)
-        observers = (planned, *observers, recorder)
-    if moves is not None:
+    planners: list[Replanner] = []
+    if (select_moves := config.selection(sources(_ANY))) is not None:
+        limit = None if config.host_memory is None else parse_bytes(config.host_memory)
+        moves: MoveSelection = functools.cache(select_moves)
+        if config.plans_offload:
+            moves = planned = AutoMoves(memory, limit, say)
+            planners.append(planned)
         parts.append(Offloading(moves, limit, said))
+    if config.schedule == AUTO:
+        of_job = config.memory_limit or DEFAULT_LIMIT, config.placement, config.post_validation
+        auto = AutoSchedule(AutoOptions(*of_job, config.cuts() or WHOLE, config.vocabulary), memory, say)
+        make = auto.make
+        planners.append(auto)
     if config.shard_weights:
-        transport = OnDemand(waits) if config.shard_transport == "on-demand" else Collectives()
-        parts.append(ShardedUnits(config.sharding, transport, waits))
-    more = Options(waits, config.post_receives, config.ctas, config.recompute_logits, rollback)
-    return Pipeline(make, parts, observers, memory, more, _accumulator(config), said)
+        transport = OnDemand(timeout) if config.shard_transport == "on-demand" else Collectives()
+        parts.append(ShardedUnits(config.sharding, transport, timeout))
+    if planners:
+        passes = Recorder(select("auto"))
+        observers = (Measured(passes, planners), *observers, passes)
+    rollback = ROLLBACKS[config.rollback] if config.post_validation else None
+    options = Options(timeout, config.post_receives, config.ctas, config.recompute_logits, rollback)
+    measures = memory if config.measure_memory or planners else None
+    return Pipeline(make, parts, observers, measures, options, _accumulator(config), said)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:
