@@ -246,8 +246,9 @@ def measure(
         device, state = torch.device("cpu"), checkpoint.TrainState()
         trainer = loop.Trainer(args, select("cpu"), device, trained, samples, args.vocab_size, state, None)  # type: ignore[arg-type]
         count = args.global_batch_size // args.batch_sizes.granule
-        if at_once and pipeline._select_moves is not None:
-            pipeline._select_moves = partial(select_longest, share=1.0, out=0, back=0)
+        offloading = pipeline.part(Offloading)
+        if at_once and offloading is not None:
+            offloading._select = partial(select_longest, share=1.0, out=0, back=0)
 
         def profiled(count: int, trainer: Any = trainer, samples: Any = samples) -> int:
             trainer._zero_gradients()
@@ -263,7 +264,6 @@ def measure(
             stages = args.placement.stages_of(parallel_state.get_pipeline_model_parallel_rank())
             of_a_pass = profiled(1) - sum(memory.activation[stage] for stage in stages)
         peak = profiled(count)
-        offloading = pipeline.part(Offloading)
         host = 0 if offloading is None else offloading.host_peak
         measured.append(Measured(peak, host, of_a_pass, memory))
     return measured

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.zero_bubble.adapter.facts import IterationFacts
 from megatron.zero_bubble.adapter.history import Histories
-from megatron.zero_bubble.adapter.part import Part
+from megatron.zero_bubble.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.adapter.slices import SlicedChunk
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts, StepResults
 from megatron.zero_bubble.ir import Compute
@@ -19,6 +18,30 @@ from megatron.zero_bubble.runtime.executor import Executor
 from megatron.zero_bubble.runtime.handlers import Stage, handlers
 from megatron.zero_bubble.wgrad.grad_sync import GradSync
 from megatron.zero_bubble.wgrad.store import WgradStore
+
+
+class Slicing(Part):
+    """Keeps the keys and values that the slices of a sequence share.
+
+    Attributes:
+        histories: those of all chunks of this rank.
+    """
+
+    def __init__(self) -> None:
+        self.histories = Histories()
+
+    @contextmanager
+    def iteration(self, iteration: IterationFacts) -> Iterator[None]:
+        """See ``Part``. Afterwards, no history is left, also if the iteration failed."""
+        try:
+            yield
+        finally:
+            self.histories.clear()
+
+    @property
+    def num_pending(self) -> int:
+        """Number of stages and microbatches whose keys and values are kept."""
+        return len(self.histories)
 
 
 @dataclass(frozen=True)
@@ -98,12 +121,12 @@ class Iteration:
                 context.enter_context(slices.hooked())
                 chunks.append(StageParts(step, self.results, stage, chunk, slices, self.store, sync))
             stages: dict[int, Stage] = {own.facts.stage: MegatronStage(own) for own in chunks}
-            for part in self.parts:
-                stages.update(part.stages(facts, chunks))
-            for part in self.parts:
-                context.enter_context(part.iteration(facts))
+            for each in self.parts:
+                stages.update(each.stages(facts, chunks))
+            for each in self.parts:
+                context.enter_context(each.iteration(facts))
             basic = handlers(stages, transport, boundary.new_buffer, observer, validate)
             compute = self.store.saved.around(basic[Compute], facts.call.chunks)
-            of_parts = {op: handler for part in self.parts for op, handler in part.handlers(facts).items()}
+            of_parts = {op: handler for each in self.parts for op, handler in each.handlers(facts).items()}
             by_op = {**basic, Compute: compute, **of_parts}
             return Executor(prepared.plan, prepared.rank, by_op, observer).run()

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 
-from megatron.zero_bubble.adapter.facts import IterationFacts
-from megatron.zero_bubble.adapter.part import Joined, Part
+from megatron.zero_bubble.adapter.part import IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import Lowering
 from megatron.zero_bubble.ir import Op, Schedule
 from megatron.zero_bubble.plan.offload import MoveSelection, offload

@@ -6,20 +6,24 @@ change of the pipeline (``tests/opening/test_a_new_part.py``).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
-from megatron.zero_bubble.adapter.facts import IterationFacts
+from megatron.zero_bubble.adapter.boundary import Boundary
 from megatron.zero_bubble.adapter.finalize import Finalize
-from megatron.zero_bubble.adapter.prepared import Lowering
-from megatron.zero_bubble.adapter.stage import StageParts
-from megatron.zero_bubble.ir import Op, Plan, Schedule
+from megatron.zero_bubble.adapter.prepared import Lowering, Prepared
+from megatron.zero_bubble.adapter.stage import StageParts, StepArguments
+from megatron.zero_bubble.adapter.staging import Links
+from megatron.zero_bubble.ir import Op, Plan, Schedule, Slices
 from megatron.zero_bubble.platforms import Platform
 from megatron.zero_bubble.runtime.executor import Handler
 from megatron.zero_bubble.runtime.handlers import Stage
+from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.saved import SavedTensors
 from megatron.zero_bubble.runtime.watchdog import Watchdog
 
@@ -38,6 +42,47 @@ class Joined(NamedTuple):
     platform: Platform
     watchdog: Watchdog | None
     saved: SavedTensors
+
+
+class Call(NamedTuple):
+    """One call of the forward-backward function.
+
+    Attributes:
+        iterators: the data iterator of every chunk.
+        boundary: makes the boundary for the slices of a schedule.
+        is_uneven: whether replicas may run different numbers of microbatches.
+    """
+
+    step: StepArguments
+    groups: Any
+    chunks: list[torch.nn.Module]
+    iterators: list[Any]
+    boundary: Callable[[Slices], Boundary]
+    force_all_reduce: bool | None
+    is_uneven: bool
+
+
+@dataclass(frozen=True)
+class IterationFacts:
+    """One iteration on one rank, as its parts see it.
+
+    Attributes:
+        prepared: the plan, and the facts about the stages of this rank.
+        call: the arguments of the iteration.
+        boundary: the tensors that cross the boundaries between stages.
+        links: move values between ranks.
+        observer: is notified of every op, message and wait; None if the iteration is not observed.
+    """
+
+    prepared: Prepared
+    call: Call
+    boundary: Boundary
+    links: Links
+    observer: IterationObserver | None
+
+    @property
+    def forward_only(self) -> bool:
+        return self.call.step.forward_only
 
 
 class Part:

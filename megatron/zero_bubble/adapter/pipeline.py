@@ -21,14 +21,12 @@ from megatron.core.utils import get_model_config
 
 from megatron.zero_bubble.adapter.boundary import make_boundary
 from megatron.zero_bubble.adapter.connection import Connection
-from megatron.zero_bubble.adapter.facts import Call, IterationFacts
 from megatron.zero_bubble.adapter.finalize import finalized, finish_grad_sync, per_chunk
-from megatron.zero_bubble.adapter.iteration import Iteration
+from megatron.zero_bubble.adapter.iteration import Iteration, Slicing
 from megatron.zero_bubble.adapter.loss_reports import Collected, LossReports
-from megatron.zero_bubble.adapter.part import Joined, Part
+from megatron.zero_bubble.adapter.part import Call, IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import Prepared, check_queues, check_same_plan, loss_rank
 from megatron.zero_bubble.adapter.shards import ShardedUnits
-from megatron.zero_bubble.adapter.slicing import Slicing
 from megatron.zero_bubble.adapter.stage import StepArguments, StepResults
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.adapter.versions import check_one_model, process_groups
@@ -116,7 +114,7 @@ class Pipeline:
 
     def part(self, kind: type[P]) -> P | None:
         """The part of a class; None if the pipeline has none."""
-        return next((part for part in self._parts if isinstance(part, kind)), None)
+        return next((each for each in self._parts if isinstance(each, kind)), None)
 
     @property
     def units(self) -> ShardedUnits | None:
@@ -131,7 +129,7 @@ class Pipeline:
         It is 0 between iterations; with post-validation, only after ``PostValidatedOptimizer.settle``.
         """
         under_way = (self._connection, self._reports, self._optimizer)
-        kept = len(self.store) + sum(part.num_pending for part in self._parts)
+        kept = len(self.store) + sum(each.num_pending for each in self._parts)
         return kept + sum(each.num_in_flight for each in under_way if each is not None)
 
     def _operands(self, work: Pass) -> Iterator[torch.Tensor]:
@@ -230,8 +228,8 @@ class Pipeline:
         step, config, chunks = call.step, call.step.config, call.chunks
         if self._connection is not None and call.groups.pp is not self._connection.group:
             self._disconnect()  # the job has rebuilt its process groups
-        for part in self._parts:
-            part.begin(step.num_microbatches, step.forward_only)
+        for each in self._parts:
+            each.begin(step.num_microbatches, step.forward_only)
         prepared = self._prepare(call.groups.pp, config, step.num_microbatches, step.forward_only)
         prepared.check_chunks(chunks)
         boundary = call.boundary(prepared.schedule.slices)
@@ -250,7 +248,7 @@ class Pipeline:
                 self._optimizer.settle()
             iteration.evaluate()
         else:
-            finalizing = [part.finalizing for part in self._parts]
+            finalizing = [each.finalizing for each in self._parts]
             with finalized(config, call.groups, prepared, chunks, results, call.force_all_reduce, finalizing):
                 self._train(iteration)
         if config.timers is not None:
@@ -302,8 +300,8 @@ class Pipeline:
 
     def _disconnect(self) -> None:
         """Disconnect from the other ranks; the next iteration connects them again."""
-        for part in self._parts:
-            part.close()
+        for each in self._parts:
+            each.close()
         if self._connection is not None:
             self._connection.close()
             self._connection = None
@@ -321,14 +319,14 @@ class Pipeline:
                 "post-validation needs the optimizer whose steps the passes validate, got none; wrap it with "
                 "post_validated(optimizer, model) of the pipeline that apply() returns, or leave post_validation out"
             )
-        of_parts = (part.lowering(schedule, forward_only) for part in self._parts)
+        of_parts = (each.lowering(schedule, forward_only) for each in self._parts)
         lowerings = tuple(lowering for lowering in of_parts if lowering is not None)
         prepared = self._prepared.get(key)
         if prepared is None or (prepared.schedule, prepared.lowerings) != (schedule, lowerings):
             check_options(config, num_slices=schedule.num_slices, vocabulary=algorithm_of(schedule) is not None)
             check_runnable(schedule, group.size(), num_microbatches)
-            for part in self._parts:
-                part.check(config, schedule)
+            for each in self._parts:
+                each.check(config, schedule)
             plan = self._plan(schedule, [lowering.run for lowering in lowerings], forward_only)
             check_queues(group, plan)
             self._connect(group, plan)
@@ -354,8 +352,8 @@ class Pipeline:
         else:
             connection.open_messages(plan)
         joined = Joined(group, plan, connection.platform, connection.watchdog, self.store.saved)
-        for part in self._parts:
-            part.connect(joined)
+        for each in self._parts:
+            each.connect(joined)
         connection.open_collectives(plan)
         if self._reports is None and loss_rank(plan.schedule) != group.size() - 1:
             self._reports = LossReports(group, wait=options.rollback is None, timeout=options.timeout)

@@ -19,9 +19,8 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.utils import get_attr_wrapped_model
 
-from megatron.zero_bubble.adapter.facts import IterationFacts
 from megatron.zero_bubble.adapter.finalize import Finalize
-from megatron.zero_bubble.adapter.part import Joined, Part
+from megatron.zero_bubble.adapter.part import IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.placement import is_end
 from megatron.zero_bubble.adapter.prepared import Lowering, check_same_plan
 from megatron.zero_bubble.adapter.replicas import Comparison

@@ -52,6 +52,7 @@ def apply(
     observers: Sequence[IterationObserver] = (),
     say: Callable[[str], None] = print,
     source: ScheduleSource | None = None,
+    parts: Sequence[Part] = (),
 ) -> Pipeline:
     """Make megatron-core's pipelines run the schedule of ``config``.
 
@@ -63,6 +64,7 @@ def apply(
         say: prints, on rank 0, what ``zb-auto`` measured and planned, and the upstream functions whose bodies changed.
         source: the schedules of ``config``, if a job has already resolved them; by default they are resolved here,
             which may read a file.
+        parts: more parts of the pipeline, after those of ``config``.
 
     Returns:
         the pipeline that now runs the iterations.
@@ -82,7 +84,7 @@ def apply(
     )
     used.look_up((*seams.used, *(name for names, is_used in of_options if is_used for name in names)))
     sources: SourceOnRanks = config.sources() if source is None else lambda _: source
-    pipeline = _pipeline(config, sources, observers, say)
+    pipeline = _pipeline(config, sources, observers, say, parts)
     forward_backward = pipeline.forward_backward
     replacements: list[Replacement] = [
         (seams.schedule, lambda _: forward_backward),
@@ -160,6 +162,7 @@ def _pipeline(
     sources: SourceOnRanks,
     observers: Sequence[IterationObserver],
     say: Callable[[str], None],
+    more: Sequence[Part] = (),
 ) -> Pipeline:
     memory, said = MemoryMeter(), say if _is_first_rank() else None
     timeout = None if config.peer_timeout_s is None else timedelta(seconds=config.peer_timeout_s)
@@ -187,7 +190,7 @@ def _pipeline(
     rollback = ROLLBACKS[config.rollback] if config.post_validation else None
     options = Options(timeout, config.post_receives, config.ctas, config.recompute_logits, rollback)
     measures = memory if config.measure_memory or planners else None
-    return Pipeline(make, parts, observers, measures, options, _accumulator(config), said)
+    return Pipeline(make, [*parts, *more], observers, measures, options, _accumulator(config), said)
 
 
 def _accumulator(config: ZeroBubbleConfig) -> GradAccumulator:

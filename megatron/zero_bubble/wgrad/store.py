@@ -3,6 +3,10 @@
 A deferred gradient is an object that can compute itself; the store keeps these objects by the W pass that they belong
 to. One store serves all stages of a rank.
 
+Registers prove, stores hold: for the executor, the operands of a W are a value without content, which B gives and W
+takes, so that the proof of a plan covers them. Their tensors are here, because linears put them here during B, and no
+pass returns them. So it is with the keys and values of slices (``adapter.history``).
+
 The W passes at the end of an iteration can be grouped by weight. The order of gradients per weight stays the same, but
 weights become ready one after the other, so that data parallelism reduces the first while the last are computed (Zero
 Bubble paper, appendix A).
@@ -171,7 +175,11 @@ class WgradStore:
             self._current = None
 
     def put(self, deferred: Deferred) -> None:
-        """Store a gradient for the W pass of the running B."""
+        """Store a gradient for the W pass of the running B.
+
+        W adds it to the parameter, and then calls the hook of data parallelism, which expects a gradient. If W has
+        added to ``main_grad`` itself, the hook gets a zero in its place (``stand_in``), and does not add it.
+        """
         assert self._current is not None, "a deferred linear ran its backward outside a split B"
         self._stored.setdefault(self._current, []).append(_Entry(self._current, deferred))
 

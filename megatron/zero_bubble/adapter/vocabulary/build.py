@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron.zero_bubble.adapter.facts import IterationFacts
-from megatron.zero_bubble.adapter.part import Part
+from megatron.zero_bubble.adapter.part import IterationFacts, Part
 from megatron.zero_bubble.adapter.stage import MegatronStage, StageParts
 from megatron.zero_bubble.adapter.vocabulary.logits import KeptLogits, Logits, RecomputedLogits, SavedForT
 from megatron.zero_bubble.adapter.vocabulary.passes import VocabularyStage
