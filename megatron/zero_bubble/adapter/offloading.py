@@ -10,7 +10,7 @@ from megatron.zero_bubble.adapter.part import IterationFacts, Joined, Part
 from megatron.zero_bubble.adapter.prepared import Lowering
 from megatron.zero_bubble.ir import Op, Schedule
 from megatron.zero_bubble.plan.offload import MoveSelection, offload
-from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.offload import Offloader
 
 

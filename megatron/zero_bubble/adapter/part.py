@@ -21,7 +21,7 @@ from megatron.zero_bubble.adapter.stage import StageParts, StepArguments
 from megatron.zero_bubble.adapter.staging import Links
 from megatron.zero_bubble.ir import Op, Plan, Schedule, Slices
 from megatron.zero_bubble.platforms import Platform
-from megatron.zero_bubble.runtime.executor import Handler
+from megatron.zero_bubble.runtime.handler import Handler
 from megatron.zero_bubble.runtime.handlers import Stage
 from megatron.zero_bubble.runtime.observer import IterationObserver
 from megatron.zero_bubble.runtime.saved import SavedTensors
