@@ -27,9 +27,11 @@ from megatron.zero_bubble.formats.trace import Recording, trace_from_json, trace
 from megatron.zero_bubble.ir import Compute, Effects, Flow, Kind, Op, Plan, Slices, Value
 from megatron.zero_bubble.ir.flow import SAVED
 from megatron.zero_bubble.ir.ops import OPS, Memory, Times
+from megatron.zero_bubble.ir.passes import later
+from megatron.zero_bubble.ir.unrolled import Unrolled
 from megatron.zero_bubble.measure.gather import gather_trace
 from megatron.zero_bubble.measure.recorder import Recorder
-from megatron.zero_bubble.plan import communicate, lower, prove, with_validation
+from megatron.zero_bubble.plan import alike, communicate, lower, prove, with_validation
 from megatron.zero_bubble.platforms import select
 from megatron.zero_bubble.render.perfetto import render_perfetto
 from megatron.zero_bubble.render.svg import render_svg
@@ -61,6 +63,9 @@ class _Copy(Op):
     def duration_ms(self, times: Times, slices: Slices) -> float:
         return COPY_MS
 
+    def later(self, by: int) -> _Copy:
+        return type(self)(later(self.value, by))
+
     @classmethod
     def parse(cls, text: str, rank: int) -> _Copy | None:
         match = re.fullmatch(rf"{cls.word}\((.*)\)", text)
@@ -89,6 +94,7 @@ class Reload(_Copy):
         return memory.size(self.value, slices), 0.0
 
 
+@alike
 def offload(plan: Plan) -> Plan:
     """Lowering pass: offload microbatches whose backward is more than four passes away; reload two passes before it."""
     return replace(plan, ops=tuple(map(_with_copies, plan.ops)))
@@ -160,6 +166,25 @@ def test_lowering_passes_can_run_in_any_order(passes: tuple[str, ...]) -> None:
     assert sum(isinstance(op, Offload) for row in plan.ops for op in row) == sum(
         isinstance(op, Offload) for row in offloaded("zb-h2").ops for op in row
     )
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "interleaved-1f1b"])
+def test_a_plan_with_the_op_stores_what_repeats_once(name: str) -> None:
+    """Because the lowering pass is declared ``alike`` and the op has a ``later``; the ops are the same without them."""
+
+    def undeclared(plan: Plan) -> Plan:
+        return offload(plan)
+
+    schedule = build(name, num_ranks=4, num_microbatches=96)
+    plan = lower(schedule, (communicate, offload))
+    assert isinstance(plan.ops, Unrolled)
+    in_full = lower(schedule, (communicate, undeclared))
+    assert isinstance(in_full.ops, tuple)
+    assert plan.ops == in_full.ops
+    stored, repeated = (
+        sum(isinstance(op, Offload) for row in of for op in row) for of in (plan.ops.stem.ops, plan.ops)
+    )
+    assert 0 < stored < repeated / 2
 
 
 def test_text_form_round_trip() -> None:

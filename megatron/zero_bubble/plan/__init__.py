@@ -4,11 +4,13 @@ from megatron.zero_bubble.plan.communicate import PostReceives, communicate
 from megatron.zero_bubble.plan.lower import LoweringPass, lower, lower_forward_only, lower_training
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import Queues, prove, prove_for_queues
+from megatron.zero_bubble.plan.unroll import alike
 
 __all__ = [
     "LoweringPass",
     "PostReceives",
     "Queues",
+    "alike",
     "communicate",
     "lower",
     "lower_forward_only",

@@ -15,8 +15,10 @@ from megatron.zero_bubble.ir import Compute, Op, Pass, Plan
 from megatron.zero_bubble.ir.collectives import Spread, Sum
 from megatron.zero_bubble.ir.vocabulary import PART, TO_ALL_RANKS, Vocabulary
 from megatron.zero_bubble.plan.finish import finish
+from megatron.zero_bubble.plan.unroll import alike
 
 
+@alike
 def collect(plan: Plan) -> Plan:
     """A lowering pass: add the collectives, and free what ranks have given to them. Plans without vocabulary
     parallelism, or of one rank, stay as they are.

@@ -19,11 +19,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Settle, Value
+from megatron.zero_bubble.plan.unroll import alike
 
 PostReceives = Literal["early", "late"]
 """When receives are posted: one pass ahead of the pass that needs the message, or directly before it."""
 
 
+@alike
 def communicate(plan: Plan, max_in_flight: int | None = None, post_receives: PostReceives = "early") -> Plan:
     """A lowering pass: add the ops that move values between ranks, for values that no other op moves.
 

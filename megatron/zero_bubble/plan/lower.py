@@ -15,12 +15,11 @@ from megatron.zero_bubble.plan.offload import Move, offload
 from megatron.zero_bubble.plan.post_validation import with_validation
 from megatron.zero_bubble.plan.prove import prove
 from megatron.zero_bubble.plan.shard import Sharding, shard
-from megatron.zero_bubble.plan.unroll import unroll
+from megatron.zero_bubble.plan.unroll import is_alike, unroll
 
 LoweringPass = Callable[[Plan], Plan]
+"""A lowering pass that treats all microbatches alike declares it (``alike``), so that plans store what repeats once."""
 
-_TREATING_MICROBATCHES_ALIKE = (collect, communicate, with_validation)
-"""Lowering passes for which the steady state of a schedule needs to be lowered only once."""
 _KEPT, _MORE = 6, 2
 """Windows in the stem of a plan in addition to their lag, and the factor by which they grow until its ops repeat."""
 
@@ -29,7 +28,8 @@ _KEPT, _MORE = 6, 2
 def lower(schedule: Schedule, passes: Sequence[LoweringPass] = (communicate,)) -> Plan:
     """Turn a valid schedule into the ops of every rank, and prove after every lowering pass that the plan can run.
 
-    The steady state of a schedule, which repeats the same passes, is lowered and proved only once.
+    The steady state of a schedule, which repeats the same passes, is lowered and proved only once, if every lowering
+    pass is ``alike``.
 
     Args:
         schedule: any schedule that ``analysis.validate`` accepts.
@@ -54,7 +54,7 @@ def _lowered_once(schedule: Schedule, passes: Sequence[LoweringPass]) -> Plan | 
     """Lower and prove the stem of a schedule, and insert the windows that it lacks; None if the schedule or its ops do
     not repeat themselves.
     """
-    if not passes or any(getattr(each, "func", each) not in _TREATING_MICROBATCHES_ALIKE for each in passes):
+    if not passes or not all(map(is_alike, passes)):
         return None
     repeats, kept = find_repeats(schedule), _KEPT
     while repeats is not None and 2 * (repeats.lag + kept) <= repeats.copies:

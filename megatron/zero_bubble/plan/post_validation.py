@@ -15,8 +15,10 @@ from dataclasses import replace
 from megatron.zero_bubble.analysis.period import validation_positions
 from megatron.zero_bubble.ir import Message, Op, Plan, Recv, Send, Settle, Validate
 from megatron.zero_bubble.ir.collectives import Collective
+from megatron.zero_bubble.plan.unroll import alike
 
 
+@alike
 def with_validation(plan: Plan) -> Plan:
     """A lowering pass: add a ``Validate`` on every rank, at the latest valid position, and the ``drain``."""
     positions = validation_positions(plan)

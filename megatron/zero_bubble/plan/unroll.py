@@ -12,8 +12,9 @@ windows of equal ops, the second for later microbatches. By induction, any numbe
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from megatron.zero_bubble.analysis.steps import Blocked, Step, advance
 from megatron.zero_bubble.ir import Compute, Plan, Recv, Schedule, Send
@@ -22,6 +23,21 @@ from megatron.zero_bubble.ir.ops import STEPPED, Rows, messages
 from megatron.zero_bubble.ir.passes import later
 from megatron.zero_bubble.ir.plan import Cut, Unrolled
 from megatron.zero_bubble.ir.repeats import Repeats
+
+_Lowering = TypeVar("_Lowering", bound=Callable[..., Plan])
+
+
+def alike(lowering_pass: _Lowering) -> _Lowering:
+    """Declare that a lowering pass treats all microbatches alike: the ops that it adds to a window of repeated passes
+    are those that it adds to the next window, for later microbatches. Used as a decorator.
+    """
+    lowering_pass.alike = True  # type: ignore[attr-defined]
+    return lowering_pass
+
+
+def is_alike(lowering_pass: object) -> bool:
+    """Whether a lowering pass, or the one that a ``functools.partial`` calls, is declared ``alike``."""
+    return bool(getattr(getattr(lowering_pass, "func", lowering_pass), "alike", False))
 
 
 def unroll(stem: Plan, schedule: Schedule, repeats: Repeats, kept: int) -> Plan | None:
