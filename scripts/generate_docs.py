@@ -16,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
-from site_parts import architecture, flags, gpu, offload, refusals, schedules, slices, stored, vocabulary
+from site_parts import architecture, flags, gpu, offload, plan_keys, refusals, schedules, slices, stored, vocabulary
 
 ROOT = Path(__file__).parent.parent
 PARTS: dict[str, Callable[[], str]] = {
@@ -25,6 +25,7 @@ PARTS: dict[str, Callable[[], str]] = {
     **vocabulary.PARTS,
     **offload.PARTS,
     **flags.PARTS,
+    **plan_keys.PARTS,
     **refusals.PARTS,
     **stored.PARTS,
     **architecture.PARTS,

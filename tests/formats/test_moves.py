@@ -10,7 +10,7 @@ import pytest
 from megatron.zero_bubble import build, simulate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.moves import moves_content
-from megatron.zero_bubble.formats.plan import plan_from_json, plan_to_json
+from megatron.zero_bubble.formats.plan import PlanFile, plan_from_json, plan_to_json
 from megatron.zero_bubble.plan import lower_training
 from megatron.zero_bubble.plan.offload import select_longest
 from megatron.zero_bubble.planning.source import even_costs
@@ -19,18 +19,18 @@ SCHEDULE = build("zb-h2", num_ranks=2, num_microbatches=4)
 
 
 def written(content: dict[str, Any]) -> str:
-    return plan_to_json(simulate(SCHEDULE, even_costs(SCHEDULE.placement)), layout=content)
+    return plan_to_json(simulate(SCHEDULE, even_costs(SCHEDULE.placement)), more=content)
 
 
 def test_moves_are_read_as_written() -> None:
     moves = tuple(move._replace(after=1) for move in select_longest(SCHEDULE, 0.5))
-    assert plan_from_json(written(moves_content(moves))) == (SCHEDULE, moves)
-    assert plan_from_json(written({})) == (SCHEDULE, ())
+    assert plan_from_json(written(moves_content(moves))) == PlanFile(SCHEDULE, moves=moves)
+    assert plan_from_json(written({})) == PlanFile(SCHEDULE)
 
 
 def test_moves_that_just_fit_can_be_lowered() -> None:
     """Between 0F0 and 0B0 of ZB-H2 on two ranks are two passes, 0F1 and 0F2."""
-    _, moves = plan_from_json(written({"moves": [["0F0", 1, 1, 0]]}))
+    moves = plan_from_json(written({"moves": [["0F0", 1, 1, 0]]})).moves
     assert lower_training(SCHEDULE, moves=moves).ops
 
 

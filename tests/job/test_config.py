@@ -52,13 +52,13 @@ def test_moves_of_a_schedule_file_are_checked_as_offloading(tmp_path: Path) -> N
     plain, moving = (str(tmp_path / name) for name in ("plain.json", "moving.json"))
     Path(plain).write_text(plan_to_json(timeline))
     move = Move(Pass(0, Kind.F, 1))
-    Path(moving).write_text(plan_to_json(timeline, layout=moves_content([move])))
+    Path(moving).write_text(plan_to_json(timeline, more=moves_content([move])))
     config = ZeroBubbleConfig(schedule_file=moving, host_memory="1GiB")
     select = config.selection(config.sources()(2))
     assert select is not None and select(schedule) == (move,)
-    without = ZeroBubbleConfig(schedule_file=moving, offload="none", wgrad_stream=True)
-    assert without.selection(without.sources()(2)) is None
+    with pytest.raises(ValueError, match="offload must be that of the schedule file, what it lists; got none with"):
+        ZeroBubbleConfig(schedule_file=moving, offload="none")
     with pytest.raises(ValueError, match="got wgrad_stream with offload=the moves of the schedule file"):
-        ZeroBubbleConfig(schedule_file=moving, wgrad_stream=True).sources()
+        ZeroBubbleConfig(schedule_file=moving, wgrad_stream=True)
     with pytest.raises(ValueError, match="host_memory=1GiB with offload=none, which moves nothing"):
-        ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB").sources()
+        ZeroBubbleConfig(schedule_file=plain, host_memory="1GiB")

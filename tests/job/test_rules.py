@@ -15,6 +15,7 @@ from megatron.zero_bubble.ir import Kind
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, parse_ours
 from megatron.zero_bubble.job.options import check_options
+from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.job.runnable import check_runnable
 from megatron.zero_bubble.job.stages import place_stages
@@ -153,16 +154,17 @@ def test_vocabulary_parallelism_needs_whole_sequences(given: dict[str, Any]) -> 
         ZeroBubbleConfig(vocabulary=2, **given)
 
 
-def test_vocabulary_of_a_schedule_file_must_not_be_left_undivided(tmp_path: Path) -> None:
+def test_vocabulary_of_a_schedule_file_cannot_be_left_undivided(tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     file.write_text(plan_to_json(divided_plan(2)))
     job = SimpleNamespace(pipeline_model_parallel_size=2)
     for flags in ([], ["--zero-bubble-vocabulary-parallel", "2"]):
         options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), *flags])
+        adopt(options)
         assert place_stages(options, job, None, 1.0)[1].vocabulary == 2
     options, _ = parse_ours(["--zero-bubble-schedule-file", str(file), "--zero-bubble-vocabulary-parallel", "off"])
-    with pytest.raises(UserError, match="must be that of the schedule file, 2; got off with"):
-        place_stages(options, job, None, 1.0)
+    with pytest.raises(UserError, match="-vocabulary-parallel must be that of the schedule file, 2; got off with"):
+        adopt(options)
 
 
 @pytest.mark.parametrize("kind", ["I", "S", "T", "J"])

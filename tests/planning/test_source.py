@@ -128,7 +128,7 @@ def test_vocabulary_is_that_of_the_file(tmp_path: Path, algorithm: Algorithm) ->
         source = ZeroBubbleConfig(schedule_file=str(file), vocabulary=given, recompute_logits=True).sources()(2)
         assert source.vocabulary == algorithm and source.make(3) == timeline.schedule
     other: Algorithm = 2 if algorithm == 1 else 1
-    message = f"must be that of the schedule file, {algorithm}; got vocabulary={other}"
+    message = f"vocabulary must be that of the schedule file, {algorithm}; got {other} with"
     with pytest.raises(UserError, match=message):
         ZeroBubbleConfig(schedule_file=str(file), vocabulary=other).sources()
 
@@ -138,9 +138,9 @@ def test_file_without_vocabulary_passes_does_not_suit_a_divided_vocabulary(tmp_p
     schedule = build("zb-h1", num_ranks=2, num_microbatches=3)
     file.write_text(plan_to_json(simulate(schedule, PassCosts.uniform(schedule.placement, 1.0, 1.0, 1.0))))
     assert ZeroBubbleConfig(schedule_file=str(file)).sources()(2).vocabulary is None
-    with pytest.raises(UserError, match="which is without it; got vocabulary=2"):
+    with pytest.raises(UserError, match="vocabulary must be that of the schedule file, off; got 2"):
         ZeroBubbleConfig(schedule_file=str(file), vocabulary=2).sources()
-    with pytest.raises(UserError, match="recompute_logits has no effect .* is without it"):
+    with pytest.raises(UserError, match="recompute_logits has no effect .* got vocabulary=None with .*plan.json"):
         ZeroBubbleConfig(schedule_file=str(file), recompute_logits=True).sources()
 
 

@@ -15,7 +15,6 @@ from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.cli.break_even import BreakEven, Contenders
 from megatron.zero_bubble.cli.candidates import FITTED, Candidate, Comparison, Made, most_chunks, with_offload
 from megatron.zero_bubble.cli.compare_table import Row, Table, ms_of, table_text
-from megatron.zero_bubble.cli.divisions import needed_layout
 from megatron.zero_bubble.cli.figures import add_figures, figures
 from megatron.zero_bubble.cli.layouts import BY_COST, add_layout
 from megatron.zero_bubble.cli.offload import add_offload, offloaded, offloads, with_copies
@@ -229,7 +228,7 @@ def _row(timeline: Timeline, made: Made, limit: float, replicas: Replicas | None
         tensor_parallel=made.tensor_parallel,
         tensor_bytes=made.tensor_bytes,
         is_lower_bound=costs.halves(schedule.placement),
-        needed_layout=needed_layout(costs, schedule.placement) if made.layout is None else None,
+        needed_layout=costs.needed_layout(schedule.placement) if made.layout is None else None,
     )
 
 

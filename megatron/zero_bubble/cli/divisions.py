@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Protocol
+from typing import Protocol
 
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.planning.figures import HALVED, Figures
@@ -26,11 +26,6 @@ class DividedRow(Protocol):
     def needed_layout(self) -> str | None: ...
 
 
-def needed_layout(costs: Figures, placement: Placement) -> str | None:
-    """The ``--pipeline-model-parallel-layout`` that gives a job these layers per stage; None if it needs none."""
-    return None if costs.division is None else costs.division.needed_layout(placement)
-
-
 def mark(row: DividedRow) -> str:
     """The end of the line of a row whose times are a lower bound."""
     return _MARK if row.is_lower_bound else ""
@@ -48,15 +43,8 @@ def division_lines(rows: Iterable[DividedRow]) -> Iterator[str]:
 
 def division_text(costs: Figures, placement: Placement) -> str:
     """The same for one plan."""
-    layout = needed_layout(costs, placement)
+    layout = costs.needed_layout(placement)
     return (f"{_needs(layout)}\n" if layout else "") + (f"A lower bound: {HALVED}\n" if costs.halves(placement) else "")
-
-
-def division_content(costs: Figures, placement: Placement) -> dict[str, Any]:
-    """The same as keys of a plan's JSON."""
-    layout = needed_layout(costs, placement)
-    needed = {} if layout is None else {"needed_layout": layout}
-    return {**needed, **({"is_lower_bound": True} if costs.halves(placement) else {})}
 
 
 def _needs(layout: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 from megatron.zero_bubble.formats.layout import stages_text
 from megatron.zero_bubble.planning.layouts import LayoutPlan
@@ -32,16 +31,6 @@ def layout_summary(plan: LayoutPlan) -> str:
         least = "at least " if other.is_bound else ""
         lines.append(f"{least}{compared(gain)} the {name} ({other.text}, {least}{other.ms:.3f} ms){more}")
     return "\n".join(lines) + "\n"
-
-
-def layout_content(plan: LayoutPlan) -> dict[str, Any]:
-    """Return the keys of the plan's JSON for the layout."""
-    return {
-        "pipeline_model_parallel_layout": plan.best.text,
-        "layers_per_stage": plan.best.layout,
-        # At least, where no schedule was made for the other layout.
-        "shorter_than": {name.replace(" ", "_"): gain for name, gain in plan.gains().items()},
-    }
 
 
 def compared(gain: float) -> str:

@@ -11,6 +11,7 @@ from megatron.zero_bubble.formats.layout import layout_text
 from megatron.zero_bubble.formats.layout_string import read_hybrid
 from megatron.zero_bubble.ir import Placement
 from megatron.zero_bubble.job.flags import has_schedule
+from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags
 from megatron.zero_bubble.megatron_lm import checks
 from megatron.zero_bubble.megatron_lm.batches import in_training, job_batches, num_microbatches
@@ -47,6 +48,7 @@ def checked_megatron_job(argv: Sequence[str], world_size: int, node_size: int) -
     arguments, replaced = modernize(argv)
     args, unread = parse_megatron(arguments)
     checks.check_format(args, args.yaml_cfg)
+    adopt(args)
     check_flags(Job(args, under_launcher=True, train_iters=args.train_iters))
     if has_schedule(args):
         checks.check_hybrid(args)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from megatron.zero_bubble.analysis.timeline import Timeline
 from megatron.zero_bubble.costs.units import checked_figure, parse_bytes, refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.moves import moves_content
 from megatron.zero_bubble.plan.offload import NO_SHARE, parse_share
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.offload import AUTO, HostLimits, Offloaded, plan_offload
@@ -128,20 +126,7 @@ def _size(options: argparse.Namespace, costs: Figures, name: str) -> float | Non
     return size
 
 
-def offload_content(done: Offloaded, choice: str) -> Mapping[str, Any]:
-    """Return the keys of the plan's JSON."""
-    return {
-        "offload": choice,
-        "offloaded_share": done.share,
-        "offload_added_ms": done.added_ms,
-        "device_peak": done.device_peak,
-        "host_peak": done.host_peak,
-        "pending_wgrad": done.pending_wgrad,
-        **moves_content(done.moves),
-    }
-
-
-def offload_summary(done: Offloaded, choice: str, costs: Figures) -> str:
+def offload_summary(done: Offloaded, costs: Figures) -> str:
     """Format what moves, and the memory of device and host."""
     longer = f"{done.added_ms:.3f} ms longer" if done.added_ms > 0 else "no longer"
     rows = (
@@ -149,7 +134,7 @@ def offload_summary(done: Offloaded, choice: str, costs: Figures) -> str:
         ("host peak", done.host_peak),
         ("pending operands of W", done.pending_wgrad),
     )
-    lines = [f"offload {choice}: {done.share:.1%} of the forwards move, makespan {longer} than without\n"]
+    lines = [f"offload {done.choice}: {done.share:.1%} of the forwards move, makespan {longer} than without\n"]
     for what, of_ranks in rows:
         lines.append(f"{what} by rank, in {_unit(costs)}: {_listed(of_ranks, costs)}\n")
     return "".join(lines)

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-from megatron.zero_bubble.cli.divisions import division_content, division_text
+from megatron.zero_bubble.cli.divisions import division_text
 from megatron.zero_bubble.cli.figures import add_figures, figures
-from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_content, layout_summary
+from megatron.zero_bubble.cli.layouts import BY_COST, add_layout, layout_summary
 from megatron.zero_bubble.cli.offload import (
     add_offload,
-    offload_content,
     offload_summary,
     offloaded,
     offloads,
@@ -26,7 +25,6 @@ from megatron.zero_bubble.cli.shards import (
     AUTO_COUNT,
     add_shards,
     number_or_auto,
-    shard_content,
     shard_summary,
     sharded,
     shards,
@@ -36,7 +34,7 @@ from megatron.zero_bubble.cli.slices import add_slices, cuts_of
 from megatron.zero_bubble.cli.vocabulary import add_vocabulary, refuse_vocabulary, variants_of
 from megatron.zero_bubble.costs.units import refuse_huge
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.plan import Certificate, plan_to_json, read_schedule_file
+from megatron.zero_bubble.formats.plan import Certificate, read_schedule_file
 from megatron.zero_bubble.ir import Placement, Schedule, Slices
 from megatron.zero_bubble.ir.collection import without_collection
 from megatron.zero_bubble.ir.vocabulary import algorithm_of
@@ -45,6 +43,7 @@ from megatron.zero_bubble.planning.cuts import Cuts, shortest
 from megatron.zero_bubble.planning.figures import Figures
 from megatron.zero_bubble.planning.layouts import LayoutPlan, lay_out
 from megatron.zero_bubble.planning.offload_search import best_offloaded, search_limits
+from megatron.zero_bubble.planning.plan_file import written
 from megatron.zero_bubble.planning.plans import (
     ADAPTING,
     PlannedSchedule,
@@ -53,7 +52,6 @@ from megatron.zero_bubble.planning.plans import (
     bound,
     fitted,
     fitting_search,
-    message_memory,
     slower_than_1f1b,
     with_units,
 )
@@ -150,19 +148,13 @@ def plan(options: argparse.Namespace) -> str:
         return zoomable(render_svg(timeline))
     layouts, moved = made.layouts, made.offloaded
     if options.format == "json":
-        own = division_content(costs, timeline.schedule.placement)
-        content = own if layouts is None else layout_content(layouts)
-        moves = {} if moved is None else offload_content(moved, options.offload)
-        more = {} if made.shards is None else shard_content(options, made.shards, costs)
-        known = costs.message_bytes
-        sent = {} if known is None else {"message_peak": message_memory(timeline.schedule, known)}
-        return plan_to_json(timeline, certificate, {**sent, **content, **moves, **more})
+        return written(made)
     divided = division_text(costs, timeline.schedule.placement)
     text = plan_text(timeline, costs) + (divided if layouts is None else layout_summary(layouts))
     if layouts is None and made.shards is None and algorithm_of(timeline.schedule) is None:
         slower = slower_than_1f1b(timeline, costs, options.objective)
         text += "" if slower is None else f"{slower}\n"
-    text += "" if moved is None else offload_summary(moved, options.offload, costs)
+    text += "" if moved is None else offload_summary(moved, costs)
     text += "" if made.shards is None else shard_summary(options, made.shards, costs)
     text += limit_text(timeline, costs, certificate) if certificate else ""
     if options.step_ms is not None:
@@ -227,7 +219,8 @@ def make_plan(options: argparse.Namespace) -> PlannedSchedule:
     certificate = None
     if limit is not None and not sharding:
         certificate = _certify(options, best.costs, limit, timeline.schedule, seconds)
-    return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved, units)
+    recomputes = bool(options.recompute_logits) and algorithm_of(timeline.schedule) is not None
+    return PlannedSchedule(timeline, best.costs, certificate, best.layouts, moved, units, recomputes)
 
 
 def searches(options: argparse.Namespace) -> bool:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from megatron.zero_bubble.cli.figures import replicas
 from megatron.zero_bubble.costs.units import checked_figure, parse_memory_limit, refuse_huge
@@ -14,9 +13,9 @@ from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.flags import unit_microbatches
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures
-from megatron.zero_bubble.planning.plans import bound
+from megatron.zero_bubble.planning.plan_file import sharded_bound
 from megatron.zero_bubble.planning.shard_search import Maker, plan_shards
-from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, least_ms, with_collectives
+from megatron.zero_bubble.planning.shards import Replicas, ShardPlan, with_collectives
 from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.schedules import recipe
 
@@ -194,22 +193,6 @@ def sharded(options: argparse.Namespace, costs: Figures, makers: Sequence[Maker]
     return plan_shards(costs, makers, has_units, replicas_of(options, costs))
 
 
-def shard_content(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> Mapping[str, Any]:
-    """Return the keys of the plan's JSON."""
-    return {
-        "shard_weights": True,
-        "replicas": replicas_of(options, costs).count,
-        "unit_microbatches": plan.sharding.unit_microbatches,
-        "whole_stages": plan.sharding.whole_chunks,
-        "gathers": plan.gathers,
-        "reductions": plan.reductions,
-        "replica_traffic_bytes": plan.traffic,
-        "static_bytes": plan.static,
-        "collectives_ms": plan.lane_ms,
-        **dict(zip(("lower_bound_ms", "lower_bound_reason"), _least_ms(plan, costs), strict=True)),
-    }
-
-
 def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) -> str:
     """Format the collectives, their traffic, memory, and a lower bound."""
     of, over = plan.sharding, replicas_of(options, costs)
@@ -226,15 +209,9 @@ def shard_summary(options: argparse.Namespace, plan: ShardPlan, costs: Figures) 
         peak = max(plan.peaks if over.limit < math.inf else plan.activations)
         verdict = "met" if peak <= limit * (1 + 1e-9) else "EXCEEDED"
         lines.append(f"memory limit {costs.show(limit)}: {verdict}, peak {costs.show(peak)} per rank")
-    least, why = _least_ms(plan, costs)
+    least, why = sharded_bound(plan, costs)
     lines.append(f"lower bound {least:.3f} ms makespan, for units of any size ({why})")
     return "".join(f"{line}\n" for line in lines)
-
-
-def _least_ms(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
-    schedule = plan.timeline.schedule
-    passes = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices)
-    return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
 
 
 def number_or_auto(text: str) -> int | str:

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.layout_string import layers_of, predictions_of
+from megatron.zero_bubble.formats.files import read_key
+from megatron.zero_bubble.formats.layout_string import layers_of, layout_layers, predictions_of
 from megatron.zero_bubble.ir import Placement
+
+LAYOUT = "pipeline_model_parallel_layout"
+NEEDED_LAYOUT = "needed_layout"
+LAYERS = "layers_per_stage"
+
+
+def layout_from(content: Mapping[str, Any], placement: Placement) -> str | None:
+    """Read the layout in a plan's JSON, chosen by cost or needed by the job; None if the plan has none.
+
+    Raises:
+        UserError: a layout that is not written as Megatron's flag, or for another number of stages than the plan's.
+    """
+    key = next((key for key in (LAYOUT, NEEDED_LAYOUT) if key in content), None)
+    if key is None:
+        return None
+    text = str(read_key(dict(content), key, "a string, such as Ett|ttL", lambda value: isinstance(value, str)))
+    layers = layout_layers(text)
+    if len(layers) != placement.num_stages:
+        raise UserError(
+            f"{key} must have one part per stage, {placement.num_stages}; got {len(layers)} in {text!r}; remove it"
+        )
+    if content.get(LAYERS, list(layers)) != list(layers):
+        raise UserError(
+            f"{LAYERS} must agree with {key}, which gives {list(layers)}; got {content[LAYERS]!r:.60}; remove it"
+        )
+    return text
 
 
 def layout_text(layout: Sequence[int]) -> str:

@@ -10,12 +10,24 @@ from megatron.zero_bubble.formats.files import read_key
 from megatron.zero_bubble.ir import Pass, Schedule
 from megatron.zero_bubble.plan.offload import Lifespan, Move, lifespans
 
+OFFLOAD = "offload"
 MOVES = "moves"
 
 
 def moves_content(moves: Collection[Move]) -> dict[str, Any]:
-    """Return the key of the plan's JSON."""
+    """Return the key of the plan's JSON for what moves."""
     return {MOVES: [[str(move.forward), move.after, move.out, move.back] for move in moves]}
+
+
+def offload_from(content: Mapping[str, Any]) -> str | None:
+    """Read the choice for which the plan moves something; None if the key is missing.
+
+    Raises:
+        UserError: for anything but a string.
+    """
+    if OFFLOAD not in content:
+        return None
+    return str(read_key(dict(content), OFFLOAD, "a string, such as auto", lambda value: isinstance(value, str)))
 
 
 def moves_from(content: Mapping[str, Any], schedule: Schedule) -> tuple[Move, ...]:

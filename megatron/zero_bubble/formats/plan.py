@@ -1,7 +1,7 @@
 """Plans as JSON: written by ``zero-bubble plan --format json`` and read by ``--schedule-file``.
 
-The keys are a contract with other tools (docs/plan-json.md). Reading uses the schedule and ignores the times and rates,
-which depend on the costs that they were computed with.
+The keys are a contract with other tools (``plan_keys.py``, docs/plan-json.md). Reading takes what was decided, and
+ignores times, rates and peaks, which depend on the costs that they were computed with.
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from megatron.zero_bubble.analysis.bounds import Bound
 from megatron.zero_bubble.analysis.timeline import Metric, Timeline
 from megatron.zero_bubble.analysis.validate import validate
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.files import json_object, read_file, read_key
-from megatron.zero_bubble.formats.moves import moves_from
+from megatron.zero_bubble.formats.layout import layout_from
+from megatron.zero_bubble.formats.moves import moves_from, offload_from
+from megatron.zero_bubble.formats.plan_keys import PLAN_KEYS
+from megatron.zero_bubble.formats.sharding import sharding_from
 from megatron.zero_bubble.formats.slices import slices_content, slices_from
 from megatron.zero_bubble.ir import Flow, Placement, Schedule, Slices
 from megatron.zero_bubble.ir.schedule import chain_of
 from megatron.zero_bubble.ir.sizes import check_size
 from megatron.zero_bubble.ir.vocabulary import FLOWS, Algorithm, algorithm_of
 from megatron.zero_bubble.plan.offload import Move
+from megatron.zero_bubble.plan.shard import Sharding
 
 VOCABULARY = "vocabulary"
+RECOMPUTE_LOGITS = "recompute_logits"
+_NAMES = frozenset(key.name for key in PLAN_KEYS)
 
 
 @dataclass(frozen=True)
@@ -50,11 +56,16 @@ class Certificate:
 
 
 def plan_to_json(
-    timeline: Timeline, certificate: Certificate | None = None, layout: Mapping[str, Any] | None = None
+    timeline: Timeline, certificate: Certificate | None = None, more: Mapping[str, Any] | None = None
 ) -> str:
-    """Write the plan as JSON text, with one line per key and one line per rank's order; ``layout`` adds its keys."""
+    """Write the plan as JSON text, with one line per key and one line per rank's order.
+
+    Args:
+        more: further keys of ``PLAN_KEYS``, for what was decided in addition to the schedule, and its figures.
+    """
     lines = []
-    for key, value in (plan_content(timeline, certificate) | dict(layout or {})).items():
+    for key, value in (plan_content(timeline, certificate) | dict(more or {})).items():
+        assert key in _NAMES, f"{key} must be in the table of keys"
         text = json.dumps(value)
         if key == "order":
             text = "[\n    " + ",\n    ".join(json.dumps(row) for row in value) + "\n  ]"
@@ -93,22 +104,49 @@ def plan_content(timeline: Timeline, certificate: Certificate | None = None) -> 
     return content
 
 
-class PlanContent(NamedTuple):
-    """What a run takes from a plan: the schedule, and what moves to host memory between forward and backward."""
+@dataclass(frozen=True)
+class PlanFile:
+    """What a plan decides, and a run takes from its file.
+
+    Attributes:
+        schedule: the passes in their order, with their placement, slices and algorithm of vocabulary parallelism.
+        layout: the layers of every stage, as ``--pipeline-model-parallel-layout``; None for those that the flags of a
+            job give.
+        offload: the choice for which the plan moves ``moves``, such as ``auto``; None for a plan without offloading.
+        moves: what moves to host memory between forward and backward.
+        sharding: how chunks are sharded over their replicas; None if each replica has all of them.
+        recompute_logits: whether the divided output layer computes its logits again for the weight gradient.
+    """
 
     schedule: Schedule
+    layout: str | None = None
+    offload: str | None = None
     moves: tuple[Move, ...] = ()
+    sharding: Sharding | None = None
+    recompute_logits: bool = False
+
+    @property
+    def vocabulary(self) -> Algorithm | None:
+        """The algorithm of vocabulary parallelism; None if the vocabulary is not divided."""
+        return algorithm_of(self.schedule)
 
 
-def plan_from_json(text: str) -> PlanContent:
-    """Read and validate a plan's JSON. Keys that describe neither the schedule nor what moves are ignored.
+def plan_from_json(text: str) -> PlanFile:
+    """Read and validate a plan's JSON. Keys that decide nothing are ignored.
 
     Raises:
         UserError: when the text is not a plan; a ``ScheduleError``, with the grid, when the order is invalid.
     """
     content = json_object(text)
     schedule = _schedule_from(content)
-    return PlanContent(schedule, moves_from(content, schedule))
+    return PlanFile(
+        schedule,
+        layout_from(content, schedule.placement),
+        offload_from(content),
+        moves_from(content, schedule),
+        sharding_from(content, schedule.placement),
+        _recomputes_logits(content),
+    )
 
 
 def schedule_from_json(text: str) -> Schedule:
@@ -155,7 +193,19 @@ def algorithm_from(content: Mapping[str, Any]) -> Algorithm | None:
     )
 
 
-def read_plan_file(path: str | Path) -> PlanContent:
+def _recomputes_logits(content: dict[str, Any]) -> bool:
+    recomputes = RECOMPUTE_LOGITS in content and read_key(
+        content, RECOMPUTE_LOGITS, "true or false", lambda value: type(value) is bool
+    )
+    if recomputes and VOCABULARY not in content:
+        raise UserError(
+            f"{RECOMPUTE_LOGITS} needs passes of a divided vocabulary and the key {VOCABULARY}, which is missing; "
+            f"remove {RECOMPUTE_LOGITS}"
+        )
+    return bool(recomputes)
+
+
+def read_plan_file(path: str | Path) -> PlanFile:
     """Read a file with ``plan_from_json``; errors name the file."""
     return read_file(path, "schedule file", plan_from_json)
 

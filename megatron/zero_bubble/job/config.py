@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple
 
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.costs.cuts import balanced
 from megatron.zero_bubble.costs.units import checked_share, parse_bytes, parse_memory_limit
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import read_costs_file
+from megatron.zero_bubble.formats.plan import PlanFile, read_plan_file
 from megatron.zero_bubble.ir import Placement, Slices
 from megatron.zero_bubble.ir.vocabulary import Algorithm
+from megatron.zero_bubble.job.planned import decisions, is_file
 from megatron.zero_bubble.plan import PostReceives
 from megatron.zero_bubble.plan.offload import NO_SHARE, MoveSelection, parse_share, select_longest
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS, Sharding
@@ -38,8 +40,9 @@ class ZeroBubbleConfig:
     """Options of zero-bubble training.
 
     Attributes:
-        schedule: a name from ``zero-bubble list``, or ``zb-auto``, which measures the run and plans a schedule for it.
-            Exactly one of ``schedule`` and ``schedule_file`` must be given.
+        schedule: a name from ``zero-bubble list``, or ``zb-auto``, which measures the run and plans a schedule for it;
+            or a file, as ``schedule_file``, which ends in ``.json`` or has a folder in its path. Exactly one of
+            ``schedule`` and ``schedule_file`` must be given.
         num_chunks: stages per rank of an interleaved schedule; None selects the schedule's default.
         num_slices: slices into which a schedule of slices or ``zb-auto`` cuts every sequence; None selects the
             schedule's default, for ``zb-auto`` whole sequences.
@@ -47,11 +50,14 @@ class ZeroBubbleConfig:
         attention_share: share of a forward that attention takes, for cuts after which all slices take equal time; None
             for equally long slices.
         vocabulary: algorithm, 1 or 2, with which embedding and output layer are divided over all pipeline ranks; None
-            leaves them on the first and the last stage, or takes the algorithm of ``schedule_file``.
+            leaves them on the first and the last stage.
         recompute_logits: with ``vocabulary``, compute the logits again for the weight gradient of the output layer
             instead of keeping their softmax.
         placement: stage placement for ``zb-auto``; needed up front because the model is built before the plan is made.
-        schedule_file: a file written by ``zero-bubble plan --format json``.
+        schedule_file: a file written by ``zero-bubble plan --format json``. It is read once, here. Fields that it
+            decides (``vocabulary``, ``recompute_logits``, ``shard_weights``, ``unit_microbatches``, ``whole_stages``)
+            are set; one that is given and differs is refused.
+        plan: the content of ``schedule_file``, if it has been read already.
         memory_limit: activation-memory limit per rank for ``zb-auto``, and for ``zero-pp`` without
             ``unit_microbatches``, in the units of ``zero-bubble plan --memory-limit``; ``1p`` is the peak of 1F1B, and,
             with ``vocabulary``, of the first schedule. None is ``1p`` for ``zb-auto``, and else no limit.
@@ -72,7 +78,7 @@ class ZeroBubbleConfig:
         offload: which activations are in host memory between forward and backward: ``all`` of them, the given share of
             each rank's microbatches, such as ``50%``, longest lifespan first, ``auto`` for those that delay no pass, as
             planned from measured passes and copies, or ``none``. Activations whose backward follows too closely stay
-            on the device. None is what ``schedule_file`` moves, and nothing without a file.
+            on the device. None is what ``schedule_file`` moves, and nothing without its moves.
         host_memory: limit per rank for what moves, for example ``60GiB``; None for no limit.
         shard_weights: keep of each chunk only a shard per data-parallel replica: gather its weights whenever its passes
             need them, once per unit of microbatches, and reduce its gradients once per unit. At most ``whole_stages``
@@ -101,6 +107,7 @@ class ZeroBubbleConfig:
     recompute_logits: bool = False
     placement: Literal["linear", "vee"] = "linear"
     schedule_file: str | None = None
+    plan: PlanFile | None = field(default=None, repr=False)
     memory_limit: str | None = None
     post_validation: bool = False
     rollback: Literal["exact", "inverse"] = "exact"
@@ -124,11 +131,7 @@ class ZeroBubbleConfig:
             object.__setattr__(self, "memory_limit", DEFAULT_LIMIT)
         if self.memory_limit is not None:
             parse_memory_limit(self.memory_limit)
-        if (self.schedule is None) == (self.schedule_file is None):
-            raise UserError(
-                "exactly one of schedule and schedule_file must be given; got "
-                f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; give one of them"
-            )
+        self._read_file()
         if self.placement != "linear" and self.schedule != AUTO:
             raise UserError(
                 f"placement={self.placement!r} applies only to {AUTO}, because every other schedule defines its "
@@ -165,6 +168,23 @@ class ZeroBubbleConfig:
         if self.peer_timeout_s is not None and not self.peer_timeout_s > 0:
             raise UserError(f"peer_timeout_s must be positive; got {self.peer_timeout_s}; give it in seconds")
 
+    def _read_file(self) -> None:
+        """Read the schedule file, if there is one, and set the fields that it decides."""
+        if (self.schedule is None) == (self.schedule_file is None):
+            raise UserError(
+                "exactly one of schedule and schedule_file must be given; got "
+                f"schedule={self.schedule!r} and schedule_file={self.schedule_file!r}; give one of them"
+            )
+        taken: dict[str, Any] = {"plan": None}
+        if self.schedule is not None and is_file(self.schedule):
+            taken |= {"schedule": None, "schedule_file": self.schedule}
+        if (file := taken.get("schedule_file", self.schedule_file)) is not None:
+            given = {of.name: None if (own := getattr(self, of.name)) == of.default else own for of in fields(self)}
+            taken["plan"] = self.plan or read_plan_file(file)
+            taken |= decisions(taken["plan"], file, given)
+        for name, value in taken.items():
+            object.__setattr__(self, name, getattr(type(self), name) if value is None else value)
+
     @property
     def ctas(self) -> Ctas:
         """The CTAs of NCCL for messages and for collectives."""
@@ -178,7 +198,7 @@ class ZeroBubbleConfig:
     def selection(self, source: ScheduleSource) -> MoveSelection | None:
         """How to select what leaves the device between forward and backward; None if nothing does."""
         if self.offload is None:
-            return (lambda _: source.moves) if source.moves else None
+            return (lambda _: source.moves) if self._offloads else None
         share = 1.0 if self.plans_offload else parse_share(self.offload)
         return functools.partial(select_longest, share=share) if share else None
 
@@ -189,7 +209,9 @@ class ZeroBubbleConfig:
 
     @property
     def _offloads(self) -> bool:
-        return self.offload is not None and (self.plans_offload or parse_share(self.offload) > 0)
+        if self.offload is None:
+            return self.plan is not None and bool(self.plan.moves)
+        return self.plans_offload or parse_share(self.offload) > 0
 
     def sharding(self, num_ranks: int) -> Sharding:
         """How chunks are sharded over their replicas with ``shard_weights``."""
@@ -205,7 +227,7 @@ class ZeroBubbleConfig:
         excluded = {
             f"schedule={AUTO}": self.schedule == AUTO,
             "post_validation": self.post_validation,
-            f"offload={self.offload}": self._offloads,
+            f"offload={self._offloaded}": self._offloads,
             f"vocabulary={self.vocabulary}": self.vocabulary is not None,
             "wgrad_stream": self.wgrad_stream,
         }
@@ -238,27 +260,23 @@ class ZeroBubbleConfig:
             )
 
     def _check_offload(self) -> None:
-        moves = self._offloads
         if self.host_memory is not None:
             parse_bytes(self.host_memory)
-            if not moves and (self.schedule_file is None or self.offload is not None):
-                self._refuse_host_memory()
-        if moves:
-            self._check_wgrad_stream()
-
-    def _refuse_host_memory(self) -> None:
-        raise UserError(
-            f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
-            f"offload={self.offload or NO_SHARE}, which moves nothing; leave it out, or give offload=all"
-        )
-
-    def _check_wgrad_stream(self) -> None:
-        if self.wgrad_stream:
+            if not self._offloads:
+                raise UserError(
+                    f"host_memory limits what offload moves; got host_memory={self.host_memory} with "
+                    f"offload={self.offload or NO_SHARE}, which moves nothing; leave it out, or give offload=all"
+                )
+        if self._offloads and self.wgrad_stream:
             raise UserError(
                 "offloading needs all weight gradients on the stream of the passes, because another stream uses "
-                "activations longer than planned; got wgrad_stream with offload="
-                f"{self.offload or 'the moves of the schedule file'}; leave one of them out"
+                f"activations longer than planned; got wgrad_stream with offload={self._offloaded}; leave one of them "
+                "out"
             )
+
+    @property
+    def _offloaded(self) -> str:
+        return self.offload or "the moves of the schedule file"
 
     def _check_vocabulary(self) -> None:
         cuts = self.cuts()
@@ -268,10 +286,10 @@ class ZeroBubbleConfig:
                 f"vocabulary={self.vocabulary} with slices of sequences under {self.schedule}; choose another "
                 "schedule, for example zb-h1, or leave one of them out"
             )
-        if self.recompute_logits and self.vocabulary is None and self.schedule_file is None:
+        if self.recompute_logits and self.vocabulary is None:
             raise UserError(
                 "recompute_logits has no effect without vocabulary parallelism, whose passes compute the logits; got "
-                f"vocabulary=None with {self.schedule}; leave it out"
+                f"vocabulary=None with {self.schedule or self.schedule_file}; leave it out"
             )
 
     def _check_slices(self) -> None:
@@ -314,19 +332,18 @@ class ZeroBubbleConfig:
         """The placement of the stages on ``num_ranks`` ranks; a schedule file ignores ``num_ranks`` and has its own.
 
         Raises:
-            UserError: an unknown schedule, a number of chunks that it does not support, or a bad schedule file.
+            UserError: an unknown schedule, or a number of chunks that it does not support.
         """
         return self.sources()(num_ranks).placement
 
     def sources(self) -> SourceOnRanks:
-        """The source of schedules as a function of the number of pipeline ranks. A file is read once, in this call.
+        """The source of schedules as a function of the number of pipeline ranks.
 
         Raises:
             UserError: as ``placement_on``; a bad number of chunks is reported when the returned function is called.
         """
-        if self.schedule_file is not None:
-            source = ScheduleSource.from_file(self.schedule_file)
-            self._check_file(source)
+        if self.schedule_file is not None and self.plan is not None:
+            source = ScheduleSource.of_plan(self.schedule_file, self.plan)
             return lambda _: source
         cuts, vocabulary = self.cuts(), self.vocabulary
         if self.schedule == AUTO:
@@ -346,26 +363,3 @@ class ZeroBubbleConfig:
             unit_microbatches=units,
             choice=UnitChoice(limit, costs, whole),
         )
-
-    def _check_file(self, source: ScheduleSource) -> None:
-        if self.offload is None and source.moves:
-            self._check_wgrad_stream()
-            if self.shard_weights:
-                raise UserError(
-                    "sharded units work without offloading in this version; got shard_weights with the moves of "
-                    f"{self.schedule_file}; give offload={NO_SHARE}, or leave shard_weights out"
-                )
-        elif self.offload is None and self.host_memory is not None:
-            self._refuse_host_memory()
-        has, wanted = source.vocabulary, self.vocabulary
-        if wanted not in (None, has):
-            raise UserError(
-                "the algorithm of vocabulary parallelism must be that of the schedule file, "
-                f"{has or 'which is without it'}; got vocabulary={wanted} with {self.schedule_file}; leave vocabulary "
-                f"out, or write another file with zero-bubble plan --vocabulary {wanted}"
-            )
-        if self.recompute_logits and has is None:
-            raise UserError(
-                "recompute_logits has no effect without vocabulary parallelism, whose passes compute the logits; the "
-                f"schedule file {self.schedule_file} is without it; leave it out"
-            )

@@ -20,17 +20,21 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the group ``zero bubble``. Flags that are not given are None, except the device; see ``config_of``."""
+    parser.set_defaults(zero_bubble_plan=None)  # the content of the schedule file, once it is read
     add, fuse = parser.add_argument_group("zero bubble").add_argument, argparse.BooleanOptionalAction
     add(
         "--zero-bubble-schedule",
-        metavar="NAME",
-        help=f"pipeline schedule to run: {', '.join(SCHEDULES)} or {AUTO}; `zero-bubble list` describes them; "
-        "default: Megatron's own schedule",
+        metavar="NAME|FILE",
+        help=f"pipeline schedule to run: {', '.join(SCHEDULES)} or {AUTO}; `zero-bubble list` describes them; or a "
+        "file that ends in .json or has a folder in its path, as --zero-bubble-schedule-file; default: Megatron's own "
+        "schedule",
     )
     add(
         "--zero-bubble-schedule-file",
         metavar="FILE",
-        help="pipeline schedule to run, from a file written by `zero-bubble plan --format json`",
+        help="plan to run, from a file written by `zero-bubble plan --format json`: all that it decides, such as its "
+        "layout, sharded units, vocabulary parallelism and what moves to host memory; a flag that contradicts it is "
+        "refused",
     )
     of_slices = ", ".join(sliced())
     add(
@@ -147,7 +151,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="keep activations in host memory between forward and backward: all of them, N%% of each rank's "
         "microbatches, longest lifespan first, or auto for those that delay no pass, as planned after some iterations "
         "from the measured times of passes and copies; those whose backward follows too closely stay on the device; "
-        "default: what the plan in --zero-bubble-schedule-file moves, else none",
+        "default: none, or what the plan in --zero-bubble-schedule-file moves",
     )
     add(
         "--zero-bubble-host-memory",
@@ -310,6 +314,7 @@ def config_of(
     return ZeroBubbleConfig(
         schedule=options.zero_bubble_schedule,
         schedule_file=options.zero_bubble_schedule_file,
+        plan=options.zero_bubble_plan,
         num_chunks=num_chunks,
         num_slices=options.zero_bubble_num_slices,
         slice_ends=options.zero_bubble_slice_ends,

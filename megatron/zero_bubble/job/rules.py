@@ -122,6 +122,7 @@ _RULES = (
         lambda job: (
             job.plans
             or job.options.zero_bubble_schedule in sliced()
+            or bool(job.options.zero_bubble_schedule_file)
             or bool(job.options.zero_bubble_balance_microbatches)
         ),
         "works only with a schedule of slices or zb-auto, got {schedule}; drop the flag or give --zero-bubble-schedule "
@@ -135,12 +136,12 @@ _RULES = (
     ),
     _Rule(
         ("recompute-logits", "nccl-collective-ctas"),
-        lambda job: vocabulary_algorithm(job.options) is not None or bool(job.options.zero_bubble_schedule_file),
+        lambda job: vocabulary_algorithm(job.options) is not None,
         "has no effect without vocabulary parallelism; give --zero-bubble-vocabulary-parallel 2 or drop the flag",
     ),
     _Rule(
         ("placement",),
-        lambda job: job.plans,
+        lambda job: job.plans or bool(job.options.zero_bubble_schedule_file),
         "works only with --zero-bubble-schedule zb-auto, got {schedule}; drop the flag or choose zb-auto",
     ),
     _Rule(
@@ -203,8 +204,6 @@ def check_flags(job: Job) -> None:
     Raises:
         UserError: the rule, the given value and the remedy.
     """
-    if job.options.zero_bubble_schedule and job.options.zero_bubble_schedule_file:
-        raise UserError("--zero-bubble-schedule and --zero-bubble-schedule-file exclude each other; give one of them")
     for rule in _RULES:
         for flag in rule.flags:
             value = getattr(job.options, "zero_bubble_" + flag.replace("-", "_"))

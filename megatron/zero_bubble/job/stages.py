@@ -9,8 +9,8 @@ from typing import Any
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.job.config import ZeroBubbleConfig
 from megatron.zero_bubble.job.flags import config_of, records
+from megatron.zero_bubble.job.layout import take_layout
 from megatron.zero_bubble.job.runnable import check_placement
-from megatron.zero_bubble.job.vocabulary import check_divided
 from megatron.zero_bubble.planning.source import ScheduleSource
 
 
@@ -19,14 +19,16 @@ def place_stages(
 ) -> tuple[ZeroBubbleConfig, ScheduleSource]:
     """The configuration of the flags and its source of schedules, with a placement that Megatron supports.
 
+    The job gets the layout of its plan file, if that has one.
+
     Args:
         options: the parsed ``--zero-bubble-*`` flags.
-        job: the job's flags; only those of the pipeline are read.
+        job: the job's flags; only those of the pipeline and its layers are read.
         num_chunks: stages per rank, if the job defines it.
 
     Raises:
-        UserError: no pipeline, flags that exclude each other, a bad schedule file, or a number of stages per rank that
-            the schedule does not support.
+        UserError: no pipeline, flags that exclude each other, a number of stages per rank that the schedule does not
+            support, or another layout than the plan file's.
     """
     ranks = job.pipeline_model_parallel_size
     if ranks < 2:
@@ -38,7 +40,6 @@ def place_stages(
     if config.takes_chunks:
         config = replace(config, num_chunks=num_chunks)
     source = config.sources()(ranks)
-    check_divided(options, source)
     placement = source.placement
     check_placement(placement, ranks)
     chunks = placement.num_stages // ranks
@@ -53,4 +54,6 @@ def place_stages(
             "--no-overlap-p2p-communication does not work with a zero-bubble schedule, whose messages always overlap "
             "with passes; drop the flag or the schedule"
         )
+    if config.plan is not None:
+        take_layout(job, config.plan, source.name)
     return config, source

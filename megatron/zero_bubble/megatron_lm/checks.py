@@ -52,7 +52,7 @@ def configure(args: Any, options: argparse.Namespace) -> tuple[ZeroBubbleConfig,
     layout = getattr(args, "pipeline_model_parallel_layout", None)
     if layout is not None:
         check_layout(layout, ranks, _layers_of(args), placement.num_stages, args.mtp_num_layers or 0)
-    if asked is None:
+    if asked is None and layout is None:
         _ask_for(chunks, placement, args)
     return config, source
 

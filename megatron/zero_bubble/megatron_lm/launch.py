@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.zero_bubble.errors import PatchError, PeerError, SeamError, UserError
 from megatron.zero_bubble.job.flags import add_flags, has_schedule, parse_ours
 from megatron.zero_bubble.job.installed import check_installed
+from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_flags
 from megatron.zero_bubble.megatron_lm.checks import check_format
 from megatron.zero_bubble.megatron_lm.fork_flags import modernize
@@ -84,6 +85,7 @@ def _join(ending: _Ending) -> None:
         _say(line)
     check_format(options, _value_of("--yaml-cfg", arguments))
     check_installed("torch")  # megatron.core comes from the checkout
+    adopt(options)
     check_flags(Job(options, under_launcher=True))
     on_cpu = _prepare_device(options.zero_bubble_device, arguments)
     if not has_schedule(options):

@@ -79,6 +79,10 @@ class Figures:
         assert self.layers is not None, "only costs per layer have layouts"
         return even(placement, self.layers.num_layers) if self.division is None else self.division.on(placement)
 
+    def needed_layout(self, placement: Placement) -> str | None:
+        """The ``--pipeline-model-parallel-layout`` that gives a job these layers per stage; None if it needs none."""
+        return None if self.division is None else self.division.needed_layout(placement)
+
     def evenly(self) -> Figures:
         """Return the costs of the layout that a job gets without another one; layouts by cost are made from these.
 

@@ -57,6 +57,7 @@ class Offloaded:
 
     Attributes:
         timeline: the passes and the copies; its peaks are those of the device.
+        choice: what was requested, as in ``plan_offload``.
         moves: what moves.
         share: share of the forwards that move, over all ranks.
         device_peak, host_peak: per rank.
@@ -65,6 +66,7 @@ class Offloaded:
     """
 
     timeline: Timeline
+    choice: str
     moves: tuple[Move, ...]
     share: float
     device_peak: tuple[float, ...]
@@ -98,7 +100,8 @@ def plan_offload(
     if share:
         check_copies(costs, choice)
     costs = replace(costs, host_ms=tuple(ms * host.ranks_per_link for ms in costs.host_ms))
-    return _finished(_moves(before, costs, memory, choice, share, limit, host), before, costs, memory)
+    moves = _moves(before, costs, memory, choice, share, limit, host)
+    return _finished(choice, moves, before, costs, memory)
 
 
 def check_copies(costs: PassCosts, choice: str) -> None:
@@ -166,7 +169,9 @@ def _shared(wanted: Sequence[float], host: HostLimits, room: Sequence[float] | N
     return tuple(shares) if room is None else tuple(map(min, shares, room))
 
 
-def _finished(moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory) -> Offloaded:
+def _finished(
+    choice: str, moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memory: PassMemory
+) -> Offloaded:
     schedule = before.schedule
     plan = _bare(schedule, moves)
     timeline = undelayed(before, plan, costs, memory)
@@ -176,6 +181,7 @@ def _finished(moves: tuple[Move, ...], before: Timeline, costs: PassCosts, memor
     forwards = sum(p.kind is F for p in schedule.passes())
     return Offloaded(
         timeline,
+        choice,
         moves,
         len(moves) / forwards,
         most_kept(timeline, memory),

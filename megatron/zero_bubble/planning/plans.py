@@ -33,7 +33,8 @@ ADAPTING = [recipe.name for recipe in SCHEDULES.values() if recipe.adapts]
 @dataclass(frozen=True)
 class PlannedSchedule:
     """A simulated schedule, the figures that it was planned with, its certificate if there was a memory limit, its
-    layout if that was planned as well, what moves to host memory if it offloads, and its sharded units.
+    layout if that was planned as well, what moves to host memory if it offloads, its sharded units, and whether its
+    divided output layer computes the logits again.
     """
 
     timeline: Timeline
@@ -42,6 +43,7 @@ class PlannedSchedule:
     layouts: LayoutPlan | None = None
     offloaded: Offloaded | None = None
     shards: ShardPlan | None = None
+    recompute_logits: bool = False
 
 
 def auto(

@@ -66,6 +66,7 @@ class ShardPlan:
     Attributes:
         timeline: the passes and the collectives.
         sharding: how its chunks are sharded.
+        replicas: the replicas over which they are.
         gathers, reductions: collectives per rank and iteration.
         traffic: bytes that a rank sends in them, which is also what it receives; None if sizes are unknown.
         static: bytes per rank of shards, and of weights and gradients that are whole at a time; None if unknown.
@@ -75,6 +76,7 @@ class ShardPlan:
 
     timeline: Timeline
     sharding: Sharding
+    replicas: int
     gathers: tuple[int, ...]
     reductions: tuple[int, ...]
     traffic: tuple[float, ...] | None
@@ -103,6 +105,7 @@ def of_schedule(costs: Figures, schedule: Schedule, sharding: Sharding, replicas
     return ShardPlan(
         timeline,
         sharding,
+        replicas,
         tuple(sum(isinstance(op, Gather) for op in row) for row in plan.ops),
         tuple(sum(isinstance(op, Reduce) for op in row) for row in plan.ops),
         None if sizes is None else tuple(traffic(row, sizes, replicas) for row in plan.ops),

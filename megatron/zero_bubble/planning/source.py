@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 from megatron.zero_bubble import schedules
@@ -16,9 +15,9 @@ from megatron.zero_bubble.costs.units import parse_memory_limit
 from megatron.zero_bubble.costs.vocabulary import VocabularyCosts
 from megatron.zero_bubble.errors import UserError
 from megatron.zero_bubble.formats.costs import CostsFile
-from megatron.zero_bubble.formats.plan import read_plan_file
+from megatron.zero_bubble.formats.plan import PlanFile
 from megatron.zero_bubble.ir import Kind, Placement, Schedule, Slices
-from megatron.zero_bubble.ir.vocabulary import Algorithm, algorithm_of
+from megatron.zero_bubble.ir.vocabulary import Algorithm
 from megatron.zero_bubble.plan.offload import Move
 from megatron.zero_bubble.plan.shard import DEFAULT_WHOLE_CHUNKS
 from megatron.zero_bubble.planning.figures import Figures, measured
@@ -106,14 +105,10 @@ class ScheduleSource:
         return cls(name, placement, divided, vocabulary)
 
     @classmethod
-    def from_file(cls, path: str | Path) -> ScheduleSource:
-        """The schedule of a file and what it moves; the file is read once, in this call.
-
-        Raises:
-            UserError: the file cannot be read or does not contain a valid schedule.
-        """
-        schedule, moves = read_plan_file(path)
-        return cls(str(path), schedule.placement, lambda _: schedule, algorithm_of(schedule), moves)
+    def of_plan(cls, path: str, plan: PlanFile) -> ScheduleSource:
+        """The schedule of a plan that was read from ``path``, and what it moves."""
+        schedule = plan.schedule
+        return cls(path, schedule.placement, lambda _: schedule, plan.vocabulary, plan.moves)
 
     @classmethod
     def automatic(

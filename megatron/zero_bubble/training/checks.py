@@ -19,6 +19,7 @@ from megatron.zero_bubble.job.flags import has_schedule
 from megatron.zero_bubble.job.host_memory import check_host_memory
 from megatron.zero_bubble.job.installed import check_writer
 from megatron.zero_bubble.job.model import uneven_layout
+from megatron.zero_bubble.job.planned import adopt
 from megatron.zero_bubble.job.rules import Job, check_costs_file, check_flags, check_schedule
 from megatron.zero_bubble.job.stages import place_stages
 from megatron.zero_bubble.training.batch_sizes import BatchSizes
@@ -328,11 +329,9 @@ def _check_checkpoint(args: argparse.Namespace) -> None:
 def _check_schedule(args: argparse.Namespace) -> None:
     chunks = args.virtual_pipeline_model_parallel_size
     shows_stock = args.pipeline_model_parallel_size > 1 and chunks is None
+    adopt(args)
     check_flags(Job(args, shows_stock_passes=shows_stock, train_iters=args.train_iters))
     check_costs_file(args)
-    file = args.zero_bubble_schedule_file
-    if file and not Path(file).is_file():
-        raise UserError(f"the schedule file {file} does not exist; write one with `zero-bubble plan --format json`")
     if not has_schedule(args):
         args.source = None
         args.placement = Placement.interleaved(args.pipeline_model_parallel_size, max(1, chunks or 1))

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, NoReturn
 from urllib.parse import parse_qsl
 
 from megatron.zero_bubble.analysis.timeline import Timeline
-from megatron.zero_bubble.cli.offload import offload_content
 from megatron.zero_bubble.cli.plan import add_plan, make_plan, searches
 from megatron.zero_bubble.cli.slices import AUTOMATIC
 from megatron.zero_bubble.costs import PassCosts
 from megatron.zero_bubble.errors import UserError
-from megatron.zero_bubble.formats.moves import MOVES
 from megatron.zero_bubble.formats.plan import plan_content
 from megatron.zero_bubble.ir import Compute, Pass, Schedule
 from megatron.zero_bubble.ir.flow import SAVED
@@ -26,6 +24,7 @@ from megatron.zero_bubble.ir.ops import COPY_BACK, COPY_OUT
 from megatron.zero_bubble.ir.passes import VOCABULARY
 from megatron.zero_bubble.plan.offload import NO_SHARE
 from megatron.zero_bubble.planning.offload import AUTO as OFFLOAD_AUTO
+from megatron.zero_bubble.planning.plan_file import offload_content
 from megatron.zero_bubble.planning.plans import limit_verdict
 from megatron.zero_bubble.planning.source import AUTO
 from megatron.zero_bubble.planning.vocabulary import CHOICES
@@ -128,8 +127,7 @@ def answer(question: Question) -> Answer:
         limit = {"kept": kept, "sentence": sentence}
     plan = plan_content(timeline, certificate)
     if made.offloaded is not None:
-        plan |= offload_content(made.offloaded, question.options.offload)
-        del plan[MOVES]
+        plan |= offload_content(made.offloaded)
     drawing = {
         "order": plan.pop("order"),
         "times": [[(start, end) for _, start, end in row] for row in timeline.spans],

@@ -1,0 +1,92 @@
+"""A plan as its file has it: everything that was decided, and the figures that follow from the costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megatron.zero_bubble.formats.layout import LAYERS, LAYOUT, NEEDED_LAYOUT
+from megatron.zero_bubble.formats.moves import OFFLOAD, moves_content
+from megatron.zero_bubble.formats.plan import RECOMPUTE_LOGITS, PlanFile, plan_to_json
+from megatron.zero_bubble.formats.sharding import SHARD_WEIGHTS, sharding_content
+from megatron.zero_bubble.planning.figures import Figures
+from megatron.zero_bubble.planning.layouts import LayoutPlan
+from megatron.zero_bubble.planning.offload import Offloaded
+from megatron.zero_bubble.planning.plans import PlannedSchedule, bound, message_memory
+from megatron.zero_bubble.planning.shards import ShardPlan, least_ms
+
+
+def decided(plan: PlannedSchedule) -> PlanFile:
+    """Return what a run takes from the file that ``written`` returns."""
+    schedule, offloaded, shards = plan.timeline.schedule, plan.offloaded, plan.shards
+    return PlanFile(
+        schedule,
+        plan.costs.needed_layout(schedule.placement) if plan.layouts is None else plan.layouts.best.text,
+        None if offloaded is None else offloaded.choice,
+        () if offloaded is None else offloaded.moves,
+        None if shards is None else shards.sharding,
+        plan.recompute_logits,
+    )
+
+
+def written(plan: PlannedSchedule) -> str:
+    """Return the text of the plan's file."""
+    costs, schedule = plan.costs, plan.timeline.schedule
+    content: dict[str, Any] = {RECOMPUTE_LOGITS: True} if plan.recompute_logits else {}
+    if costs.message_bytes is not None:
+        content["message_peak"] = message_memory(schedule, costs.message_bytes)
+    if plan.layouts is not None:
+        content |= _layout_content(plan.layouts)
+    else:
+        if (layout := costs.needed_layout(schedule.placement)) is not None:
+            content[NEEDED_LAYOUT] = layout
+        if costs.halves(schedule.placement):
+            content["is_lower_bound"] = True
+    if plan.offloaded is not None:
+        content |= {**offload_content(plan.offloaded), **moves_content(plan.offloaded.moves)}
+    if plan.shards is not None:
+        content |= _shard_content(plan.shards, costs)
+    return plan_to_json(plan.timeline, plan.certificate, content)
+
+
+def offload_content(done: Offloaded) -> dict[str, Any]:
+    """Return the figures of offloading, and for which choice they are."""
+    return {
+        OFFLOAD: done.choice,
+        "offloaded_share": done.share,
+        "offload_added_ms": done.added_ms,
+        "device_peak": done.device_peak,
+        "host_peak": done.host_peak,
+        "pending_wgrad": done.pending_wgrad,
+    }
+
+
+def sharded_bound(plan: ShardPlan, costs: Figures) -> tuple[float, str]:
+    """Return a lower bound in ms on the makespan with units of any size, and its reason."""
+    schedule = plan.timeline.schedule
+    passes = bound(costs, schedule.placement, math.inf, "makespan", schedule.slices)
+    return least_ms(costs.on(schedule.placement)[0], schedule.placement, passes.value_ms)
+
+
+def _layout_content(plan: LayoutPlan) -> dict[str, Any]:
+    return {
+        LAYOUT: plan.best.text,
+        LAYERS: plan.best.layout,
+        # At least, where no schedule was made for the other layout.
+        "shorter_than": {name.replace(" ", "_"): gain for name, gain in plan.gains().items()},
+    }
+
+
+def _shard_content(plan: ShardPlan, costs: Figures) -> Mapping[str, Any]:
+    return {
+        SHARD_WEIGHTS: True,
+        "replicas": plan.replicas,
+        **sharding_content(plan.sharding),
+        "gathers": plan.gathers,
+        "reductions": plan.reductions,
+        "replica_traffic_bytes": plan.traffic,
+        "static_bytes": plan.static,
+        "collectives_ms": plan.lane_ms,
+        **dict(zip(("lower_bound_ms", "lower_bound_reason"), sharded_bound(plan, costs), strict=True)),
+    }
